@@ -3,7 +3,7 @@ PRESET  ?= release
 BUILD   := build/$(PRESET)
 JOBS    ?= $(shell nproc)
 
-.PHONY: wheel python-deps test-python help train test check build gpu deps soak sanitize fuzz docs lint format clean asan ubsan tsan
+.PHONY: wheel test-deps test-python help train test check build gpu deps soak sanitize fuzz docs lint format clean asan ubsan tsan
 
 help:
 	@echo "make train   install what is missing, build, train a GPT whose state is several times its memory budget"
@@ -31,11 +31,12 @@ gpu: deps
 	@scripts/pip-libtorch $(PIP_LIBTORCH)
 	@cmake --build build/gpu -j $(JOBS)
 
-# Without a network the Python package's part of the suite is skipped, in words.
-python-deps: deps
+# Without a network what needs these is skipped, in words.
+test-deps: deps
+	@scripts/install-deps tests || echo "make test: goes on without tests of file systems, network namespaces and pages in a browser" >&2
 	@scripts/install-deps python || echo "make test: goes on without the Python package's tests" >&2
 
-test: python-deps build
+test: test-deps build
 	@cd $(BUILD) && ctest --output-on-failure -j $(JOBS)
 
 # The tests that take seconds; what takes longer is labelled slow (tests/CMakeLists.txt).

@@ -1,9 +1,9 @@
-// What a lane asks of the kernel, or of what stands in for it: take transfers, hand back completions, be
-// woken.
+// What a device queue asks of the kernel, or of what stands in for it: take transfers, hand back completions,
+// be woken.
 //
-// A backend belongs to one lane. All calls come from the lane's thread, Start first, but Wake, which may come
-// from any thread at any time between Start and the destructor. Backends do not interpret results: short
-// transfers, errors and retries are the lane's business, so every backend behaves the same.
+// A backend belongs to one device queue. All calls come from the queue's thread, Start first, but Wake, which
+// may come from any thread at any time between Start and the destructor. Backends do not interpret results:
+// short transfers, errors and retries are the queue's business, so every backend behaves the same.
 #ifndef PENSTOCK_AIO_BACKEND_H_
 #define PENSTOCK_AIO_BACKEND_H_
 
@@ -48,7 +48,7 @@ class Backend {
   // Sets up and proves with a real transfer that it works here. An error: kUnavailable, with the reason.
   virtual absl::Status Start(const BackendConfig& config) = 0;
 
-  // The last call on the lane's thread, nothing being in flight: gives back what belongs to that thread. The
+  // The last call on the queue's thread, nothing being in flight: gives back what belongs to that thread. The
   // destructor may then run on another one.
   virtual void Finish() {}
 
@@ -59,7 +59,7 @@ class Backend {
 
   // Hands queued transfers to the kernel and waits until `want` completions are there, or Wake was called, or
   // `timeout_ns` is over (-1: no limit; 0: do not wait). Returns how many were put into `out`, possibly 0, or
-  // -errno if the backend has broken down for good. The lane then fails all transfers that are in flight, so
+  // -errno if the backend has broken down for good. The queue then fails all transfers that are in flight, so
   // by that time neither kernel nor device has any of them, and none is ever handed over. Only Wake,
   // ForgetFile and Finish are called after that.
   virtual int64_t Run(std::span<Completion> out, uint32_t want, int64_t timeout_ns) = 0;
@@ -71,7 +71,7 @@ class Backend {
   // it.
   virtual int RegisterFile(int /*fd*/) { return -1; }
   virtual void UnregisterFile(int /*index*/) {}
-  // The file is about to be closed, or the lane to end; nothing of it is in flight.
+  // The file is about to be closed, or the queue to end; nothing of it is in flight.
   virtual void ForgetFile(int /*fd*/) {}
   virtual int FixedBuffer(const void* /*data*/, uint64_t /*bytes*/) const { return -1; }
 
@@ -80,7 +80,7 @@ class Backend {
 
   // When the next transfer ends, for backends in virtual time.
   virtual int64_t NextEventNs() const { return INT64_MAX; }
-  // CPU time of threads that the backend runs beside the lane's. Thread-safe.
+  // CPU time of threads that the backend runs beside the queue's. Thread-safe.
   virtual int64_t WorkerCpuNs() const { return 0; }
 
   uint64_t syscalls() const { return syscalls_; }

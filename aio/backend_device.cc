@@ -90,7 +90,7 @@ class DeviceBackend final : public Backend {
   const DeviceTransfers* device_transfers() const override { return transfers_.get(); }
 
  private:
-  // With the first transfer: most lanes never have one. Fewer than wanted will do.
+  // With the first transfer: most queues never have one. Fewer than wanted will do.
   bool StartWorkers() {
     while (workers_.size() < workers_wanted_) {
       try {
@@ -105,7 +105,7 @@ class DeviceBackend final : public Backend {
     return !workers_.empty();
   }
 
-  // The lane fails all that is in flight: nothing of it may come back later.
+  // The queue fails all that is in flight: nothing of it may come back later.
   void BreakDown(int64_t error) {
     broken_ = error;
     {
@@ -167,7 +167,7 @@ class DeviceBackend final : public Backend {
   const std::shared_ptr<DeviceTransfers> transfers_;
   std::function<void(std::string_view)> note_;
 
-  // The lane's thread.
+  // The queue's thread.
   size_t workers_wanted_ = 0;
   std::vector<std::thread> workers_;
   std::deque<Completion> refused_;

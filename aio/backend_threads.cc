@@ -129,7 +129,7 @@ class ThreadsBackend final : public Backend {
   }
 
   std::vector<std::thread> workers_;
-  std::vector<Piece*> waiting_;  // queued, not yet handed to the workers; the lane's thread only
+  std::vector<Piece*> waiting_;  // queued, not yet handed to the workers; the queue's thread only
   std::atomic<int64_t> cpu_ns_{0};
 
   std::mutex mutex_;

@@ -1,4 +1,4 @@
-// io_uring: one ring, created, used and destroyed by the lane's thread (SINGLE_ISSUER), completions run when
+// io_uring: one ring, created, used and destroyed by the queue's thread (SINGLE_ISSUER), completions run when
 // that thread asks (DEFER_TASKRUN), the arenas registered as fixed buffers, files in the ring's table. Waits
 // are bounded by a timeout argument of io_uring_enter; other threads wake the ring through an eventfd that it
 // always has a read on.
@@ -259,7 +259,7 @@ int IoUringBackend::ProbeTransfer(int fd, bool fixed) {
 }
 
 void IoUringBackend::Queue(Piece& piece) {
-  if (!ring_open_) return;                               // the lane fails it with all others
+  if (!ring_open_) return;                               // the queue fails it with all others
   io_uring_sqe* const entry = io_uring_get_sqe(&ring_);  // there is one for each piece
   ++outstanding_;
   const bool registered = piece.slot->registered >= 0;

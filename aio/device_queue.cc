@@ -21,9 +21,9 @@
 namespace penstock::aio {
 namespace {
 
-// The engine and lane whose callback runs on this thread now.
+// The engine and queue whose callback runs on this thread now.
 thread_local const EngineCore* t_callback_of = nullptr;
-thread_local const DeviceQueue* t_callback_lane = nullptr;
+thread_local const DeviceQueue* t_callback_queue = nullptr;
 
 }  // namespace
 
@@ -135,7 +135,7 @@ void DeviceQueue::LetGoOfFiles() {
   }
 }
 
-// A callback on another lane may have got past the engine's check before the shutdown began.
+// A callback on another queue may have got past the engine's check before the shutdown began.
 void DeviceQueue::CancelLate() {
   if (!inbox_full_.load(std::memory_order_acquire)) return;
   cancels_.store(true);
@@ -235,14 +235,14 @@ void DeviceQueue::TakeInbox() {
   }
 }
 
-// Runs `call` on the lane's thread, between two turns, and waits for it.
-void DeviceQueue::RunOnLane(void (*call)(DeviceQueue&, void*), void* argument) {
+// Runs `call` on the queue's thread, between two turns, and waits for it.
+void DeviceQueue::RunOnQueue(void (*call)(DeviceQueue&, void*), void* argument) {
   if (!threaded_) {
     const std::lock_guard<std::recursive_mutex> lock(core_.turn_mutex);
     call(*this, argument);
     return;
   }
-  if (t_callback_lane == this) {
+  if (t_callback_queue == this) {
     call(*this, argument);
     return;
   }
@@ -278,16 +278,16 @@ FileSlot* DeviceQueue::SlotOf(File& file) {
 }
 
 void DeviceQueue::ForgetFile(File& file) {
-  RunOnLane(
-      [](DeviceQueue& lane, void* argument) {
-        for (FileSlot** link = &lane.slots_; *link != nullptr; link = &(*link)->next) {
+  RunOnQueue(
+      [](DeviceQueue& queue, void* argument) {
+        for (FileSlot** link = &queue.slots_; *link != nullptr; link = &(*link)->next) {
           FileSlot* const slot = *link;
           if (slot->file != argument) continue;
-          if (slot->registered >= 0) lane.backend_->UnregisterFile(slot->registered);
-          lane.backend_->ForgetFile(slot->file->fd());
+          if (slot->registered >= 0) queue.backend_->UnregisterFile(slot->registered);
+          queue.backend_->ForgetFile(slot->file->fd());
           *link = slot->next;
-          slot->next = lane.free_slots_;
-          lane.free_slots_ = slot;
+          slot->next = queue.free_slots_;
+          queue.free_slots_ = slot;
           return;
         }
       },
@@ -369,10 +369,10 @@ size_t DeviceQueue::RunCallbacks() {
       current_callback_.store(request, std::memory_order_seq_cst);
       request->state_.store(end, std::memory_order_seq_cst);
       const EngineCore* const outer = std::exchange(t_callback_of, &core_);
-      const DeviceQueue* const outer_lane = std::exchange(t_callback_lane, this);
+      const DeviceQueue* const outer_queue = std::exchange(t_callback_queue, this);
       callback(*request, context);
       t_callback_of = outer;
-      t_callback_lane = outer_lane;
+      t_callback_queue = outer_queue;
       current_callback_.store(nullptr, std::memory_order_seq_cst);
     }
     core_.pending.fetch_sub(1, std::memory_order_seq_cst);

@@ -1,10 +1,10 @@
-// A lane: everything of the engine that belongs to one block device. One thread owns the backend, cuts
-// requests into pieces, keeps them in flight within the byte caps, continues short transfers, retries, and
-// completes requests. On the simulated disk there is no thread: whoever calls Engine::Poll or waits is the
-// lane's thread for that moment.
+// A device queue: everything of the engine that belongs to one block device. One thread owns the backend,
+// cuts requests into pieces, keeps them in flight within the byte caps, continues short transfers, retries,
+// and completes requests. On the simulated disk there is no thread: whoever calls Engine::Poll or waits is
+// the queue's thread for that moment.
 //
 // Internal to aio. Enqueue, Cancel, Wake, Describe, Snapshot and ForgetFile may be called from any thread;
-// everything else runs on the lane's thread.
+// everything else runs on the queue's thread.
 #ifndef PENSTOCK_AIO_DEVICE_QUEUE_H_
 #define PENSTOCK_AIO_DEVICE_QUEUE_H_
 
@@ -29,14 +29,14 @@ class DeviceQueue final : public FileUser {
   DeviceQueue(EngineCore& core, std::unique_ptr<Backend> backend, bool threaded);
   ~DeviceQueue() override;
 
-  // Starts the backend (on the lane's own thread if it has one) and says whether it works.
+  // Starts the backend (on the queue's own thread if it has one) and says whether it works.
   absl::Status Start();
   // Cancels what is queued, waits for what is in flight, stops the thread and lets go of all files.
   void Stop();
-  // After all lanes of the engine have stopped: cancels what came in meanwhile.
+  // After all queues of the engine have stopped: cancels what came in meanwhile.
   void CancelLate();
 
-  // The device that this lane serves; taken by the first file. Under the engine's lane mutex.
+  // The device that this queue serves; taken by the first file. Under the engine's queue mutex.
   bool assigned() const { return assigned_.load(std::memory_order_acquire); }
   uint64_t device() const { return device_; }
   void Assign(const File& file);
@@ -49,8 +49,8 @@ class DeviceQueue final : public FileUser {
   }
   static bool InCallback(const EngineCore* core);  // this thread runs a callback of this engine
 
-  // One turn: take over, cut, hand over, reap, complete. Returns requests finished. The lane's thread only
-  // (the caller's, one at a time, if the lane has none).
+  // One turn: take over, cut, hand over, reap, complete. Returns requests finished. The queue's thread only
+  // (the caller's, one at a time, if the queue has none).
   size_t Turn(bool may_block);
   int64_t NextEventNs() const { return backend_->NextEventNs(); }
 
@@ -79,7 +79,7 @@ class DeviceQueue final : public FileUser {
     AtomicHistogram latency;
   };
 
-  // lane.cc
+  // device_queue.cc
   void ThreadMain(std::atomic<int>* started, absl::Status* start_status);
   void WakeUp();
   void TakeInbox();
@@ -90,13 +90,13 @@ class DeviceQueue final : public FileUser {
   void BreakDown(int error);
   FileSlot* SlotOf(File& file);
   void LetGoOfFiles();
-  void RunOnLane(void (*call)(DeviceQueue&, void*), void* argument);
+  void RunOnQueue(void (*call)(DeviceQueue&, void*), void* argument);
 
-  // lane_report.cc
+  // device_queue_report.cc
   void ReportStuck();
   void WatchService(Op op, int64_t service_ns);
 
-  // lane_dispatch.cc
+  // device_queue_dispatch.cc
   void Dispatch();
   bool DispatchFrom(int direction);
   int PickClass(int direction) const;
@@ -137,12 +137,12 @@ class DeviceQueue final : public FileUser {
   std::atomic<Sleep> sleep_{Sleep::kAwake};
   std::atomic<Request*> current_callback_{nullptr};
 
-  // All unfinished requests, for descriptions; the lane's thread writes under the mutex.
+  // All unfinished requests, for descriptions; the queue's thread writes under the mutex.
   mutable std::mutex all_mutex_;
   Request* all_first_ = nullptr;
   Request* all_last_ = nullptr;
 
-  // The lane's thread only, from here on.
+  // The queue's thread only, from here on.
   std::array<std::array<RequestQueue, kPriorities>, 2> queues_;  // [0 reads, 1 writes][priority]
   RequestQueue syncs_;
   std::array<std::array<uint64_t, kPriorities>, 2> passed_over_{};  // bytes that went before a waiting class

@@ -1,4 +1,4 @@
-// The part of a lane that decides what goes to the device next, and what to do when it comes back.
+// The part of a device queue that decides what goes to the device next, and what to do when it comes back.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// What a lane tells: requests that are stuck, a device that has become slow, statistics.
+// What a device queue tells: requests that are stuck, a device that has become slow, statistics.
 #include <pthread.h>
 
 #include <algorithm>

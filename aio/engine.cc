@@ -15,7 +15,7 @@
 namespace penstock::aio {
 namespace {
 
-constexpr size_t kLanesMax = 64;
+constexpr size_t kQueuesMax = 64;
 
 std::unique_ptr<Backend> MakeHostBackend(const EngineOptions& options, BackendKind kind) {
   if (options.backend_factory) return options.backend_factory();
@@ -115,16 +115,16 @@ class Engine::Impl {
  public:
   explicit Impl(EngineOptions options) { core.options = std::move(options); }
 
-  // A started lane of the present kind, or of a later rung. Under lane_mutex, or before anyone else knows the
-  // engine.
+  // A started queue of the present kind, or of a later rung. Under queue_mutex, or before anyone else knows
+  // the engine.
   absl::StatusOr<std::unique_ptr<DeviceQueue>> StartQueue() {
     const EngineOptions& options = core.options;
     while (true) {
       absl::Status status;
       if (std::unique_ptr<Backend> backend = MakeBackend(options, kind); backend != nullptr) {
-        auto lane = std::make_unique<DeviceQueue>(core, std::move(backend), /*threaded=*/!virtual_time);
-        status = lane->Start();
-        if (status.ok()) return lane;
+        auto queue = std::make_unique<DeviceQueue>(core, std::move(backend), /*threaded=*/!virtual_time);
+        status = queue->Start();
+        if (status.ok()) return queue;
       } else {
         status = absl::UnavailableError("not in this build");
       }
@@ -143,29 +143,29 @@ class Engine::Impl {
   }
 
   DeviceQueue* FindQueue(const File& file) const {
-    const size_t count = lane_count.load(std::memory_order_acquire);
+    const size_t count = queue_count.load(std::memory_order_acquire);
     for (size_t i = 0; i < count; ++i) {
-      if (lanes[i]->assigned() && lanes[i]->device() == file.device()) return lanes[i].get();
+      if (queues[i]->assigned() && queues[i]->device() == file.device()) return queues[i].get();
     }
     return nullptr;
   }
 
-  absl::StatusOr<DeviceQueue*> LaneOf(const File& file) {
-    if (DeviceQueue* const lane = FindQueue(file); lane != nullptr) return lane;
-    const std::lock_guard<std::mutex> lock(lane_mutex);
-    if (DeviceQueue* const lane = FindQueue(file); lane != nullptr) return lane;
-    const size_t count = lane_count.load(std::memory_order_relaxed);
+  absl::StatusOr<DeviceQueue*> QueueOf(const File& file) {
+    if (DeviceQueue* const queue = FindQueue(file); queue != nullptr) return queue;
+    const std::lock_guard<std::mutex> lock(queue_mutex);
+    if (DeviceQueue* const queue = FindQueue(file); queue != nullptr) return queue;
+    const size_t count = queue_count.load(std::memory_order_relaxed);
     for (size_t i = 0; i < count; ++i) {
-      if (lanes[i]->assigned()) continue;
-      lanes[i]->Assign(file);
-      return lanes[i].get();
+      if (queues[i]->assigned()) continue;
+      queues[i]->Assign(file);
+      return queues[i].get();
     }
-    if (count == kLanesMax) return absl::ResourceExhaustedError("engine: files on more than 64 devices");
-    ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> lane, StartQueue());
-    lane->Assign(file);
-    lanes[count] = std::move(lane);
-    lane_count.store(count + 1, std::memory_order_release);
-    return lanes[count].get();
+    if (count == kQueuesMax) return absl::ResourceExhaustedError("engine: files on more than 64 devices");
+    ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> queue, StartQueue());
+    queue->Assign(file);
+    queues[count] = std::move(queue);
+    queue_count.store(count + 1, std::memory_order_release);
+    return queues[count].get();
   }
 
   absl::Status Check(const Request* request) const;
@@ -180,20 +180,20 @@ class Engine::Impl {
   size_t PollLocked();
   int64_t NextEventNs() const {
     int64_t next = kNever;
-    const size_t count = lane_count.load(std::memory_order_acquire);
-    for (size_t i = 0; i < count; ++i) next = std::min(next, lanes[i]->NextEventNs());
+    const size_t count = queue_count.load(std::memory_order_acquire);
+    for (size_t i = 0; i < count; ++i) next = std::min(next, queues[i]->NextEventNs());
     return next;
   }
 
   bool InCallbackOf(const Request* request) const {
-    const size_t count = lane_count.load(std::memory_order_acquire);
+    const size_t count = queue_count.load(std::memory_order_acquire);
     for (size_t i = 0; i < count; ++i) {
-      if (lanes[i]->InCallbackOf(request)) return true;
+      if (queues[i]->InCallbackOf(request)) return true;
     }
     return false;
   }
   // Finished, and its callback has returned.
-  // Sequentially consistent: the waiter has registered before it looks, the lane looks for waiters after it
+  // Sequentially consistent: the waiter has registered before it looks, the queue looks for waiters after it
   // has finished the request, and one of them must see the other.
   bool Over(const Request* request) const {
     const Request::State state = request->state_.load(std::memory_order_seq_cst);
@@ -204,9 +204,9 @@ class Engine::Impl {
   BackendKind kind = BackendKind::kIoUring;
   bool virtual_time = false;
   std::atomic<bool> shutting_down{false};
-  mutable std::mutex lane_mutex;
-  std::array<std::unique_ptr<DeviceQueue>, kLanesMax> lanes;
-  std::atomic<size_t> lane_count{0};
+  mutable std::mutex queue_mutex;
+  std::array<std::unique_ptr<DeviceQueue>, kQueuesMax> queues;
+  std::atomic<size_t> queue_count{0};
 };
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -222,10 +222,11 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(EngineOptions options) {
   core.saturating_bytes_in_flight = core.options.saturating_bytes_in_flight;
   core.read_cap_bytes = core.options.max_read_bytes_in_flight;
   core.write_cap_bytes = core.options.max_write_bytes_in_flight;
-  // The first lane starts now and waits for its device: what does not work is known before there is any file.
-  ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> lane, impl->StartQueue());
-  impl->lanes[0] = std::move(lane);
-  impl->lane_count = 1;
+  // The first queue starts now and waits for its device: what does not work is known before there is any
+  // file.
+  ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> queue, impl->StartQueue());
+  impl->queues[0] = std::move(queue);
+  impl->queue_count = 1;
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
 
@@ -235,16 +236,16 @@ Engine::~Engine() {
     return;
   }
   impl_->shutting_down = true;
-  const size_t count = impl_->lane_count;
+  const size_t count = impl_->queue_count;
   for (size_t i = 0; i < count; ++i) {
     if (impl_->virtual_time) {
       const std::lock_guard<std::recursive_mutex> lock(impl_->core.turn_mutex);
-      impl_->lanes[i]->Stop();
+      impl_->queues[i]->Stop();
     } else {
-      impl_->lanes[i]->Stop();
+      impl_->queues[i]->Stop();
     }
   }
-  for (size_t i = 0; i < count; ++i) impl_->lanes[i]->CancelLate();
+  for (size_t i = 0; i < count; ++i) impl_->queues[i]->CancelLate();
 }
 
 absl::Status Engine::Impl::Check(const Request* request) const {
@@ -311,7 +312,7 @@ absl::Status Engine::Submit(std::span<Request* const> requests) {
   const int64_t now_ns = impl_->core.clock->NowNs();
   for (size_t i = 0; i < requests.size(); ++i) {
     absl::Status status = impl_->Check(requests[i]);
-    if (status.ok()) status = impl_->LaneOf(*requests[i]->file_).status();
+    if (status.ok()) status = impl_->QueueOf(*requests[i]->file_).status();
     if (!status.ok()) {
       while (i-- > 0) requests[i]->state_.store(Request::State::kIdle, std::memory_order_release);
       return status;
@@ -322,29 +323,29 @@ absl::Status Engine::Submit(std::span<Request* const> requests) {
     requests[i]->state_.store(Request::State::kQueued, std::memory_order_release);
   }
   impl_->core.pending.fetch_add(requests.size(), std::memory_order_relaxed);
-  // Runs of requests for one lane are handed over together. A request that was handed over may be finished
+  // Runs of requests for one queue are handed over together. A request that was handed over may be finished
   // and gone.
   for (size_t i = 0; i < requests.size();) {
-    DeviceQueue* const lane = impl_->FindQueue(*requests[i]->file_);
+    DeviceQueue* const queue = impl_->FindQueue(*requests[i]->file_);
     Request* const first = requests[i];
     Request* last = first;
     bool urgent = first->priority_ == Priority::kDemand;
-    for (++i; i < requests.size() && requests[i]->file_->device() == lane->device(); ++i) {
+    for (++i; i < requests.size() && requests[i]->file_->device() == queue->device(); ++i) {
       urgent |= requests[i]->priority_ == Priority::kDemand;
       last->next_ = requests[i];
       last = requests[i];
     }
-    lane->Enqueue(first, last, urgent);
+    queue->Enqueue(first, last, urgent);
   }
   return absl::OkStatus();
 }
 
 size_t Engine::Impl::PollLocked() {
   size_t finished = 0;
-  const size_t count = lane_count.load(std::memory_order_acquire);
+  const size_t count = queue_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < count; ++i) {
     // A completion lets more be started, which may be due at once.
-    while (const size_t now = lanes[i]->Turn(false)) finished += now;
+    while (const size_t now = queues[i]->Turn(false)) finished += now;
   }
   return finished;
 }
@@ -434,10 +435,10 @@ absl::Status Engine::Drain(int64_t timeout_ms) {
 
 void Engine::Cancel(Request* request) {
   if (!made_in_.here() || request->file_ == nullptr || !request->pending()) return;
-  DeviceQueue* const lane = impl_->FindQueue(*request->file_);
-  if (lane == nullptr) return;
+  DeviceQueue* const queue = impl_->FindQueue(*request->file_);
+  if (queue == nullptr) return;
   request->cancel_.store(true, std::memory_order_relaxed);
-  lane->RequestCancel();
+  queue->RequestCancel();
 }
 
 void Engine::set_saturating_bytes_in_flight(uint64_t bytes) {
@@ -464,9 +465,9 @@ EngineStats Engine::stats() const {
     const std::lock_guard<std::mutex> lock(impl_->core.log_mutex);
     stats.fallbacks = impl_->core.fallbacks;
   }
-  const size_t count = impl_->lane_count.load(std::memory_order_acquire);
+  const size_t count = impl_->queue_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < count; ++i) {
-    if (impl_->lanes[i]->assigned()) stats.devices.push_back(impl_->lanes[i]->Snapshot());
+    if (impl_->queues[i]->assigned()) stats.devices.push_back(impl_->queues[i]->Snapshot());
   }
   const int64_t now_ns = impl_->core.clock->NowNs();
   stats.saturating_bytes_in_flight = saturating_bytes_in_flight();
@@ -477,21 +478,21 @@ EngineStats Engine::stats() const {
 
 uint64_t Engine::moved_bytes() const {
   uint64_t bytes = 0;
-  const size_t count = impl_->lane_count.load(std::memory_order_acquire);
-  for (size_t i = 0; i < count; ++i) bytes += impl_->lanes[i]->moved_bytes();
+  const size_t count = impl_->queue_count.load(std::memory_order_acquire);
+  for (size_t i = 0; i < count; ++i) bytes += impl_->queues[i]->moved_bytes();
   return bytes;
 }
 
 const EngineOptions& Engine::options() const { return impl_->core.options; }
 const Clock& Engine::clock() const { return *impl_->core.clock; }
 
-std::string Engine::backend_name() const { return std::string(impl_->lanes[0]->backend_name()); }
+std::string Engine::backend_name() const { return std::string(impl_->queues[0]->backend_name()); }
 
 std::string Engine::DescribePending(size_t limit) const {
   if (!made_in_.here()) return "";
   std::vector<std::string> lines;
-  const size_t count = impl_->lane_count.load(std::memory_order_acquire);
-  for (size_t i = 0; i < count; ++i) impl_->lanes[i]->Describe(limit, lines);
+  const size_t count = impl_->queue_count.load(std::memory_order_acquire);
+  for (size_t i = 0; i < count; ++i) impl_->queues[i]->Describe(limit, lines);
   return absl::StrJoin(lines, "\n");
 }
 

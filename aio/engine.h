@@ -13,10 +13,10 @@
 //   absl::Status status = (*engine)->Submit(&request);
 //   if (status.ok()) status = (*engine)->Wait(&request);
 //
-// How it works. Files of one block device share a *lane*: one thread, one queue for every priority, one
-// backend instance (an io_uring, a libaio context, ...). Submit hands requests over to the lane, which cuts
-// them into blocks and keeps blocks in flight up to a byte cap for reads and one for writes: beyond a
-// device's knee more in flight only adds latency. Blocks of different requests overlap, so the device never
+// How it works. Files of one block device share a *device queue*: one thread, one queue for every priority,
+// one backend instance (an io_uring, a libaio context, ...). Submit hands requests over to it, which cuts
+// them into blocks and keeps blocks in flight up to a byte cap for reads and one for writes: more in
+// flight than saturates a device only adds latency. Blocks of different requests overlap, so the device never
 // drains between two of them. A request is finished when all its blocks are; after a failure no further block
 // of it is started.
 //
@@ -32,9 +32,9 @@
 // once failed, what was to be written may be lost, whatever a second one says. Nothing aborts, nothing is
 // reported done that is not.
 //
-// Threads: everything is thread-safe. Callbacks run on the lane's thread. No heap allocation per request.
-// A forked child has an engine without threads: what would submit or wait there is kFailedPrecondition at
-// once, and to destroy it leaves everything to the parent.
+// Threads: everything is thread-safe. Callbacks run on the device queue's thread. No heap allocation per
+// request. A forked child has an engine without threads: what would submit or wait there is
+// kFailedPrecondition at once, and to destroy it leaves everything to the parent.
 #ifndef PENSTOCK_AIO_ENGINE_H_
 #define PENSTOCK_AIO_ENGINE_H_
 
@@ -91,7 +91,7 @@ struct EngineOptions {
   // Memory of a device that transfers may have besides the host's (aio/device_transfers.h); null: none. Not
   // on a simulated disk.
   std::shared_ptr<DeviceTransfers> device_transfers;
-  int nice = 0;  // added to the lane threads' nice value; below 0 needs the right to do so
+  int nice = 0;  // added to the queue threads' nice value; below 0 needs the right to do so
   int64_t stuck_after_ms =
       30'000;  // a request unfinished after this is reported (again at each doubling); 0: never
   uint64_t saturating_bytes_in_flight = 8 * kMiB;  // see set_saturating_bytes_in_flight
@@ -143,8 +143,9 @@ class Engine {
   // peak (aio/profile.h measures it). Stats tell how long each device was at or above it.
   void set_saturating_bytes_in_flight(uint64_t bytes);
   uint64_t saturating_bytes_in_flight() const;
-  // Caps of twice the knee in each direction, so that handing over in batches never drains the drive, but at
-  // most 64 MiB, beyond which only latency grows; where the options have more, that. From the next block on.
+  // Caps of twice the saturating bytes in each direction, so that handing over in batches never drains the
+  // drive, but at most 64 MiB, beyond which only latency grows; where the options have more, that. From the
+  // next block on.
   void RaiseCapsToSaturation();
   // New caps from the next block on, per device.
   void set_max_in_flight(uint64_t read_bytes, uint64_t write_bytes);

@@ -1,5 +1,5 @@
-// What the lanes of one engine share, and the small parts that are read from any thread while they work:
-// stopwatches, counters with one writer, and the meeting of waiters and lanes.
+// What the device queues of one engine share, and the small parts that are read from any thread while they
+// work: stopwatches, counters with one writer, and the meeting of waiters and queues.
 //
 // Internal to aio.
 #ifndef PENSTOCK_AIO_ENGINE_CORE_H_
@@ -33,7 +33,7 @@ class Stopwatch {
   bool on_ = false;
 };
 
-// The same over several lanes: on while any of them is.
+// The same over several queues: on while any of them is.
 class SharedStopwatch {
  public:
   void Set(bool on, int64_t now_ns);
@@ -46,7 +46,7 @@ class SharedStopwatch {
   Stopwatch watch_;
 };
 
-// What the lanes of one engine share.
+// What the queues of one engine share.
 struct EngineCore {
   EngineOptions options;
   const Clock* clock = nullptr;
@@ -57,10 +57,10 @@ struct EngineCore {
   SharedStopwatch busy;
   SharedStopwatch saturated;
 
-  // Held by whoever drives the lanes in virtual time; a callback may destroy a file.
+  // Held by whoever drives the queues in virtual time; a callback may destroy a file.
   std::recursive_mutex turn_mutex;
 
-  // Waiters sleep here. One that waits for a single request leaves its address, so that lanes wake it for
+  // Waiters sleep here. One that waits for a single request leaves its address, so that queues wake it for
   // that one only; the others are counted, and woken after every batch of completions.
   std::array<std::atomic<const Request*>, 16> awaited{};
   std::atomic<int> awaited_count{0};

@@ -300,7 +300,8 @@ absl::Status File::OpenSimulated(const FileOptions& options) {
 
 File::~File() {
   if (!made_in_.here()) {
-    // The child's own descriptor goes, and with its last one the parent's lock. The lanes are not here.
+    // The child's own descriptor goes, and with its last one the parent's lock. The device queues are not
+    // here.
     if (fd_ >= 0) close(fd_);
     return;
   }

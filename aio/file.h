@@ -135,7 +135,7 @@ class File {
   SimDisk* sim_ = nullptr;
   std::shared_ptr<SimFile> sim_file_;
 
-  // The lanes that keep something about this file and must let go before it closes.
+  // The device queues that keep something about this file and must let go before it closes.
   std::mutex users_mutex_;
   std::vector<FileUser*> users_;
 };

@@ -3,7 +3,7 @@
 // Direct I/O takes only whole sectors at aligned addresses. A request may be anything, so there are three
 // kinds of piece:
 //   in place   offset and length are whole sectors and the memory is aligned: device and caller's memory, no
-//   copy bounced    through one of the lane's bounce buffers: ragged address, ragged end of a read, or many
+//   copy bounced    through one of the queue's bounce buffers: ragged address, ragged end of a read, or many
 //   short segments one sector a ragged head or tail of a write: the sector is read, changed and written back
 //   (read-modify-write)
 //
@@ -11,7 +11,7 @@
 //   sector [0, 4096) with 3996 bytes changed; whole sectors from 4096 on, in place if the memory happens to
 //   be aligned there, else bounced; the sector with the last bytes.
 //
-// Everything here is internal to aio and runs on the lane's thread.
+// Everything here is internal to aio and runs on the device queue's thread.
 #ifndef PENSTOCK_AIO_PIECE_H_
 #define PENSTOCK_AIO_PIECE_H_
 
@@ -27,7 +27,7 @@ struct Piece;
 
 struct Piece;
 
-// What a lane keeps about a file that it has seen.
+// What a device queue keeps about a file that it has seen.
 struct FileSlot {
   File* file = nullptr;
   int registered = -1;            // index in the ring's file table, -1: none

@@ -145,9 +145,9 @@ void Prober::Summarize(DeviceProfile& profile) const {
     profile.disturbed |= mixed.disturbed;
     profile.depths.push_back({options_.depths[i], mixed.bytes_per_s, 0, 0});
   }
-  const DepthPoint knee = SaturatingBytes(profile.depths);
-  profile.saturating_bytes_in_flight = knee.in_flight_bytes;
-  profile.mixed_bytes_per_s = knee.mixed_bytes_per_s;
+  const DepthPoint saturation = SaturatingBytes(profile.depths);
+  profile.saturating_bytes_in_flight = saturation.in_flight_bytes;
+  profile.mixed_bytes_per_s = saturation.mixed_bytes_per_s;
 }
 
 absl::Status Prober::Run(DeviceProfile& profile) {
@@ -208,14 +208,15 @@ std::vector<std::string> OnePerDevice(const std::vector<std::string>& directorie
 }
 
 DepthPoint SaturatingBytes(const std::vector<DepthPoint>& depths) {
-  DepthPoint knee;
+  DepthPoint saturation;
   double sum = 0;
   for (size_t i = depths.size(); i-- > 0;) {
     sum += depths[i].mixed_bytes_per_s;
     const double plateau = sum / static_cast<double>(depths.size() - i);
-    if (depths[i].mixed_bytes_per_s >= 0.95 * plateau) knee = {depths[i].in_flight_bytes, plateau, 0, 0};
+    if (depths[i].mixed_bytes_per_s >= 0.95 * plateau)
+      saturation = {depths[i].in_flight_bytes, plateau, 0, 0};
   }
-  return knee;
+  return saturation;
 }
 
 absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options) {

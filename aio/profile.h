@@ -1,4 +1,4 @@
-// What a device can do, measured: bandwidth read, written and mixed, and the knee, the fewest bytes in flight
+// What a device can do, measured: bandwidth read, written and mixed, and the fewest bytes in flight
 // that reach (nearly) all of it. Measured once by ds_nvme_tune and stored, or in a fraction of a second when
 // a run starts.
 //
@@ -37,8 +37,7 @@ struct DeviceProfile {
   uint64_t block_bytes = 0;
   double read_bytes_per_s = 0;
   double write_bytes_per_s = 0;
-  double mixed_bytes_per_s =
-      0;  // reads and writes at once, in equal bytes, both counted: at the knee or more
+  double mixed_bytes_per_s = 0;  // reads and writes at once, in equal bytes, both counted: saturated
   uint64_t saturating_bytes_in_flight = 0;  // reads and writes together; the least that reaches 95% of that
   double read_latency_us = 0;               // of one block alone on the device, median
   double write_latency_us = 0;
@@ -61,7 +60,8 @@ SampledRate RateOf(std::vector<double> samples);
 struct ProbeOptions {
   std::string directory;  // where the probe file is made, which has no name
   // More of them: one of each device is loaded at the same time, evenly, as striping over them does. Rates
-  // are those of all together, the knee is of one device, names and latencies are those of the first.
+  // are those of all together, saturating bytes are of one device, names and latencies are those of the
+  // first.
   std::vector<std::string> also;
   Arena* arena = nullptr;  // where the buffers are taken from for the time being; null: an arena of its own
   BackendKind backend = BackendKind::kAuto;
@@ -73,13 +73,14 @@ struct ProbeOptions {
   int rounds = 3;                           // of the sweep over the depths
   std::vector<uint64_t> depths = {2 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB,
                                   32 * kMiB};  // bytes in flight, rising
-  // Runs on the caller's thread when everything is measured, while another keeps the mix in flight at the
-  // knee: for finding out what a busy drive costs others. After `written_bytes_max` the drive is idle again.
+  // Runs on the caller's thread when everything is measured, while another keeps the mix in flight at
+  // saturation: for finding out what a busy drive costs others. After `written_bytes_max` the drive is idle
+  // again.
   std::function<void()> meanwhile;
 };
 
 // Writes the file once in full (not timed: allocation is not what a run pays), then times reads, writes and
-// the mix, in several rounds, and once more where the samples say that something disturbs. The knee
+// the mix, in several rounds, and once more where the samples say that something disturbs. What saturates
 // (SaturatingBytes) is found by going over the depths in several rounds, since disks drift, and taking the
 // median of each. Errors: those of File::Open (no space, no direct I/O here), and of any transfer;
 // kResourceExhausted if the arena has no room.

@@ -149,7 +149,7 @@ class Request {
   std::atomic<bool> cancel_{false};
   bool cut_short_ = false;  // cancelled or failed: no further pieces
   bool cancelled_ = false;  // bytes were dropped because of Cancel
-  bool queued_ = false;     // in a queue of the lane, not fully cut
+  bool queued_ = false;     // in the queue of its priority, not fully cut
   bool tail_ = false;       // fully cut, pieces at the device, and a demand
   int error_ = 0;
   uint32_t pieces_in_flight_ = 0;
@@ -161,9 +161,9 @@ class Request {
   int64_t submit_ns_ = 0;
   int64_t complete_ns_ = 0;
   int64_t reported_ns_ = 0;      // when it was last told to be stuck
-  FileSlot* slot_ = nullptr;     // what the lane keeps about the file
-  Request* next_ = nullptr;      // in the lane's inbox, then in the queue that it is cut from
-  Request* all_next_ = nullptr;  // among all unfinished requests of the lane, in order of submission
+  FileSlot* slot_ = nullptr;     // what the device queue keeps about the file
+  Request* next_ = nullptr;      // in the device queue's inbox, then in the queue that it is cut from
+  Request* all_next_ = nullptr;  // among all unfinished requests of the device queue, in order of submission
   Request* all_previous_ = nullptr;
 };
 

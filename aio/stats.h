@@ -94,7 +94,7 @@ struct DeviceStats {
   uint64_t peak_in_flight_bytes = 0;
   uint64_t queued_requests = 0;  // now: accepted and not fully handed over
   int64_t busy_ns = 0;           // time with anything in flight
-  int64_t saturated_ns = 0;      // time with in_flight_bytes at or above the knee
+  int64_t saturated_ns = 0;      // time with in_flight_bytes at saturation or above
   int64_t cpu_ns = 0;  // CPU of the I/O thread (kernel work on its behalf included; workers of `threads` too)
 
   const ClassStats& Of(Op op, Priority priority) const {
@@ -112,12 +112,12 @@ struct EngineStats {
   std::vector<DeviceStats> devices;    // in order of first use
   uint64_t saturating_bytes_in_flight = 0;
   int64_t busy_ns = 0;       // over all devices: time with anything in flight anywhere
-  int64_t saturated_ns = 0;  // time with at least one device at or above the knee
+  int64_t saturated_ns = 0;  // time with at least one device saturated
 
   ClassStats Total(Op op) const;
   uint64_t DeviceReadBytes() const;
   uint64_t DeviceWriteBytes() const;
-  uint64_t SaturatedBytes() const;  // read and written while at least one device was at or above the knee
+  uint64_t SaturatedBytes() const;  // read and written while at least one device was saturated
   uint64_t IoErrorsRetried() const;
   double CpuMsPerGiB() const;
   double saturated_seconds() const { return static_cast<double>(saturated_ns) * 1e-9; }

@@ -75,14 +75,14 @@ def main():
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", help="cProfile's statistics of engine steps in memory go there")
-    words = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    x = torch.randn(4, words.width)
+    x = torch.randn(4, arguments.width)
     kinds = {
-        "plain": plain(words.layers, words.width, False),
-        "checkpointed": plain(words.layers, words.width, True),
-        "engine, memory": engine(words.layers, words.width, offload="cpu"),
-        "engine, drive": engine(words.layers, words.width, state_dir=words.directory),
+        "plain": plain(arguments.layers, arguments.width, False),
+        "checkpointed": plain(arguments.layers, arguments.width, True),
+        "engine, memory": engine(arguments.layers, arguments.width, offload="cpu"),
+        "engine, drive": engine(arguments.layers, arguments.width, state_dir=arguments.directory),
     }
     steps = 5
     taken = {name: [] for name in kinds}
@@ -90,7 +90,7 @@ def main():
     for _, step in kinds.values():
         for _ in range(5):  # in the first ones blocks are compared with what they gave before
             step(x)
-    for _ in range(words.rounds):
+    for _ in range(arguments.rounds):
         for name, (model, step) in kinds.items():
             begun = time.perf_counter()
             for _ in range(steps):
@@ -103,7 +103,7 @@ def main():
                     model(x)
             evaluations[name].append((time.perf_counter() - begun) / steps * 1e3)
             model.train()
-    told = {"stages": words.layers, "step ms": {}, "evaluation ms": {}, "front end, ms a stage and direction": {}}
+    told = {"stages": arguments.layers, "step ms": {}, "evaluation ms": {}, "front end, ms a stage and direction": {}}
     of = {name: statistics.median(values) for name, values in taken.items()}
     of_evaluation = {name: statistics.median(values) for name, values in evaluations.items()}
     for name in kinds:
@@ -111,18 +111,18 @@ def main():
         told["evaluation ms"][name] = [round(each, 2) for each in (of_evaluation[name], min(evaluations[name]), max(evaluations[name]))]
         if name.startswith("engine"):
             told["front end, ms a stage and direction"][name] = {
-                "training, beside plain": round((of[name] - of["plain"]) / words.layers / 2, 3),
-                "training, beside checkpointed": round((of[name] - of["checkpointed"]) / words.layers / 2, 3),
-                "evaluation": round((of_evaluation[name] - of_evaluation["plain"]) / words.layers, 3),
+                "training, beside plain": round((of[name] - of["plain"]) / arguments.layers / 2, 3),
+                "training, beside checkpointed": round((of[name] - of["checkpointed"]) / arguments.layers / 2, 3),
+                "evaluation": round((of_evaluation[name] - of_evaluation["plain"]) / arguments.layers, 3),
             }
     print(json.dumps(told, indent=1))
-    if words.profile:
+    if arguments.profile:
         profiler = cProfile.Profile()
         profiler.enable()
         for _ in range(20):
             kinds["engine, memory"][1](x)
         profiler.disable()
-        profiler.dump_stats(words.profile)
+        profiler.dump_stats(arguments.profile)
 
 
 if __name__ == "__main__":

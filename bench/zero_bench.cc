@@ -47,7 +47,7 @@ tiering::ModelGraph Deep(int blocks) {
 
 tiering::PlanOptions DeepOptions(const tiering::ModelGraph& graph) {
   tiering::PlanOptions options;
-  options.host_budget_bytes = graph.elements() * 2 + (int64_t{1} << 31);
+  options.host_memory_budget_bytes = graph.elements() * 2 + (int64_t{1} << 31);
   return options;
 }
 

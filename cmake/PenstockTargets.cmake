@@ -68,7 +68,7 @@ endfunction()
 
 # Tests that take more than ten seconds on two cores: `make check` leaves them out (ctest -LE slow).
 set(PENSTOCK_SLOW_TESTS
-  swap_kill_test tiering_device_plan_test tiering_floor_test tiering_plan_test tiering_policy_test tiering_program_test
+  swap_kill_test tiering_device_plan_test tiering_lower_bound_test tiering_plan_test tiering_policy_test tiering_program_test
   tools_device_cli_test tools_penstock_cli_test tools_penstock_full_disk_test tools_penstock_old_state_test
   tools_penstock_runs_test tools_penstock_store_test
   tools_penstock_flags_test tools_ranks_cli_test tools_ranks_hosts_test zero_combinations_test zero_device_state_test zero_device_test

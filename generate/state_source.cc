@@ -132,7 +132,7 @@ class StateSource : public WeightSource {
     read->store = stores_[tile.part].get();
     void* const place = memory;
     RETURN_IF_ERROR(read->store->ReadSegments(&read->tile, tile.tile, 0, 1, std::span<void* const>(&place, 1),
-                                              priority, swap::Which::kCommitted));
+                                              priority, swap::VersionChoice::kCommitted));
     read->pending = true;
     return absl::OkStatus();
   }

@@ -151,7 +151,7 @@ class TileWeights {
     for (uint32_t s = 0; s < read.count; ++s) to[s] = slot.memory + Offset(place, s);
     RETURN_IF_ERROR(StoreOf(place).ReadSegments(&slot.io, places_[place].tile, read.first, read.count,
                                                 std::span<void* const>(to.data(), read.count),
-                                                aio::Priority::kPrefetch, swap::Which::kCommitted));
+                                                aio::Priority::kPrefetch, swap::VersionChoice::kCommitted));
     slot.place = place;
     slot.pending = true;
     return absl::OkStatus();

@@ -28,8 +28,8 @@ uint64_t SlotBytes(uint64_t ring) {
 
 absl::Status DriveOptimizer::Impl::Open() {
   if (options_.directory.empty()) return absl::InvalidArgumentError("a directory for the states is needed");
-  options_.host_memory_bytes = aio::AlignDown(options_.host_memory_bytes, 2 * kMiB);
-  if (options_.host_memory_bytes == 0) {
+  options_.host_memory_budget_bytes = aio::AlignDown(options_.host_memory_budget_bytes, 2 * kMiB);
+  if (options_.host_memory_budget_bytes == 0) {
     return absl::InvalidArgumentError("host memory for the states must be at least 2 MiB");
   }
   if (options_.drive_share > 1.0) {
@@ -132,7 +132,7 @@ absl::Status DriveOptimizer::Impl::Place(Added& added) {
   if (options_.drive_share >= 0.0) {
     most = static_cast<uint64_t>((1.0 - options_.drive_share) * static_cast<double>(all));
   } else {
-    const uint64_t left = options_.host_memory_bytes - stats_.resident_bytes - stats_.ring_bytes;
+    const uint64_t left = options_.host_memory_budget_bytes - stats_.resident_bytes - stats_.ring_bytes;
     if (ring_ != nullptr) {
       most = left;
     } else if (aio::AlignUp(all, 2 * kMiB) + 2 * kMiB <= left) {
@@ -172,7 +172,7 @@ absl::Status DriveOptimizer::Impl::Place(Added& added) {
     if (ring_ == nullptr) {
       const uint64_t kept =
           options_.drive_share >= 0.0 ? 0 : aio::AlignUp(resident, 2 * kMiB) + stats_.resident_bytes;
-      RETURN_IF_ERROR(MakeRing(std::min(kMostRing, options_.host_memory_bytes - kept)));
+      RETURN_IF_ERROR(MakeRing(std::min(kMostRing, options_.host_memory_budget_bytes - kept)));
     }
     RETURN_IF_ERROR(file_->Preallocate(end));
     stats_.drive_bytes += end - file_bytes_;
@@ -188,7 +188,7 @@ absl::Status DriveOptimizer::Impl::Place(Added& added) {
 absl::StatusOr<int> DriveOptimizer::Impl::Add(std::span<const Parameter> parameters) {
   failed_ = {};
   const uint64_t left =
-      options_.host_memory_bytes - (options_.drive_share >= 0.0 ? 0 : stats_.resident_bytes);
+      options_.host_memory_budget_bytes - (options_.drive_share >= 0.0 ? 0 : stats_.resident_bytes);
   const uint64_t slot_bytes =
       slots_.empty() ? SlotBytes(std::min(kMostRing, left)) : slots_.front()->region.bytes();
   Added added = Cut(parameters, slot_bytes);

@@ -2,7 +2,7 @@
 //
 //   DriveOptimizerOptions options;
 //   options.directory = "/nvme/scratch";
-//   options.host_memory_bytes = 256 * aio::kMiB;
+//   options.host_memory_budget_bytes = 256 * aio::kMiB;
 //   ASSIGN_OR_RETURN(auto optimizer, DriveOptimizer::Create(options));
 //   Parameter parameter = {.n = n, .has_m = true, .has_v = true};
 //   ASSIGN_OR_RETURN(const int id, optimizer->Add({&parameter, 1}));
@@ -15,9 +15,9 @@
 // several small parameters in one.
 //
 // A step reads a tile, updates it and the parameter, and writes it back, with reads and writes of other tiles
-// in flight meanwhile, in a ring of locked buffers. Tiles that host_memory_bytes leaves room for besides the
-// ring stay in memory. Results are those of kernels/optimizer.h to the bit, wherever a tile lives and however
-// it was cut (LAMB too: its norms are exact).
+// in flight meanwhile, in a ring of locked buffers. Tiles that host_memory_budget_bytes leaves room for
+// besides the ring stay in memory. Results are those of kernels/optimizer.h to the bit, wherever a tile lives
+// and however it was cut (LAMB too: its norms are exact).
 //
 // The file has no name: it goes with the optimizer, however the process ends. What is to be kept is copied
 // out (CopyStates) and put back (SetStates).
@@ -58,10 +58,10 @@ struct DriveOptimizerOptions {
   std::string directory;  // where the file without a name is made; must exist
   // Buffers and tiles that stay in memory; whole MiB count, at least 2. Parameters and gradients are not
   // counted. Not counted either: 24 bytes for each part of a parameter in a tile.
-  uint64_t host_memory_bytes = 256 * aio::kMiB;
+  uint64_t host_memory_budget_bytes = 256 * aio::kMiB;
   // Of the states that are added, this share lives on the drive and the rest in memory, whatever
-  // host_memory_bytes is, which is then the ring's alone. Below 0: as much in memory as host_memory_bytes
-  // holds.
+  // host_memory_budget_bytes is, which is then the ring's alone. Below 0: as much in memory as
+  // host_memory_budget_bytes holds.
   double drive_share = -1.0;
   int threads = 1;  // that update, the caller's included
   aio::BackendKind backend = aio::BackendKind::kAuto;

@@ -23,8 +23,8 @@ CASES = [
 ]
 
 
-def penstock(*words):
-    subprocess.run([PROGRAM, *words, "--quiet"], check=True)
+def penstock(*arguments):
+    subprocess.run([PROGRAM, *arguments, "--quiet"], check=True)
 
 
 def round_trip(directory, kind, keys):

@@ -33,7 +33,7 @@ absl::Status RestoreCheckpoint(Store& from, Store& to, std::span<std::byte> memo
           absl::StrCat("tile ", tile, " of the checkpoint has other segments"));
     }
     const std::span<void* const> segments = g.SegmentPlaces(tile, memory.data(), &places);
-    RETURN_IF_ERROR(from.ReadTileNow(&io, tile, segments, aio::Priority::kDemand, Which::kCommitted));
+    RETURN_IF_ERROR(from.ReadTileNow(&io, tile, segments, aio::Priority::kDemand, VersionChoice::kCommitted));
     const std::vector<const void*> sources(segments.begin(), segments.end());
     RETURN_IF_ERROR(
         to.WriteTileNow(&io, tile, from.committed(tile).version, sources, aio::Priority::kWriteBehind));

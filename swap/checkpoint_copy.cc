@@ -50,7 +50,7 @@ class RetainedTiles {
     std::array<void*, kMaxSegments> places;
     const std::span<void* const> segments = g.SegmentPlaces(tile, memory_.data(), &places);
     // Checked: never a checkpoint of damage.
-    RETURN_IF_ERROR(store_.ReadTileNow(&io_, tile, segments, priority, Which::kRetained));
+    RETURN_IF_ERROR(store_.ReadTileNow(&io_, tile, segments, priority, VersionChoice::kRetained));
     to->version = record_.tiles[tile].version;
     std::copy(segments.begin(), segments.end(), to->data.begin());
     std::copy_n(record_.checksums.begin() + static_cast<ptrdiff_t>(g.first_segment(tile)), segments.size(),

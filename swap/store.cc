@@ -155,7 +155,8 @@ absl::Status Store::Submit(TileIo* io, TileIo::Kind kind, uint32_t tile, aio::Pr
 }
 
 absl::Status Store::ReadSegments(TileIo* io, uint32_t tile, uint32_t first, uint32_t count,
-                                 std::span<void* const> destinations, aio::Priority priority, Which which) {
+                                 std::span<void* const> destinations, aio::Priority priority,
+                                 VersionChoice choice) {
   RETURN_IF_ERROR(CheckTile(tile));
   if (io->pending()) return absl::FailedPreconditionError("the transfer object is in use");
   const uint32_t segments = geometry_.segments(tile);
@@ -168,12 +169,12 @@ absl::Status Store::ReadSegments(TileIo* io, uint32_t tile, uint32_t first, uint
   const Written& written = written_[tile];
   TileVersion source;
   const uint64_t* checksums = nullptr;
-  if (which == Which::kRetained) {
+  if (choice == VersionChoice::kRetained) {
     if (retained_.has_value()) {
       source = retained_->tiles[tile];
       checksums = &retained_->checksums[table];
     }
-  } else if (which == Which::kNewest && written.state == Written::State::kNoted) {
+  } else if (choice == VersionChoice::kNewest && written.state == Written::State::kNoted) {
     source = {written.version, written.slot};
     checksums = &written_checksums_[table];
   } else if (!record_.overwriting || written.state == Written::State::kNone) {
@@ -308,9 +309,9 @@ absl::Status Store::NoteWritten(TileIo* io, std::span<const uint64_t> checksums)
 }
 
 absl::Status Store::ReadTileNow(TileIo* io, uint32_t tile, std::span<void* const> destinations,
-                                aio::Priority priority, Which which) {
+                                aio::Priority priority, VersionChoice choice) {
   absl::Status status =
-      ReadSegments(io, tile, 0, static_cast<uint32_t>(destinations.size()), destinations, priority, which);
+      ReadSegments(io, tile, 0, static_cast<uint32_t>(destinations.size()), destinations, priority, choice);
   if (status.ok()) status = Wait(io);
   if (status.ok()) status = VerifyRead(*io);
   return status;

@@ -144,7 +144,8 @@ absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::
 // free, in words; empty where they cannot be looked at.
 std::string RoomText(const std::vector<std::string>& directories);
 
-enum class Which : uint8_t {
+// Of the versions that a tile may have at once, the one that is read.
+enum class VersionChoice : uint8_t {
   kNewest,     // the newest version that has been noted, committed or not
   kCommitted,  // the one of the last commit
   kRetained,   // the one held by Store::Retain
@@ -260,7 +261,7 @@ class Store {
   // adjacent in the order of the slot become one transfer. kFailedPrecondition: there is no such version.
   absl::Status ReadSegments(TileIo* io, uint32_t tile, uint32_t first, uint32_t count,
                             std::span<void* const> destinations, aio::Priority priority,
-                            Which which = Which::kNewest);
+                            VersionChoice choice = VersionChoice::kNewest);
 
   // Writes a whole new version of a tile to a slot that neither the last commit nor a retained version refers
   // to. `sources`: one for each segment, PaddedBytes(length) bytes long; what stands behind the true length
@@ -283,7 +284,7 @@ class Store {
   // One tile and its checksums, for those who have nothing else to do: ReadSegments of all of it, Wait and
   // VerifyRead; WriteTile, Wait and NoteWritten.
   absl::Status ReadTileNow(TileIo* io, uint32_t tile, std::span<void* const> destinations,
-                           aio::Priority priority, Which which = Which::kNewest);
+                           aio::Priority priority, VersionChoice choice = VersionChoice::kNewest);
   absl::Status WriteTileNow(TileIo* io, uint32_t tile, uint64_t version, std::span<const void* const> sources,
                             aio::Priority priority);
   // Forgets what was written and not committed (a skipped or undone update): the committed version is the
@@ -333,7 +334,7 @@ class Store {
   uint64_t committed_checksum(uint32_t tile, uint32_t segment) const {
     return record_.checksums[geometry_.first_segment(tile) + segment];
   }
-  // Version that Which::kNewest reads; 0: none.
+  // Version that kNewest reads; 0: none.
   uint64_t newest_version(uint32_t tile) const;
 
   // Holds the committed versions of all tiles, so that they can be copied out while training goes on:

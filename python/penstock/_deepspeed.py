@@ -190,14 +190,28 @@ def _config_of(config: Any) -> Dict[str, Any]:
         return dict(json.load(file))
 
 
+def _nvme_path(part: Any, key: str) -> Optional[str]:
+    """Of zero_optimization's `key`, where it is on a drive. ValueError: accelerate was told no path, and says "none"."""
+    if not isinstance(part, dict) or part.get("device") != "nvme" or not part.get("nvme_path"):
+        return None
+    path = str(part["nvme_path"])
+    if path == "none":
+        raise ValueError(
+            f"zero_optimization.{key}.nvme_path is missing: give DeepSpeedPlugin({key}_nvme_path=...), or set "
+            f"ACCELERATE_DEEPSPEED_{key.upper()}_NVME_PATH"
+        )
+    return path
+
+
 def _with_scratch(config: Dict[str, Any], scratch: List[str]) -> Dict[str, Any]:
     """The configuration with nvme_path in directories of this process."""
     changed = json.loads(json.dumps(config))
     made: Dict[str, str] = {}
     for key in ("offload_param", "offload_optimizer"):
         part = (changed.get("zero_optimization") or {}).get(key)
-        if isinstance(part, dict) and part.get("device") == "nvme" and part.get("nvme_path"):
-            path = os.path.abspath(part["nvme_path"])
+        place = _nvme_path(part, key)
+        if place is not None:
+            path = os.path.abspath(place)
             if path not in made:
                 made[path] = _scratch_in(path)
                 scratch.append(made[path])
@@ -250,8 +264,7 @@ class Init(contextlib.AbstractContextManager):  # type: ignore[type-arg]
 
     def __init__(self, *_: Any, config_dict_or_path: Any = None, config: Any = None, enabled: bool = True, **__: Any) -> None:
         described = _config_of(config_dict_or_path if config_dict_or_path is not None else config) if enabled else {}
-        part = (described.get("zero_optimization") or {}).get("offload_param") or {}
-        place = part.get("nvme_path") if part.get("device") == "nvme" else None
+        place = _nvme_path((described.get("zero_optimization") or {}).get("offload_param"), "offload_param")
         self._context = init_on_disk(place) if place else contextlib.nullcontext()
 
     def __enter__(self) -> "Init":

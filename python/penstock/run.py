@@ -10,12 +10,30 @@ import os
 import runpy
 import socket
 import sys
+from typing import Any, Dict, List, Tuple
 
 
 def _free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return str(listener.getsockname()[1])
+
+
+def _hand_on_accelerates_paths() -> None:
+    """`accelerate launch` reads where to offload to from the file of `accelerate config`, and hands that on to no process: each would
+    offload to a directory named none, wherever it was started."""
+    import accelerate.utils
+
+    prepare = accelerate.utils.prepare_deepspeed_cmd_env
+
+    def prepare_with_paths(given: Any) -> Tuple[List[str], Dict[str, str]]:
+        command, environment = prepare(given)
+        for name in ("offload_param_nvme_path", "offload_optimizer_nvme_path"):
+            if getattr(given, name, None):
+                environment.setdefault(f"ACCELERATE_DEEPSPEED_{name.upper()}", getattr(given, name))
+        return command, environment
+
+    accelerate.utils.prepare_deepspeed_cmd_env = prepare_with_paths
 
 
 def main() -> None:
@@ -34,6 +52,8 @@ def main() -> None:
         if len(arguments) < 2:
             sys.exit("penstock.run: -m needs a module")
         sys.argv = arguments[1:]
+        if arguments[1] == "accelerate.commands.launch":
+            _hand_on_accelerates_paths()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     if not os.path.exists(arguments[0]):

@@ -33,7 +33,7 @@ class PyDriveOptimizer {
       : log_(std::make_shared<Log>()) {
     optim::DriveOptimizerOptions options;
     options.directory = directory;
-    options.host_memory_bytes = host_memory;
+    options.host_memory_budget_bytes = host_memory;
     options.drive_share = drive_share;
     options.threads = threads;
     options.backend = ValueOrRaise(aio::ParseBackend(backend));

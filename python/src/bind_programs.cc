@@ -1,5 +1,5 @@
-// The programs that need no LibTorch, for the wheel's console scripts: each takes the words after its name
-// and returns the exit code.
+// The programs that need no LibTorch, for the wheel's console scripts: each takes the arguments after its
+// name and returns the exit code.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -62,35 +62,36 @@ void Help(std::ostream& out) {
   out << "\n";
 }
 
-int Penstock(const std::vector<std::string>& words) {
-  if (words.empty()) {
+int Penstock(const std::vector<std::string>& arguments) {
+  if (arguments.empty()) {
     Help(std::cerr);
     return tools::kExitWrong;
   }
-  const std::string& word = words.front();
-  if (word == "--help" || word == "-h" || word == "help") {
+  const std::string& verb_name = arguments.front();
+  if (verb_name == "--help" || verb_name == "-h" || verb_name == "help") {
     Help(std::cout);
     return tools::kExitOk;
   }
-  if (word == "--version") {
+  if (verb_name == "--version") {
     std::cout << "penstock " << PENSTOCK_VERSION << "\n";
     return tools::kExitOk;
   }
   std::vector<const char*> argv;
-  for (const std::string& each : words) argv.push_back(each.c_str());
+  for (const std::string& each : arguments) argv.push_back(each.c_str());
   std::vector<std::string_view> names;
   for (const Verb& verb : kVerbs) {
-    if (word == verb.name) return verb.run(static_cast<int>(argv.size()), argv.data(), std::cout, std::cerr);
+    if (verb_name == verb.name)
+      return verb.run(static_cast<int>(argv.size()), argv.data(), std::cout, std::cerr);
     names.emplace_back(verb.name);
   }
-  if (std::count(std::begin(kElsewhere), std::end(kElsewhere), word) > 0) {
-    std::cerr << "penstock: " << word
+  if (std::count(std::begin(kElsewhere), std::end(kElsewhere), verb_name) > 0) {
+    std::cerr << "penstock: " << verb_name
               << " needs LibTorch, which the Python package does not carry: build penstock from source (make "
                  "build); from Python, penstock.initialize trains\n";
     return tools::kExitWrong;
   }
-  std::cerr << "penstock: unknown verb \"" << tools::OneLine(word) << "\"" << zero::DidYouMean(word, names)
-            << "; see penstock --help\n";
+  std::cerr << "penstock: unknown verb \"" << tools::OneLine(verb_name) << "\""
+            << zero::DidYouMean(verb_name, names) << "; see penstock --help\n";
   return tools::kExitWrong;
 }
 
@@ -106,21 +107,25 @@ int Flushed(int code) {
 void BindPrograms(nb::module_& module) {
   module.def(
       "run_ds_io",
-      [](const std::vector<std::string>& words) { return Flushed(tools::DsIoMain(words, stdout, stderr)); },
-      nb::arg("words"));
+      [](const std::vector<std::string>& arguments) {
+        return Flushed(tools::DsIoMain(arguments, stdout, stderr));
+      },
+      nb::arg("arguments"));
   module.def(
       "run_ds_nvme_tune",
-      [](const std::vector<std::string>& words) { return Flushed(tools::TuneMain(words, stdout, stderr)); },
-      nb::arg("words"));
+      [](const std::vector<std::string>& arguments) {
+        return Flushed(tools::TuneMain(arguments, stdout, stderr));
+      },
+      nb::arg("arguments"));
   module.def(
       "run_penstock",
-      [](const std::vector<std::string>& words) {
-        std::string arguments;
-        for (const std::string& word : words) arguments += (arguments.empty() ? "" : " ") + word;
-        return Flushed(tools::OrBug([&] { return Penstock(words); },
-                                    std::string("penstock ") + PENSTOCK_VERSION, arguments, std::cerr));
+      [](const std::vector<std::string>& arguments) {
+        std::string joined;
+        for (const std::string& argument : arguments) joined += (joined.empty() ? "" : " ") + argument;
+        return Flushed(tools::OrBug([&] { return Penstock(arguments); },
+                                    std::string("penstock ") + PENSTOCK_VERSION, joined, std::cerr));
       },
-      nb::arg("words"));
+      nb::arg("arguments"));
 }
 
 }  // namespace penstock::python

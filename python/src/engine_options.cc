@@ -334,7 +334,7 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
                                       world, /*default_micro_batch=*/1));
   json["gradient_accumulation_steps"] = sizes.accumulation;
   add("clip", config.gradient_clipping);
-  add("host_memory", config.penstock.host_memory_bytes);
+  add("host_memory", config.penstock.host_memory_budget_bytes);
   add("optimizer_states", config.penstock.optimizer_states);
   json["dtype"] = config.bf16.value_or(false)           ? "bf16"
                   : config.fp16.enabled.value_or(false) ? "fp16"
@@ -360,7 +360,7 @@ nlohmann::json InfoOf(const zero::Engine& engine) {
           {"parameters", plan.parameters},
           {"state_bytes", plan.state_bytes},
           {"disk_bytes", plan.disk_bytes},
-          {"host_memory_bytes", plan.plan.host_budget_bytes},
+          {"host_memory_bytes", plan.plan.host_memory_budget_bytes},
           {"least_host_memory_bytes", plan.plan.least_host_memory_bytes},
           {"peak_managed_bytes", engine.peak_managed_bytes()},
           {"on_nvme", plan.plan.on_nvme},

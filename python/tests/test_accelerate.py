@@ -61,12 +61,15 @@ def run(directory, *launcher, config, first=0):
     script = directory / "loop.py"
     script.write_text(LOOP)
     paths = [*sys.path, os.path.dirname(__file__)]
+    here = directory / "here"
+    here.mkdir(exist_ok=True)
     done = subprocess.run(
         [sys.executable, *launcher, str(script), str(config), str(directory), str(first)],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=300, cwd=here,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert os.listdir(here) == [], "nothing is left where a program is started"
     return [json.loads(line[len("TOLD ") :]) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
 
 
@@ -106,9 +109,9 @@ deepspeed_config:
   gradient_accumulation_steps: 2
   gradient_clipping: 1.0
   offload_optimizer_device: nvme
-  offload_optimizer_nvme_path: {tmp_path}/nvme
+  offload_optimizer_nvme_path: {tmp_path}/of-file
   offload_param_device: nvme
-  offload_param_nvme_path: {tmp_path}/nvme
+  offload_param_nvme_path: {tmp_path}/of-file
   zero3_init_flag: false
   zero3_save_16bit_model: true
   zero_stage: 3
@@ -122,3 +125,15 @@ use_cpu: false
     launch = ["-m", "penstock.run", "-m", "accelerate.commands.launch", "--config_file", str(written), "--main_process_port", "0"]
     launched = run(tmp_path, *launch, "-m", "penstock.run", config="launched")
     assert launched == ours
+    assert os.path.isdir(tmp_path / "of-file"), "the paths of the file are used"
+
+
+def test_a_plugin_without_a_path_is_refused():
+    import penstock.deepspeed
+
+    offload = {"device": "nvme", "nvme_path": "none"}  # as DeepSpeedPlugin fills it in
+    with pytest.raises(ValueError, match="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH"):
+        penstock.deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"zero_optimization": {"stage": 3, "offload_optimizer": offload}})
+    with pytest.raises(ValueError, match="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"):
+        penstock.deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3, "offload_param": offload}})
+    assert not os.path.exists("none")

@@ -11,8 +11,8 @@ RUN = "import sys; from penstock import _programs; sys.argv[0] = sys.argv[1]; sy
 
 @pytest.fixture
 def program(in_child):
-    def run(*words):
-        return in_child(RUN, *words)
+    def run(*arguments):
+        return in_child(RUN, *arguments)
 
     return run
 

@@ -32,14 +32,14 @@ def config(directory):
 def run(*launcher, status=0, threads=None, **options):
     """By name, what it tells: of each step (loss, norm), of an evaluation, of what it has saved, the number of ranks.
 
-    launcher: words of Python before the program. options: others than DEFAULTS.
+    launcher: arguments of Python before the program. options: others than DEFAULTS.
     """
-    words = {**DEFAULTS, **options, "out": str(options["out"])}
+    settings = {**DEFAULTS, **options, "out": str(options["out"])}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     done = subprocess.run(
-        [sys.executable, *launcher, os.path.abspath(__file__), json.dumps(words)], capture_output=True, text=True, timeout=300, env=environment
+        [sys.executable, *launcher, os.path.abspath(__file__), json.dumps(settings)], capture_output=True, text=True, timeout=300, env=environment
     )
     assert done.returncode == status, done.stderr[-4000:]
     return told(done.stdout)

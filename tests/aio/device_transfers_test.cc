@@ -48,7 +48,7 @@ class StandIn final : public DeviceTransfers {
   std::atomic<int64_t> transfers{0};
   std::atomic<int> shorts{0};
   int64_t failures = 0;
-  std::map<int, int> forgotten;  // on the lane's thread, which the file's closing waits for
+  std::map<int, int> forgotten;  // on the queue's thread, which the file's closing waits for
 
  private:
   std::byte* const real_;

@@ -32,14 +32,14 @@ struct Fate {
 
 struct Script {
   std::function<Fate(const Piece&)> decide = [](const Piece&) { return Fate(); };
-  std::function<void()> forget;    // runs on the lane's thread when a file is closed
+  std::function<void()> forget;    // runs on the queue's thread when a file is closed
   std::atomic<bool> hold{false};   // completions are kept back
   std::atomic<int> break_down{0};  // errno that Run answers from now on
   std::atomic<uint64_t> transfers{0};
   std::atomic<uint64_t> runs{0};
 };
 
-// pread and pwrite on the lane's thread, as the script decides.
+// pread and pwrite on the queue's thread, as the script decides.
 class ScriptedBackend final : public Backend {
  public:
   explicit ScriptedBackend(Script* script) : script_(script) {}
@@ -318,8 +318,8 @@ TEST(FaultTest, CancelWhileTheDeviceHoldsOn) {
   EXPECT_EQ(request.done_bytes(), kMiB);
 }
 
-// The cancel comes when the lane has looked for new requests, and before it looks for cancelled ones.
-TEST(FaultTest, ACancelBetweenTwoLooksOfTheLaneIsNotLost) {
+// The cancel comes when the queue has looked for new requests, and before it looks for cancelled ones.
+TEST(FaultTest, ACancelBetweenTwoLooksOfTheQueueIsNotLost) {
   Faulty f;
   Request request;
   request.PrepareRead(*f.file, 0, f.region.data(), kMiB);

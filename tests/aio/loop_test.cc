@@ -264,7 +264,7 @@ TEST_P(LoopTest, ADemandIsNotKeptWaitingByABatchThatIs) {
   behind.set_priority(Priority::kWriteBehind);
   ASSERT_OK(w.engine->Submit(&behind));
   while (w.engine->stats().devices[0].in_flight_bytes < 16 * kMiB) std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until the lane sleeps
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until the queue sleeps
   demand.PrepareRead(*file, 32 * kMiB, region.data() + 32 * kMiB, kMiB);
   ASSERT_OK(w.engine->Submit(&demand));
   for (int i = 0; i < 2000 && demand.start_ns() == 0; ++i) {
@@ -279,8 +279,9 @@ TEST_P(LoopTest, ADemandIsNotKeptWaitingByABatchThatIs) {
 
 // The kernel takes nothing more, and the device holds on to what it has: that fails when the device lets go,
 // since until then it may use the memory.
-TEST_P(LoopTest, WhatTheDeviceHasFailsOnlyWhenItLetsGo) {
-  if (GetParam() == BackendKind::kThreads) GTEST_SKIP() << "has no queue in the kernel";
+class KernelQueueTest : public LoopTest {};
+
+TEST_P(KernelQueueTest, WhatTheDeviceHasFailsOnlyWhenItLetsGo) {
   Holding holding;
   if (!holding.skip().empty()) GTEST_SKIP() << holding.skip();
   const int result = InChild([&] {
@@ -315,6 +316,10 @@ TEST_P(LoopTest, WhatTheDeviceHasFailsOnlyWhenItLetsGo) {
 
 INSTANTIATE_TEST_SUITE_P(Backends, LoopTest,
                          testing::Values(BackendKind::kIoUring, BackendKind::kLibaio, BackendKind::kThreads),
+                         [](const auto& suite) { return std::string(BackendName(suite.param)); });
+// Threads have no queue in the kernel.
+INSTANTIATE_TEST_SUITE_P(Backends, KernelQueueTest,
+                         testing::Values(BackendKind::kIoUring, BackendKind::kLibaio),
                          [](const auto& suite) { return std::string(BackendName(suite.param)); });
 
 }  // namespace

@@ -119,26 +119,26 @@ TEST(ProfileTest, TwoDevicesAreLoadedTogether) {
   EXPECT_TRUE(absl::IsNotFound(MeasureDevice(options).status()));
 }
 
-DepthPoint Knee(const std::vector<double>& gigabytes_per_s) {
+DepthPoint SaturatedAt(const std::vector<double>& gigabytes_per_s) {
   std::vector<DepthPoint> depths;
   for (size_t i = 0; i < gigabytes_per_s.size(); ++i)
     depths.push_back({2 * kMiB << i, gigabytes_per_s[i] * 1e9, 0, 0});
   return SaturatingBytes(depths);
 }
 
-TEST(ProfileTest, TheKneeIsWhereDepthNoLongerPays) {
+TEST(ProfileTest, ADeviceIsSaturatedWhereDepthNoLongerPays) {
   // A device that needs depth, one that needs none, and one whose deepest point was lucky.
-  EXPECT_EQ(Knee({1.0, 1.8, 2.8, 3.4, 3.5}).in_flight_bytes, 16 * kMiB);
-  EXPECT_EQ(Knee({1.0, 2.0, 3.0, 4.0, 5.0}).in_flight_bytes, 32 * kMiB);
-  EXPECT_EQ(Knee({3.0, 3.0, 3.0, 3.0, 3.0}).in_flight_bytes, 2 * kMiB);
-  EXPECT_DOUBLE_EQ(Knee({1.0, 3.0, 3.2, 2.8, 3.0}).mixed_bytes_per_s, 3.0e9);
-  EXPECT_EQ(Knee({1.9, 3.0, 3.1, 3.0, 3.3}).in_flight_bytes, 4 * kMiB);
-  EXPECT_EQ(Knee({2.0}).in_flight_bytes, 2 * kMiB);
+  EXPECT_EQ(SaturatedAt({1.0, 1.8, 2.8, 3.4, 3.5}).in_flight_bytes, 16 * kMiB);
+  EXPECT_EQ(SaturatedAt({1.0, 2.0, 3.0, 4.0, 5.0}).in_flight_bytes, 32 * kMiB);
+  EXPECT_EQ(SaturatedAt({3.0, 3.0, 3.0, 3.0, 3.0}).in_flight_bytes, 2 * kMiB);
+  EXPECT_DOUBLE_EQ(SaturatedAt({1.0, 3.0, 3.2, 2.8, 3.0}).mixed_bytes_per_s, 3.0e9);
+  EXPECT_EQ(SaturatedAt({1.9, 3.0, 3.1, 3.0, 3.3}).in_flight_bytes, 4 * kMiB);
+  EXPECT_EQ(SaturatedAt({2.0}).in_flight_bytes, 2 * kMiB);
 }
 
-// Rates of a device that 4 MiB saturate, off by a tenth: the knee is at most twice that, nine times of ten.
+// Rates of a device that 4 MiB saturate, off by a tenth: at most twice that is found, nine times of ten.
 // The least depth with 95% of the greatest rate is further away every third time.
-TEST(ProfileTest, TheKneeOfNoisyRatesIsNearby) {
+TEST(ProfileTest, NoisyRatesSaturateNearby) {
   std::mt19937_64 random(1);
   std::normal_distribution<double> noise(1.0, 0.1);
   int far = 0;
@@ -146,7 +146,7 @@ TEST(ProfileTest, TheKneeOfNoisyRatesIsNearby) {
   for (int i = 0; i < kTimes; ++i) {
     std::vector<double> rates = {2.0, 3.0, 3.0, 3.0, 3.0};
     for (double& rate : rates) rate *= noise(random);
-    if (Knee(rates).in_flight_bytes > 8 * kMiB) ++far;
+    if (SaturatedAt(rates).in_flight_bytes > 8 * kMiB) ++far;
   }
   EXPECT_LT(far, kTimes / 10) << far;
 }
@@ -194,12 +194,12 @@ DeviceProfile SomeProfile(const std::string& directory) {
   return profile;
 }
 
-TEST(ProfileTest, CapsAreRaisedToTheKneeAndNeverLowered) {
-  for (const auto& [knee, peak] : {std::pair{2 * kMiB, 8 * kMiB}, {6 * kMiB, 12 * kMiB}}) {
+TEST(ProfileTest, CapsAreRaisedToSaturationAndNeverLowered) {
+  for (const auto& [saturating, peak] : {std::pair{2 * kMiB, 8 * kMiB}, {6 * kMiB, 12 * kMiB}}) {
     EngineOptions options;
     options.max_write_bytes_in_flight = 8 * kMiB;
     World w(BackendKind::kNil, options);
-    w.engine->set_saturating_bytes_in_flight(knee);
+    w.engine->set_saturating_bytes_in_flight(saturating);
     w.engine->RaiseCapsToSaturation();
     Request request;
     auto file = w.Open("a");

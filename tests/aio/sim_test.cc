@@ -94,7 +94,7 @@ TEST(SimTest, ADeviceThatSlowsDownIsToldByName) {
   EXPECT_TRUE(w.log.Has("sim0 has become slow"));
 }
 
-TEST(SimTest, SaturationIsTheTimeAtOrAboveTheKnee) {
+TEST(SimTest, SaturationIsTheTimeWithEnoughInFlight) {
   EngineOptions options;
   options.max_read_bytes_in_flight = 4 * kMiB;
   options.saturating_bytes_in_flight = 4 * kMiB;
@@ -111,7 +111,7 @@ TEST(SimTest, SaturationIsTheTimeAtOrAboveTheKnee) {
   // Four in flight until the 13th block is done: after that the queue drains.
   EXPECT_NEAR(static_cast<double>(stats.saturated_ns), 13 * 976'562 + 100'000, 10'000);
   EXPECT_EQ(stats.SaturatedBytes(), 13 * kMiB) << "what came after that is not counted";
-  // A knee that is never reached.
+  // So much is never in flight.
   w.engine->set_saturating_bytes_in_flight(64 * kMiB);
   const int64_t before = w.engine->stats().saturated_ns;
   ASSERT_OK(w.Read(*file, 0, region.data(), 16 * kMiB));

@@ -101,7 +101,7 @@ struct Model {
 std::unique_ptr<DriveOptimizer> Make(const ScratchDirectory& directory, uint64_t memory, int threads = 2) {
   DriveOptimizerOptions options;
   options.directory = directory.path();
-  options.host_memory_bytes = memory;
+  options.host_memory_budget_bytes = memory;
   options.threads = threads;
   options.log = [](std::string_view) {};
   absl::StatusOr<std::unique_ptr<DriveOptimizer>> made = DriveOptimizer::Create(std::move(options));
@@ -242,7 +242,7 @@ TEST(DriveOptimizerTest, WhatIsWrongIsRefusedAndNothingChanges) {
   options.directory = directory.path() + "/none";
   EXPECT_EQ(DriveOptimizer::Create(options).status().code(), absl::StatusCode::kNotFound);
   options.directory = directory.path();
-  options.host_memory_bytes = kMiB;
+  options.host_memory_budget_bytes = kMiB;
   EXPECT_EQ(DriveOptimizer::Create(options).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
@@ -302,7 +302,7 @@ TEST_P(FaultTest, AStepThatFailsIsMadeAgainOrTheStateIsKnownToBeLost) {
     Fuse fuse;
     DriveOptimizerOptions options;
     options.directory = directory.path();
-    options.host_memory_bytes = kLeast;
+    options.host_memory_budget_bytes = kLeast;
     options.log = [](std::string_view) {};
     options.backend_factory = [&] { return std::make_unique<FusedBackend>(&fuse); };
     auto made = DriveOptimizer::Create(options);

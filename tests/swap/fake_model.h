@@ -118,20 +118,20 @@ class FakeModel {
     }
     return result;
   }
-  absl::Status ReadTile(Store& store, uint32_t tile, Which which = Which::kNewest) {
+  absl::Status ReadTile(Store& store, uint32_t tile, VersionChoice choice = VersionChoice::kNewest) {
     std::vector<void*> places;
     for (const Segment& segment : tiles_[tile]) places.push_back(segment.data());
     TileIo io;
     absl::Status s = store.ReadSegments(&io, tile, 0, static_cast<uint32_t>(places.size()), places,
-                                        aio::Priority::kDemand, which);
+                                        aio::Priority::kDemand, choice);
     if (!s.ok()) return s;
     s = store.Wait(&io);
     if (!s.ok()) return s;
     return store.VerifyRead(io);
   }
-  absl::Status ReadAll(Store& store, Which which = Which::kNewest) {
+  absl::Status ReadAll(Store& store, VersionChoice choice = VersionChoice::kNewest) {
     for (uint32_t t = 0; t < tiles(); ++t) {
-      if (absl::Status s = ReadTile(store, t, which); !s.ok()) return s;
+      if (absl::Status s = ReadTile(store, t, choice); !s.ok()) return s;
     }
     return absl::OkStatus();
   }

@@ -143,44 +143,46 @@ TEST_F(LoopStoreTest, ADeviceThatRunsOutStopsTheStepAndKeepsTheOneBefore) {
 
 // A snapshot as people take it: `cp --reflink` of the directory between two runs. Both go on, each
 // overwriting what they share, and neither sees the other.
-TEST_F(LoopStoreTest, AClonedStateIsAStateOfItsOwn) {
-  for (const char* type : {"xfs", "btrfs"}) {
-    SCOPED_TRACE(type);
-    aio::LoopDevice loop({.type = type, .bytes = 400 << 20});
-    if (!loop.skip().empty()) GTEST_SKIP() << loop.skip();
-    On(loop);
-    FakeModel model(layout_, 7);
-    auto store = CreateCommitted(&model);
-    ASSERT_NE(store, nullptr);
-    for (uint64_t step = 1; step <= 3; ++step) Step(*store, &model, step);
-    store.reset();
-    const std::string original = options_.directories.front(), clone = loop.directory() + "/clone";
-    ASSERT_EQ(std::system(("cp -a --reflink=always " + original + " " + clone).c_str()), 0);
+class CloneTest : public LoopStoreTest, public testing::WithParamInterface<const char*> {};
 
-    FakeModel other(layout_, 7);
-    const auto first = Store::Open(*engine_, options_);
-    options_.directories = {clone};
-    const auto second = Store::Open(*engine_, options_);
-    ASSERT_TRUE(first.ok() && second.ok()) << first.status() << second.status();
-    ASSERT_TRUE(other.ReadAll(**second).ok());
-    EXPECT_EQ(other.Difference(model), "");
-    other.set_updates(3);
-    for (uint64_t step = 4; step <= 9; ++step) {
-      Step(**first, &model, step);
-      if (step <= 6) Step(**second, &other, step);
-    }
-    AlignedBuffer memory(1 << 20);
-    for (const auto& [of, expected] : {std::pair{first->get(), &model}, std::pair{second->get(), &other}}) {
-      const auto report = VerifyAll(*of, memory.span());
-      ASSERT_TRUE(report.ok()) << report.status();
-      EXPECT_TRUE(report->damaged.empty());
-      FakeModel found(layout_, 7);
-      ASSERT_TRUE(found.ReadAll(*of).ok());
-      EXPECT_EQ(found.Difference(*expected), "");
-    }
-    EXPECT_NE(model.Difference(other), "") << "they have gone different ways";
+TEST_P(CloneTest, AClonedStateIsAStateOfItsOwn) {
+  aio::LoopDevice loop({.type = GetParam(), .bytes = 400 << 20});
+  if (!loop.skip().empty()) GTEST_SKIP() << loop.skip();
+  On(loop);
+  FakeModel model(layout_, 7);
+  auto store = CreateCommitted(&model);
+  ASSERT_NE(store, nullptr);
+  for (uint64_t step = 1; step <= 3; ++step) Step(*store, &model, step);
+  store.reset();
+  const std::string original = options_.directories.front(), clone = loop.directory() + "/clone";
+  ASSERT_EQ(std::system(("cp -a --reflink=always " + original + " " + clone).c_str()), 0);
+
+  FakeModel other(layout_, 7);
+  const auto first = Store::Open(*engine_, options_);
+  options_.directories = {clone};
+  const auto second = Store::Open(*engine_, options_);
+  ASSERT_TRUE(first.ok() && second.ok()) << first.status() << second.status();
+  ASSERT_TRUE(other.ReadAll(**second).ok());
+  EXPECT_EQ(other.Difference(model), "");
+  other.set_updates(3);
+  for (uint64_t step = 4; step <= 9; ++step) {
+    Step(**first, &model, step);
+    if (step <= 6) Step(**second, &other, step);
   }
+  AlignedBuffer memory(1 << 20);
+  for (const auto& [of, expected] : {std::pair{first->get(), &model}, std::pair{second->get(), &other}}) {
+    const auto report = VerifyAll(*of, memory.span());
+    ASSERT_TRUE(report.ok()) << report.status();
+    EXPECT_TRUE(report->damaged.empty());
+    FakeModel found(layout_, 7);
+    ASSERT_TRUE(found.ReadAll(*of).ok());
+    EXPECT_EQ(found.Difference(*expected), "");
+  }
+  EXPECT_NE(model.Difference(other), "") << "they have gone different ways";
 }
+
+INSTANTIATE_TEST_SUITE_P(FileSystems, CloneTest, testing::Values("xfs", "btrfs"),
+                         [](const auto& suite) { return std::string(suite.param); });
 
 }  // namespace
 }  // namespace penstock::swap

@@ -97,8 +97,8 @@ TEST_F(OneVersionTest, NothingIsOverwrittenWithoutTheMark) {
   model.UpdateAll(1);
   ASSERT_TRUE(model.WriteTile(*store, 0, 2).ok());
   EXPECT_TRUE(read.ReadTile(*store, 0).ok());
-  EXPECT_TRUE(read.ReadTile(*store, 1, Which::kCommitted).ok());
-  EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 0, Which::kCommitted)));
+  EXPECT_TRUE(read.ReadTile(*store, 1, VersionChoice::kCommitted).ok());
+  EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 0, VersionChoice::kCommitted)));
   EXPECT_TRUE(absl::IsFailedPrecondition(store->DropWritten(0)));
   EXPECT_TRUE(store->DropWritten(1).ok());
   // Half overwritten it is neither.
@@ -107,8 +107,8 @@ TEST_F(OneVersionTest, NothingIsOverwrittenWithoutTheMark) {
   ASSERT_TRUE(store->WriteSegments(&io, 1, 2, 1, std::span(&place, 1), aio::Priority::kDemand).ok());
   ASSERT_TRUE(store->Wait(&io).ok());
   ASSERT_TRUE(store->NoteWritten(&io, std::vector{store->SegmentChecksum(1, 1, 2, place)}).ok());
-  for (const Which which : {Which::kNewest, Which::kCommitted}) {
-    EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 1, which)));
+  for (const VersionChoice choice : {VersionChoice::kNewest, VersionChoice::kCommitted}) {
+    EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 1, choice)));
   }
   EXPECT_TRUE(absl::IsFailedPrecondition(store->DropWritten(1)));
 }

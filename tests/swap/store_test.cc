@@ -115,9 +115,9 @@ TEST_F(StoreTest, WhatIsNotCommittedIsAsIfItNeverWas) {
     model.UpdateAll(1);
     ASSERT_TRUE(model.WriteAll(*store, 2).ok());
     // The newest version is the one just written; the committed one is still there.
-    ASSERT_TRUE(read.ReadAll(*store, Which::kNewest).ok());
+    ASSERT_TRUE(read.ReadAll(*store, VersionChoice::kNewest).ok());
     EXPECT_EQ(read.Difference(model), "");
-    ASSERT_TRUE(read.ReadAll(*store, Which::kCommitted).ok());
+    ASSERT_TRUE(read.ReadAll(*store, VersionChoice::kCommitted).ok());
     EXPECT_EQ(read.Difference(committed), "");
   }
   auto store = Open();
@@ -421,7 +421,7 @@ TEST_F(StoreTest, ARetainedVersionStaysWhileTrainingGoesOn) {
   kept.UpdateAll(1);
   for (uint64_t step = 2; step <= 6; ++step) {
     Step(*store, &model, step);
-    ASSERT_TRUE(read.ReadAll(*store, Which::kRetained).ok());
+    ASSERT_TRUE(read.ReadAll(*store, VersionChoice::kRetained).ok());
     EXPECT_EQ(read.Difference(kept), "");
     ASSERT_TRUE(read.ReadAll(*store).ok());
     EXPECT_EQ(read.Difference(model), "");
@@ -429,7 +429,7 @@ TEST_F(StoreTest, ARetainedVersionStaysWhileTrainingGoesOn) {
   EXPECT_TRUE(absl::IsFailedPrecondition(store->Retain()));  // one at a time
   store->Release();
   EXPECT_EQ(store->retained(), nullptr);
-  EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 0, Which::kRetained)));
+  EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 0, VersionChoice::kRetained)));
 }
 
 TEST_F(StoreTest, WithTwoSlotsARetainedVersionOutlivesOneStepAndIsNeverOverwritten) {
@@ -442,7 +442,7 @@ TEST_F(StoreTest, WithTwoSlotsARetainedVersionOutlivesOneStepAndIsNeverOverwritt
   EXPECT_THAT(std::string(model.WriteTile(*store, 0, 4).message()), HasSubstr("a checkpoint still holds"));
   kept.Initialize();
   kept.UpdateAll(1);
-  ASSERT_TRUE(read.ReadAll(*store, Which::kRetained).ok());
+  ASSERT_TRUE(read.ReadAll(*store, VersionChoice::kRetained).ok());
   EXPECT_EQ(read.Difference(kept), "");
   store->Release();
   Step(*store, &model, 3);

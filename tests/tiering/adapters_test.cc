@@ -116,7 +116,7 @@ TEST_P(Adapters, ReadTheirBaseTwiceAndWriteNothingButTheirCommits) {
     options.machine.update_workers = 2;
     const auto base = static_cast<double>(ModelOf(of, kTokens, 1).base_bytes);
     const Model model = ModelOf(of, kTokens, compute_to_drive * 2 * base / options.machine.read_bytes_per_s);
-    options.host_budget_bytes = model.base_bytes / 8;
+    options.host_memory_budget_bytes = model.base_bytes / 8;
     const absl::StatusOr<Plan> plan = MakePlan(model.graph, options);
     ASSERT_TRUE(plan.ok()) << plan.status();
     EXPECT_LE(plan->nvme_read_bytes, 2 * model.used_bytes);

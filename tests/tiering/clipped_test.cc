@@ -101,7 +101,7 @@ Step StepOf(const ModelGraph& graph, const Case& of, Prefer prefer) {
   PlanOptions options;
   options.machine = Machine();
   options.prefer = prefer;
-  options.host_budget_bytes = of.budget;
+  options.host_memory_budget_bytes = of.budget;
   absl::StatusOr<Plan> plan = MakePlan(graph, options);
   EXPECT_TRUE(plan.ok()) << plan.status();
   Step step{*std::move(plan), {}, {}};

@@ -1,5 +1,5 @@
 // The tier above host memory: plans of a device's memory, the programs that copy to it and from it, and how
-// close to their floor these run in virtual time.
+// close to their lower bound these run in virtual time.
 #include "tiering/plan/device_plan.h"
 
 #include <gtest/gtest.h>
@@ -63,10 +63,10 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     const auto more = static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 24));
     options.device.budget_bytes = least_device + (random() % 3 == 0 ? 0 : more);
     if (options.on_nvme) {
-      options.host_budget_bytes = 1;
+      options.host_memory_budget_bytes = 1;
       const int64_t least = LeastOf(MakePlan(graph, options).status());
       ASSERT_GT(least, 0);
-      options.host_budget_bytes =
+      options.host_memory_budget_bytes =
           least + static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 20));
     }
     absl::StatusOr<Plan> plan = MakePlan(graph, options);
@@ -126,7 +126,7 @@ PlanOptions AllStreams(const ModelGraph& graph) {
   options.bounds.resident_elements = 0;
   options.bounds.state_fraction = 0;
   options.bounds.processor_share = 1;
-  options.host_budget_bytes = graph.elements() * 2 + 128 * kMiB;
+  options.host_memory_budget_bytes = graph.elements() * 2 + 128 * kMiB;
   options.device.budget_bytes = LeastDeviceMemory(graph, options);
   return options;
 }
@@ -246,7 +246,7 @@ TEST(Device, RanksWhoseDevicesExchangeCopyTheirPartsAlone) {
       EXPECT_EQ(plan->device.ledger().total(), plan->device.bytes());
       RunPasses(graph, *plan, MachineModel(), nullptr);
       // In host memory less than what ranks that meet there need.
-      options.host_budget_bytes = 1;
+      options.host_memory_budget_bytes = 1;
       const int64_t least = LeastOf(MakePlan(graph, options).status());
       options.device.collectives = false;
       options.device.budget_bytes = LeastDeviceMemory(graph, options);
@@ -283,7 +283,7 @@ TEST(Device, InputsWaitInHostMemoryWhereTheDeviceHasNoRoom) {
   EXPECT_EQ(roomy.device.d2h_bytes, 2 * graph.elements());
 }
 
-TEST(Device, StepIsWithinFivePercentOfItsFloor) {
+TEST(Device, StepIsWithinFivePercentOfItsLowerBound) {
   const ModelGraph base = Chain(24, 3 << 20);
   const auto elements = static_cast<double>(base.elements());
   double worst = 1;
@@ -303,7 +303,7 @@ TEST(Device, StepIsWithinFivePercentOfItsFloor) {
       const int64_t least = LeastDeviceMemory(graph, options);
       for (const int blocks : {3, 12}) {  // beyond the least
         options.device.budget_bytes = least + blocks * (int64_t{6} << 20) + 6 * kMiB;
-        options.host_budget_bytes = base.elements() * 4;
+        options.host_memory_budget_bytes = base.elements() * 4;
         const absl::StatusOr<Plan> plan = MakePlan(graph, options);
         ASSERT_TRUE(plan.ok()) << plan.status();
         const absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, options.machine, /*steps=*/6);

@@ -1,5 +1,5 @@
-// Which blocks live on a device apart with their state: within its memory, as the ratio says, and
-// where nobody says, as makes a step the shortest in virtual time.
+// Which blocks live with their state on a device with its own memory: within its memory, as the ratio says,
+// and where nobody says, as makes a step the shortest in virtual time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -188,7 +188,7 @@ TEST(DeviceState, TheChoiceIsAsGoodAsEveryRatio) {
               words = "least that works is ";
           options.device.budget_bytes =
               std::stoll(refusal.substr(refusal.find(words) + words.size())) + blocks * 15 * kMiB;
-          if (on_nvme) options.host_budget_bytes = 160 * kMiB;
+          if (on_nvme) options.host_memory_budget_bytes = 160 * kMiB;
           const absl::StatusOr<Plan> chosen = MakePlan(base, options);
           ASSERT_TRUE(chosen.ok()) << chosen.status();
           const double seconds = Seconds(base, *chosen, options.machine);

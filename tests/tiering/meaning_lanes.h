@@ -685,7 +685,7 @@ class MeaningLanes : public Lanes {
   int64_t agreed_ = 0;
   std::map<AccumulatorSlot, Sums> sums_;
   std::map<DeviceAccumulatorSlot, Sums> device_sums_;
-  // What a device apart leaves of its sums to other ranks.
+  // What a device with its own memory leaves of its sums to other ranks.
   std::map<AccumulatorSlot, OfBlockAt> host_sums_;
   std::map<std::pair<DeviceWeightSlot, TileIndex>, OfBlockAt> device_run_;
   std::map<DeviceGradientSlot, OfBlockAt> device_gradient_;

@@ -28,7 +28,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 TEST(Placement, CpuKeepsNothingCudaAllWeightsConstWhatItMayAndAutoIsTheFastest) {
   const ModelGraph graph = Chain(16, 1 << 20, 1e-4);
   PlanOptions options;
-  options.host_budget_bytes = 200 * kMiB;
+  options.host_memory_budget_bytes = 200 * kMiB;
   auto plan = [&](Placement placement) {
     options.bounds.placement = placement;
     absl::StatusOr<Plan> made = MakePlan(graph, options);
@@ -60,17 +60,17 @@ TEST(Placement, CpuKeepsNothingCudaAllWeightsConstWhatItMayAndAutoIsTheFastest) 
 
   for (const Plan& other : {streams, keeps, bounded}) EXPECT_LE(seconds(chosen), seconds(other) * 1.01);
 
-  options.host_budget_bytes = 30 * kMiB;
+  options.host_memory_budget_bytes = 30 * kMiB;
   options.bounds.placement = Placement::kCuda;
   const absl::StatusOr<Plan> refused = MakePlan(graph, options);
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition) << "32 MiB of weights in 30 MiB";
   options.bounds.placement = Placement::kAuto;
-  options.host_budget_bytes = int64_t{1} << 40;
+  options.host_memory_budget_bytes = int64_t{1} << 40;
   const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
   options.bounds.placement = Placement::kCuda;
   const int64_t least_with_all = MakePlan(graph, options)->least_host_memory_bytes;
   EXPECT_GT(least_with_all, least);
-  options.host_budget_bytes = least_with_all;
+  options.host_memory_budget_bytes = least_with_all;
   EXPECT_TRUE(MakePlan(graph, options).ok());
 }
 
@@ -89,10 +89,10 @@ TEST(Planner, TilesOfAPlanFitIntoItsBudgetWhateverTheMachine) {
     PlanOptions options;
     options.machine.io_latency_seconds = seed % 3 == 0 ? 20e-3 : 1e-4;  // a slow one favours large tiles
     options.machine.read_bytes_per_s = options.machine.write_bytes_per_s = seed % 5 == 0 ? 2e8 : 4e9;
-    options.host_budget_bytes = int64_t{1} << 40;
+    options.host_memory_budget_bytes = int64_t{1} << 40;
     const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
     for (const double share : {1.0, 1.02, 1.1}) {
-      options.host_budget_bytes = static_cast<int64_t>(static_cast<double>(least) * share);
+      options.host_memory_budget_bytes = static_cast<int64_t>(static_cast<double>(least) * share);
       const absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok()) << plan.status();
       with_one_block += plan->weight_classes.front().slots == 1;
@@ -104,8 +104,8 @@ TEST(Planner, TilesOfAPlanFitIntoItsBudgetWhateverTheMachine) {
       }
       const absl::StatusOr<Plan> again = MakePlan(graph, resumed);
       ASSERT_TRUE(again.ok()) << again.status() << ", " << share << " of the least";
-      EXPECT_LE(again->host_bytes(), options.host_budget_bytes);
-      EXPECT_LE(again->least_host_memory_bytes, options.host_budget_bytes);
+      EXPECT_LE(again->host_bytes(), options.host_memory_budget_bytes);
+      EXPECT_LE(again->least_host_memory_bytes, options.host_memory_budget_bytes);
     }
   }
   EXPECT_GT(with_one_block, 0);
@@ -117,7 +117,7 @@ TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {
   PlanOptions options;
   // Room for about half of the weights, so that it matters which.
   const PlanOptions roomy = options;
-  options.host_budget_bytes = int64_t{1} << 40;
+  options.host_memory_budget_bytes = int64_t{1} << 40;
   const Plan all = *MakePlan(graph, options);
   EXPECT_EQ(ResidentTiles(all), static_cast<int64_t>([&] {
               size_t tiles = 0;
@@ -164,7 +164,7 @@ TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {
 
   // Of the margin, so much for state.
   options = roomy;
-  options.host_budget_bytes = MakePlan(graph, roomy)->host_bytes() + 60 * kMiB;
+  options.host_memory_budget_bytes = MakePlan(graph, roomy)->host_bytes() + 60 * kMiB;
   options.bounds.state_fraction = 0;
   EXPECT_EQ(ResidentTiles(*MakePlan(graph, options)), 0);
 }
@@ -179,8 +179,8 @@ TEST(Tiers, AddUpToThePlanToTheByte) {
       PlanOptions options;
       options.precision = precision;
       options.micro_batches = micro_batches;
-      options.host_budget_bytes = int64_t{1} << 40;
-      options.host_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes + extra * kMiB;
+      options.host_memory_budget_bytes = int64_t{1} << 40;
+      options.host_memory_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes + extra * kMiB;
       const Plan plan = *MakePlan(graph, options);
       int64_t host = 0, read = 0, written = 0, nvme = 0;
       for (const TierLine& line : TiersOf(graph, plan)) {
@@ -220,7 +220,7 @@ TEST(Tiers, AddUpToThePlanToTheByte) {
 TEST(WhatIf, MoreOfWhatBoundsTheStepMakesItFaster) {
   const ModelGraph slow_drive = Chain(12, 1 << 20, 1e-5), slow_compute = Chain(12, 1 << 20, 1e-1);
   PlanOptions options;
-  options.host_budget_bytes = 90 * kMiB;
+  options.host_memory_budget_bytes = 90 * kMiB;
   auto ask = [&](const ModelGraph& graph) {
     const Plan plan = *MakePlan(graph, options);
     return AskWhatIf(graph, options, *Simulate(graph, plan, options.machine), 1);
@@ -235,8 +235,8 @@ TEST(WhatIf, MoreOfWhatBoundsTheStepMakesItFaster) {
   EXPECT_NEAR(compute[0].speedup, 1, 0.05);
   EXPECT_NEAR(compute[3].speedup, 2, 0.1);
   // A batch that the budget does not hold is said to be one.
-  options.host_budget_bytes = int64_t{1} << 40;
-  options.host_budget_bytes = MakePlan(slow_drive, options)->least_host_memory_bytes;
+  options.host_memory_budget_bytes = int64_t{1} << 40;
+  options.host_memory_budget_bytes = MakePlan(slow_drive, options)->least_host_memory_bytes;
   EXPECT_THAT(ask(slow_drive)[2].error, HasSubstr("too small"));
 }
 
@@ -244,7 +244,7 @@ TEST(WhatIf, MoreOfWhatBoundsTheStepMakesItFaster) {
 TEST(WhatIf, ThePreferenceIsToldByWhatClippedStepsTakeAndRead) {
   ModelGraph graph = Chain(12, 3 << 20, 8e-3);
   PlanOptions options;
-  options.host_budget_bytes = 120 * kMiB;
+  options.host_memory_budget_bytes = 120 * kMiB;
   options.compares_policies = false;
   const auto plan_of = [&](Prefer prefer) {
     PlanOptions of = options;
@@ -320,7 +320,7 @@ TEST(Calibration, FindsTheMachineThatRan) {
     truth.compute_beside_drive = 0.75;
     PlanOptions options;
     options.machine = truth;
-    options.host_budget_bytes = 90 * kMiB;
+    options.host_memory_budget_bytes = 90 * kMiB;
     const Plan plan = *MakePlan(graph, options);
     MachineModel guess = truth;
     guess.update_parameters_per_s = 100e6;
@@ -359,7 +359,7 @@ TEST(RunPrediction, IsTheMeanOfWhatItsStepsShow) {
   slow.read_bytes_per_s = slow.write_bytes_per_s = slow.mixed_bytes_per_s = 2e9;
   PlanOptions options;
   options.machine = fast;
-  options.host_budget_bytes = 90 * kMiB;
+  options.host_memory_budget_bytes = 90 * kMiB;
   const Plan plan = *MakePlan(graph, options);
   MachineModel guess = fast;
   guess.read_bytes_per_s = guess.mixed_bytes_per_s = 9e9;
@@ -390,9 +390,9 @@ TEST(Planner, PinnedMemoryDoesNotGrowWithTheNumberOfBlocks) {
   auto arena = [](int layers, int64_t budget) {
     const ModelGraph graph = Chain(layers, 1 << 20);
     PlanOptions options;
-    options.host_budget_bytes = int64_t{1} << 40;
+    options.host_memory_budget_bytes = int64_t{1} << 40;
     const Plan roomy = *MakePlan(graph, options);
-    options.host_budget_bytes = budget > 0 ? budget : roomy.least_host_memory_bytes;
+    options.host_memory_budget_bytes = budget > 0 ? budget : roomy.least_host_memory_bytes;
     return MakePlan(graph, options)->arena_bytes;
   };
   const int64_t least = arena(10, 0);
@@ -404,7 +404,7 @@ TEST(Planner, PinnedMemoryDoesNotGrowWithTheNumberOfBlocks) {
 TEST(Planner, AThousandBlocksArePlannedWithinASecond) {
   const ModelGraph graph = Chain(1000, 3 << 18, 1e-3);
   PlanOptions options;
-  options.host_budget_bytes = int64_t{2} << 30;
+  options.host_memory_budget_bytes = int64_t{2} << 30;
   // The processor's time, as the machine may have other work; the best of three, as that makes it slower too.
   double seconds = std::numeric_limits<double>::max();
   for (int attempt = 0; attempt < 3 && seconds >= 1.0; ++attempt) {

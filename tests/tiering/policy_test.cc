@@ -63,7 +63,7 @@ TEST(Policies, NoneBeatsAutoInAnyCell) {
   machines[2].machine.write_bytes_per_s = 4e9;
   machines[2].machine.cores = machines[2].machine.compute_threads = 2;
   machines.push_back({"2 cores, 2/4 GB/s, 1 ms", machines[2].machine});
-  machines[3].machine.io_latency_seconds = 1e-3;  // a knee of 2.7 MB
+  machines[3].machine.io_latency_seconds = 1e-3;  // saturated by 2.7 MB
   std::string header = "| machine | model | compute / drive | budget | auto |";
   for (const Policy& policy : Policies()) header += std::string(" ") + policy.name + " |";
   std::printf("%s\n", header.c_str());
@@ -78,13 +78,13 @@ TEST(Policies, NoneBeatsAutoInAnyCell) {
         graph = Model(layers, elements, tied, ratio * drive / 4 / layers);
         PlanOptions options;
         options.machine = machine.machine;
-        options.host_budget_bytes = int64_t{1} << 40;
+        options.host_memory_budget_bytes = int64_t{1} << 40;
         const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
         for (const double share : {0.0, 0.3, 0.7}) {
           // Of the way from the least to everything.
           options = PlanOptions();
           options.machine = machine.machine;
-          options.host_budget_bytes =
+          options.host_memory_budget_bytes =
               least + static_cast<int64_t>(share * 14 * parameters) + (share > 0 ? 0 : 4 * kMiB);
           auto seconds = [&](const Policy& policy, bool compares) {
             options.bounds = policy.bounds;
@@ -98,7 +98,7 @@ TEST(Policies, NoneBeatsAutoInAnyCell) {
           std::string row = "| " + std::string(machine.name) + " | " + (tied ? "tied" : "chain") + " | ";
           char text[64];
           std::snprintf(text, sizeof(text), "%.1f | %lld MiB | %.1f ms |", ratio,
-                        static_cast<long long>(options.host_budget_bytes / kMiB), best * 1e3);
+                        static_cast<long long>(options.host_memory_budget_bytes / kMiB), best * 1e3);
           row += text;
           for (const Policy& policy : Policies()) {
             const double other = seconds(policy, /*compares=*/false);

@@ -58,7 +58,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     ASSERT_TRUE(roomy.ok()) << roomy.status();
     if (options.on_nvme) {
       const int64_t least = roomy->least_host_memory_bytes;
-      options.host_budget_bytes =
+      options.host_memory_budget_bytes =
           least + static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 20));
     }
     absl::StatusOr<Plan> plan = MakePlan(graph, options);
@@ -126,7 +126,7 @@ TEST(Program, EachCallOfAStepAddsToWhatThoseBeforeHaveLeft) {
     absl::StatusOr<Plan> plan = MakePlan(graph, options);
     ASSERT_TRUE(plan.ok()) << plan.status();
     if (options.on_nvme && random() % 4 != 0) {
-      options.host_budget_bytes =
+      options.host_memory_budget_bytes =
           plan->least_host_memory_bytes +
           static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 8));
       plan = MakePlan(graph, options);
@@ -148,7 +148,7 @@ TEST(Ranks, EachMovesItsShareOfTheBytes) {
       PlanOptions options;
       options.precision = precision;
       options.world = world;
-      options.host_budget_bytes = 64 * kMiB;
+      options.host_memory_budget_bytes = 64 * kMiB;
       options.bounds.placement = Placement::kCpu;  // all state streams
       const absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok()) << plan.status();
@@ -169,7 +169,7 @@ TEST(Ranks, TheNetworkIsOneMoreLane) {
     PlanOptions options;
     options.world = 4;
     options.bounds.placement = Placement::kCpu;  // all weights are gathered for each use
-    options.host_budget_bytes = 192 * kMiB;
+    options.host_memory_budget_bytes = 192 * kMiB;
     options.machine.network_bytes_per_s = network;
     const absl::StatusOr<Plan> plan = MakePlan(graph, options);
     ASSERT_TRUE(plan.ok()) << plan.status();
@@ -206,7 +206,7 @@ TEST(Program, SumsLeaveMemoryBetweenTheUsesOfABlockUnderATightBudget) {
       ASSERT_TRUE(plan.ok()) << plan.status();
       std::mt19937_64 random(static_cast<uint64_t>(micro_batches));
       EXPECT_EQ(RunPasses(graph, *plan, MachineModel(), &random).sums_read, 0);
-      options.host_budget_bytes = plan->least_host_memory_bytes;
+      options.host_memory_budget_bytes = plan->least_host_memory_bytes;
       plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok()) << plan.status();
       EXPECT_TRUE(plan->moves_sums(BlockIndex(0)));
@@ -228,19 +228,19 @@ TEST(Planner, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
                                        Precision::Bf16().WithMoments(1), kStateless}) {
       PlanOptions options;
       options.precision = precision;
-      options.host_budget_bytes = 1;
+      options.host_memory_budget_bytes = 1;
       absl::StatusOr<Plan> refused = MakePlan(graph, options);
       ASSERT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
-      options.host_budget_bytes = int64_t{1} << 40;
+      options.host_memory_budget_bytes = int64_t{1} << 40;
       const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
       EXPECT_NE(std::string(refused.status().message()).find(std::to_string(least)), std::string::npos)
           << refused.status();
-      options.host_budget_bytes = least;
+      options.host_memory_budget_bytes = least;
       absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok()) << plan.status();
       EXPECT_LE(plan->host_bytes(), least);
       RunPasses(graph, *plan, MachineModel(), nullptr);
-      options.host_budget_bytes = least - 1;
+      options.host_memory_budget_bytes = least - 1;
       EXPECT_FALSE(MakePlan(graph, options).ok());
     }
   }
@@ -255,12 +255,12 @@ TEST(Planner, NeverExceedsTheBudgetAndIsNoSlowerWithMoreMemory) {
     }
     PlanOptions options;
     options.compares_policies = false;
-    options.host_budget_bytes = int64_t{1} << 40;
+    options.host_memory_budget_bytes = int64_t{1} << 40;
     const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
     double fastest = 1e9;
     int64_t bytes = 0;
     for (int64_t budget = least; budget < 400 * kMiB; budget += 5 * kMiB) {
-      options.host_budget_bytes = budget;
+      options.host_memory_budget_bytes = budget;
       absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok());
       EXPECT_LE(plan->host_bytes(), budget);
@@ -278,7 +278,7 @@ TEST(Planner, NeverExceedsTheBudgetAndIsNoSlowerWithMoreMemory) {
 TEST(Planner, ObeysTheUsersUpperBounds) {
   const ModelGraph graph = Chain(12, 1 << 20);
   PlanOptions options;
-  options.host_budget_bytes = int64_t{1} << 30;
+  options.host_memory_budget_bytes = int64_t{1} << 30;
   auto shared_slots = [](const Plan& plan) { return plan.weight_classes.front().slots; };
   const Plan free = *MakePlan(graph, options);
   EXPECT_EQ(shared_slots(free), 3);
@@ -302,7 +302,7 @@ TEST(Planner, SlotsDoNotOverlapAndLieInTheArena) {
   const ModelGraph graph = Tied(8, 3 * kElementAlignment * 50, 1 << 20);
   PlanOptions options;
   options.micro_batches = 2;
-  options.host_budget_bytes = 64 * kMiB;
+  options.host_memory_budget_bytes = 64 * kMiB;
   absl::StatusOr<Plan> plan = MakePlan(graph, options);
   ASSERT_TRUE(plan.ok()) << plan.status();
   int64_t end = 0;
@@ -323,17 +323,17 @@ TEST(Planner, SlotsDoNotOverlapAndLieInTheArena) {
 TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
   ModelGraph graph = Chain(64, 1 << 20);
   for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
-  for (const auto& [precision, floor] : {std::pair{Precision::Bf16(), 26.0},
-                                         {Precision::Fp32(), 28.0},
-                                         {Precision::Fp16(), 30.0},
-                                         {Precision::Bf16().WithMoments(1), 14.25}}) {
+  for (const auto& [precision, most] : {std::pair{Precision::Bf16(), 26.0},
+                                        {Precision::Fp32(), 28.0},
+                                        {Precision::Fp16(), 30.0},
+                                        {Precision::Bf16().WithMoments(1), 14.25}}) {
     PlanOptions options;
     options.precision = precision;
     // Enough for every gradient and the comfortable working set; weights and state stream.
     options.bounds.resident_elements = 0;
     options.bounds.state_fraction = 0;
     const int64_t gradients = graph.elements() * precision.gradient_bytes;
-    options.host_budget_bytes = gradients + 128 * kMiB;
+    options.host_memory_budget_bytes = gradients + 128 * kMiB;
     auto per_parameter = [&] {
       absl::StatusOr<Plan> plan = MakePlan(graph, options);
       EXPECT_TRUE(plan.ok()) << plan.status();
@@ -342,20 +342,20 @@ TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
     };
     for (const UpdateOrder order : {UpdateOrder::kInNextForward, UpdateOrder::kInBackward}) {
       options.update_order = order;
-      EXPECT_LE(per_parameter(), floor);
-      EXPECT_GT(per_parameter(), floor - 2.1);  // the ends of the walk are read once less
+      EXPECT_LE(per_parameter(), most);
+      EXPECT_GT(per_parameter(), most - 2.1);  // the ends of the walk are read once less
     }
     // Gradients on the drive cost one write and one read of them; one that is used in backward is read again
     // only when clipping asks for it, and without clipping it is never needed again.
-    options.host_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes + 8 * kMiB;
+    options.host_memory_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes + 8 * kMiB;
     const double bytes = precision.gradient_bytes;
     for (const auto& [order, clips, spilled] : {std::tuple{UpdateOrder::kInNextForward, true, 2 * bytes},
                                                 {UpdateOrder::kInBackward, true, bytes},
                                                 {UpdateOrder::kInBackward, false, 0.0}}) {
       options.update_order = order;
       options.clips = clips;
-      EXPECT_LE(per_parameter(), floor + spilled);
-      EXPECT_GT(per_parameter(), floor + spilled - 2.1);
+      EXPECT_LE(per_parameter(), most + spilled);
+      EXPECT_GT(per_parameter(), most + spilled - 2.1);
     }
   }
 }
@@ -367,7 +367,7 @@ TEST(Program, AFrozenBlockCostsNoMoreThanItsWeights) {
   for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
   PlanOptions options;
   options.bounds.placement = Placement::kCpu;
-  options.host_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes;
+  options.host_memory_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes;
   const absl::StatusOr<Plan> all = MakePlan(graph, options);
   ASSERT_TRUE(all.ok()) << all.status();
   for (int b = 1; b < 11; ++b) graph.blocks[BlockIndex(b)].trains = false;
@@ -396,7 +396,7 @@ TEST(Program, WhatIsFrozenBesideWhatTrainsCostsItsTwoReadsAlone) {
     PlanOptions options;
     options.update_order = order;
     options.bounds.placement = Placement::kCpu;
-    options.host_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes;
+    options.host_memory_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes;
     const absl::StatusOr<Plan> plan = MakePlan(graph, options);
     ASSERT_TRUE(plan.ok()) << plan.status();
     EXPECT_LE(plan->nvme_write_bytes, kLayers * kAdapters * (12 + 2) + kLayers * kMiB / 4);
@@ -404,9 +404,9 @@ TEST(Program, WhatIsFrozenBesideWhatTrainsCostsItsTwoReadsAlone) {
               kLayers * (2 * kBase * 2 + kAdapters * (12 + 2 + 2)) + kLayers * kMiB / 4);
     EXPECT_GT(plan->nvme_read_bytes, (2 * kLayers - 3) * kBase * 2);  // the ends of the walk stay
     PlanOptions of_whole = options;
-    of_whole.host_budget_bytes = 0;
-    of_whole.host_budget_bytes = MakePlan(whole, of_whole)->least_host_memory_bytes;
-    EXPECT_LT(options.host_budget_bytes, of_whole.host_budget_bytes);
+    of_whole.host_memory_budget_bytes = 0;
+    of_whole.host_memory_budget_bytes = MakePlan(whole, of_whole)->least_host_memory_bytes;
+    EXPECT_LT(options.host_memory_budget_bytes, of_whole.host_memory_budget_bytes);
     EXPECT_LT(12 * plan->nvme_write_bytes, MakePlan(whole, of_whole)->nvme_write_bytes);
     const Plan of_small = *MakePlan(small, options);
     EXPECT_LE(plan->tile_state_bytes, of_small.tile_state_bytes);
@@ -462,7 +462,7 @@ TEST(Program, WhatStaysInMemoryIsWrittenWhileBackwardComputes) {
   for (StageShape& stage : graph.stages) stage.backward_seconds = backward / 24;
   PlanOptions options;
   options.update_order = UpdateOrder::kInNextForward;
-  options.host_budget_bytes = int64_t{4} << 30;
+  options.host_memory_budget_bytes = int64_t{4} << 30;
   options.bounds.placement = Placement::kCuda;
   for (const double of_state : {0.0, 1.0}) {
     options.bounds.state_fraction = of_state;
@@ -513,7 +513,7 @@ TEST(Program, WhatStaysInMemoryIsWrittenWhileBackwardComputes) {
   // Where nothing else moves, forward has its part of the writes.
   options = PlanOptions();
   options.update_order = UpdateOrder::kInNextForward;
-  options.host_budget_bytes = int64_t{4} << 30;
+  options.host_memory_budget_bytes = int64_t{4} << 30;
   for (const double compute : {0.1, 0.5, 1.0, 2.0}) {
     for (StageShape& stage : graph.stages) {
       stage.forward_seconds = compute * 12 * elements / machine.write_bytes_per_s / 24 / 4;
@@ -543,7 +543,7 @@ TEST(Program, APreviewedTileIsUpdatedForForwardAndAgainBeforeBackward) {
     SCOPED_TRACE(PlacementName(placement));
     PlanOptions options;
     options.update_order = UpdateOrder::kInNextForward;
-    options.host_budget_bytes = int64_t{1} << 30;
+    options.host_memory_budget_bytes = int64_t{1} << 30;
     options.tile_bytes = 1 << 20;
     options.bounds.placement = placement;
     options.bounds.state_fraction = 0;
@@ -609,13 +609,13 @@ TEST(Planner, InputsGoToTheDriveWhereTheBudgetAsksForIt) {
     stage.input_scratch_bytes = 8 * kMiB;
   }
   PlanOptions options;
-  options.host_budget_bytes = int64_t{1} << 40;
+  options.host_memory_budget_bytes = int64_t{1} << 40;
   const Plan roomy = *MakePlan(graph, options);
   EXPECT_EQ(roomy.input_scratch_bytes, 0);
   EXPECT_LT(roomy.least_host_memory_bytes, 32 * 8 * kMiB / 4) << "a fraction of the inputs alone";
   int64_t moved = std::numeric_limits<int64_t>::max();
   for (int64_t budget = roomy.least_host_memory_bytes; budget < 400 * kMiB; budget += 24 * kMiB) {
-    options.host_budget_bytes = budget;
+    options.host_memory_budget_bytes = budget;
     const Plan plan = *MakePlan(graph, options);
     EXPECT_LE(plan.host_bytes(), budget);
     EXPECT_LE(plan.nvme_read_bytes + plan.nvme_write_bytes, moved);
@@ -624,7 +624,7 @@ TEST(Planner, InputsGoToTheDriveWhereTheBudgetAsksForIt) {
   }
 }
 
-TEST(Simulate, StepIsWithinFivePercentOfItsFloor) {
+TEST(Simulate, StepIsWithinFivePercentOfItsLowerBound) {
   const ModelGraph base = Chain(24, 3 << 20);
   double worst = 1;
   for (const double ratio : {0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0}) {
@@ -635,11 +635,11 @@ TEST(Simulate, StepIsWithinFivePercentOfItsFloor) {
       stage.backward_seconds = ratio * drive_seconds / 24 * 3 / 4;
     }
     PlanOptions options;
-    options.host_budget_bytes = int64_t{1} << 40;
+    options.host_memory_budget_bytes = int64_t{1} << 40;
     const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
     for (const double share : {0.02, 0.05, 0.15, 0.3, 0.6, 1.2}) {
       const int64_t state = graph.elements() * 14;
-      options.host_budget_bytes = least + static_cast<int64_t>(share * static_cast<double>(state));
+      options.host_memory_budget_bytes = least + static_cast<int64_t>(share * static_cast<double>(state));
       absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok()) << plan.status();
       absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, MachineModel(), /*steps=*/6);
@@ -655,7 +655,7 @@ TEST(Simulate, StepIsWithinFivePercentOfItsFloor) {
 TEST(Executor, AnErrorEndsTheRunWithNothingInFlight) {
   const ModelGraph graph = Chain(4, 1 << 18);
   PlanOptions options;
-  options.host_budget_bytes = 16 * kMiB;
+  options.host_memory_budget_bytes = 16 * kMiB;
   absl::StatusOr<Plan> plan = MakePlan(graph, options);
   ASSERT_TRUE(plan.ok()) << plan.status();
   for (int fail_at = 0; fail_at < 50; fail_at += 7) {
@@ -677,7 +677,7 @@ TEST(Executor, AnErrorEndsTheRunWithNothingInFlight) {
 TEST(Executor, AMachineThatStandsStillIsAnErrorNotAHang) {
   const ModelGraph graph = Chain(4, 1 << 18, 1e-3);
   PlanOptions options;
-  options.host_budget_bytes = 16 * kMiB;
+  options.host_memory_budget_bytes = 16 * kMiB;
   const absl::StatusOr<Plan> plan = MakePlan(graph, options);
   ASSERT_TRUE(plan.ok()) << plan.status();
   for (const double rate : {0.0, std::numeric_limits<double>::quiet_NaN()}) {
@@ -694,7 +694,7 @@ TEST(Executor, AMachineThatStandsStillIsAnErrorNotAHang) {
 TEST(Executor, BusyAndStalledIsAllTheTime) {
   const ModelGraph graph = Chain(12, 1 << 20, 1e-3);
   PlanOptions options;
-  options.host_budget_bytes = graph.elements() * 2 + 90 * kMiB;
+  options.host_memory_budget_bytes = graph.elements() * 2 + 90 * kMiB;
   const absl::StatusOr<Plan> plan = MakePlan(graph, options);
   ASSERT_TRUE(plan.ok()) << plan.status();
   for (const double bandwidth : {1e8, 1e9, 1e10}) {
@@ -735,7 +735,7 @@ TEST(Executor, BusyAndStalledIsAllTheTime) {
 TEST(Executor, StallsAreNamedByCause) {
   const ModelGraph graph = Chain(12, 1 << 20, 1e-5);
   PlanOptions options;
-  options.host_budget_bytes = graph.elements() * 2 + 90 * kMiB;
+  options.host_memory_budget_bytes = graph.elements() * 2 + 90 * kMiB;
   absl::StatusOr<Plan> plan = MakePlan(graph, options);
   ASSERT_TRUE(plan.ok()) << plan.status();
   MachineModel slow_reads;

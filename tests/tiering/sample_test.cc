@@ -80,11 +80,12 @@ TEST(StepOps, ATileStandsForAllThatAreLikeItToTheByte) {
     } else if (random() % 3 == 0) {
       options.device.has_own_memory = true;
     }
-    options.host_budget_bytes = int64_t{1} << 40;
+    options.host_memory_budget_bytes = int64_t{1} << 40;
     const absl::StatusOr<Plan> roomy = MakePlan(graph, options);
     ASSERT_TRUE(roomy.ok()) << roomy.status();
-    options.host_budget_bytes = roomy->least_host_memory_bytes +
-                                static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 20));
+    options.host_memory_budget_bytes =
+        roomy->least_host_memory_bytes +
+        static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 20));
     absl::StatusOr<Plan> plan = MakePlan(graph, options);
     ASSERT_TRUE(plan.ok()) << plan.status();
     const Bytes bytes = Counted(graph, *plan);
@@ -151,10 +152,11 @@ TEST_P(Sample, TellsTheStepOfTheWholePlan) {
     stage.forward_seconds *= of.compute * drive_seconds / (of.layers * 4 * of.micro_batches);
     stage.backward_seconds *= of.compute * drive_seconds / (of.layers * 4 * of.micro_batches);
   }
-  options.host_budget_bytes = int64_t{1} << 50;
+  options.host_memory_budget_bytes = int64_t{1} << 50;
   const absl::StatusOr<Plan> ample = MakePlan(graph, options);
   ASSERT_TRUE(ample.ok()) << ample.status();
-  options.host_budget_bytes = ample->least_host_memory_bytes + static_cast<int64_t>(of.share * 12 * elements);
+  options.host_memory_budget_bytes =
+      ample->least_host_memory_bytes + static_cast<int64_t>(of.share * 12 * elements);
   const absl::StatusOr<Plan> plan = MakePlan(graph, options);
   ASSERT_TRUE(plan.ok()) << plan.status();
   ASSERT_GT(plan->tile_count(), kMostTilesSimulated);
@@ -206,7 +208,7 @@ TEST(Planner, SeventyBillionParametersArePlannedAndPredictedWithinSeconds) {
   const ModelGraph graph = Llama70B();
   for (const int64_t budget : {10 * kGiB, 64 * kGiB}) {
     PlanOptions options;
-    options.host_budget_bytes = budget;
+    options.host_memory_budget_bytes = budget;
     // The processor's time, as the machine may have other work; the best of two, as that makes it slower too.
     double seconds = std::numeric_limits<double>::max();
     for (int attempt = 0; attempt < 2 && seconds >= 5; ++attempt) {

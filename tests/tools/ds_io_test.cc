@@ -216,7 +216,7 @@ TunePoint Point(uint64_t block_mib, uint64_t depth, double gbps) {
   return point;
 }
 
-TEST(SweepTest, TheKneeIsChosenAndNotTheLastPercent) {
+TEST(SweepTest, WhatSaturatesIsChosenAndNotTheLastPercent) {
   const std::vector<TunePoint> points = {Point(1, 1, 2.0), Point(1, 4, 3.5), Point(1, 8, 3.52),
                                          Point(4, 1, 3.4), Point(1, 64, 3.6)};
   EXPECT_EQ(Choose(points).in_flight_bytes(), 4ull << 20);

@@ -1,5 +1,5 @@
 // `penstock generate` as a user runs it: directories and states, lists of prompts that are killed and gone on
-// with, wrong words.
+// with, wrong flags.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -189,12 +189,12 @@ TEST_F(GenerateCliTest, APlanSaysWhatGeneratingWouldTakeAndWhatWouldChangeIt) {
                           "--host-memory", least}))
                 .code,
             0);
-  for (const auto& [words, line] :
+  for (const auto& [flags, line] :
        std::vector<std::pair<Arguments, std::string>>{{{"--tokens", "4000"}, "the model takes 256"},
                                                       {{"--host-memory", "1K"}, "is too small"},
                                                       {{"--kv", "floppy"}, "must be auto, host or nvme"},
                                                       {{"--sequences", "0"}, "must be 1 or more"}}) {
-    const Ran refused = Run(Arguments{"plan", "--generate", Model(), "--threads", "1"} + words);
+    const Ran refused = Run(Arguments{"plan", "--generate", Model(), "--threads", "1"} + flags);
     EXPECT_EQ(refused.code, 2) << line;
     EXPECT_THAT(refused.err, HasSubstr(line));
   }

@@ -259,10 +259,10 @@ TEST_F(LoraBaseTest, AnotherBaseIsRefusedByName) {
   std::string changed = bytes;
   changed[changed.size() - 100] ^= 1;
   WriteFile(file, changed);
-  for (const Arguments& words :
+  for (const Arguments& flags :
        {again, Arguments{"sample", dir_ + "/state", "--tokens", "1"},
         Arguments{"export", dir_ + "/state", dir_ + "/out.safetensors", "--merge"}}) {
-    const Ran ran = Run(words);
+    const Ran ran = Run(flags);
     EXPECT_EQ(ran.code, 2) << ran.err;
     EXPECT_THAT(ran.err,
                 HasSubstr(file + ": not the weights that this run's adapters were made for (its bytes"));

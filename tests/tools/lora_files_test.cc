@@ -112,12 +112,12 @@ TEST_F(LoraFilesTest, AMissingFileIsNamedBeforeAnythingIsOpened) {
   ASSERT_EQ(Run(Tune("/state", {"--model", dir_ + "/model"})).code, 0);
   const std::string file = dir_ + "/model/model-2.safetensors";
   fs::rename(file, file + ".gone");
-  for (const Arguments& words :
+  for (const Arguments& flags :
        {Resume("/state", "4"), Arguments{"verify", dir_ + "/state"},
         Arguments{"sample", dir_ + "/state", "--tokens", "1"},
         Arguments{"export", dir_ + "/state", dir_ + "/out.safetensors", "--merge"}}) {
-    const Ran ran = Run(words);
-    EXPECT_EQ(ran.code, words.front() == "verify" ? 1 : 2);
+    const Ran ran = Run(flags);
+    EXPECT_EQ(ran.code, flags.front() == "verify" ? 1 : 2);
     EXPECT_THAT(ran.err, AllOf(HasSubstr(file + ": the weights that this run's adapters go to are not there"),
                                HasSubstr("--model DIR")));
   }
@@ -148,11 +148,11 @@ TEST_F(LoraFilesTest, AFinishedRunWhoseModelMovedIsReadWhereAFlagSays) {
   EXPECT_EQ(Run({"verify", dir_ + "/state"}).code, 0);
   // The flag is of runs that read weights elsewhere.
   ASSERT_EQ(Run(Train(dir_ + "/plain", {"--steps", "1"})).code, 0);
-  for (const Arguments& words :
+  for (const Arguments& flags :
        {Arguments{"verify", dir_ + "/plain", "--model", moved},
         Arguments{"sample", dir_ + "/plain", "--model", moved},
         Arguments{"export", dir_ + "/plain", dir_ + "/plain.safetensors", "--model", moved}}) {
-    const Ran ran = Run(words);
+    const Ran ran = Run(flags);
     EXPECT_EQ(ran.code, 2);
     EXPECT_THAT(ran.err, HasSubstr("this state has its weights itself"));
   }
@@ -169,7 +169,7 @@ TEST_F(LoraFilesTest, ARunWhoseWeightsAreFromElsewhereThanItsConfigGoesOnWithThe
   ASSERT_EQ(by_model.code, 0) << by_model.err;
   EXPECT_THAT(by_model.out, HasSubstr("read where they lie, in " + dir_ + "/weights"));
   EXPECT_EQ(Losses("/two"), Losses("/one"));
-  // The same words as at the beginning, and a copy of the model that is not what it was made for.
+  // The same flags as at the beginning, and a copy of the model that is not what it was made for.
   const Ran again = Run(Resume("/three", "4", from));
   ASSERT_EQ(again.code, 0) << again.err;
   EXPECT_EQ(Losses("/three"), Losses("/one"));
@@ -195,16 +195,16 @@ TEST_F(LoraFilesTest, MoreFilesThanTheSoftLimitAllowsAreOpened) {
   json config = kLlama;
   config["num_hidden_layers"] = 8;
   WriteModel(dir_ + "/model", config, 60);
-  const auto limited = [&](const char* limits, const Arguments& words) {
-    return Program(dir_, words, {"sh", "-c", std::string(limits) + "; exec \"$0\" \"$@\""}).Wait();
+  const auto limited = [&](const char* limits, const Arguments& flags) {
+    return Program(dir_, flags, {"sh", "-c", std::string(limits) + "; exec \"$0\" \"$@\""}).Wait();
   };
   const Ran soft = limited("ulimit -Sn 50", Tune("/state", {"--model", dir_ + "/model"}));
   EXPECT_EQ(soft.code, 0) << soft.err;
-  for (const Arguments& words :
+  for (const Arguments& flags :
        {Resume("/state", "4"), Arguments{"verify", dir_ + "/state"},
         Arguments{"export", dir_ + "/state", dir_ + "/out.safetensors", "--merge"},
         Arguments{"plan", "--model", dir_ + "/model", "--no-probe", "--seq", "16", "--lora-rank", "2"}}) {
-    const Ran ran = limited("ulimit -Sn 50", words);
+    const Ran ran = limited("ulimit -Sn 50", flags);
     EXPECT_EQ(ran.code, 0) << ran.err;
   }
   const Ran hard = limited("ulimit -n 50", Tune("/other", {"--model", dir_ + "/model"}));
@@ -221,15 +221,15 @@ TEST_F(LoraFilesTest, SeveralRanksDoNotGoOnWithAdapters) {
                                 "--checkpoint-every", "2"}))
                 .code,
             0);
-  const Arguments words = {"train", "--resume",         "--quiet",       "--data",
+  const Arguments flags = {"train", "--resume",         "--quiet",       "--data",
                            text_,   "--state-dir",      dir_ + "/again", "--steps",
                            "4",     "--checkpoint-dir", dir_ + "/kept"};
-  for (const Ran& rank : WaitForAll(StartRanks(dir_, {words, words}))) {
+  for (const Ran& rank : WaitForAll(StartRanks(dir_, {flags, flags}))) {
     EXPECT_EQ(rank.code, 2);
     EXPECT_THAT(rank.err, HasSubstr("adapters are trained by one process"));
   }
   EXPECT_FALSE(fs::exists(dir_ + "/again")) << "nothing was restored for them";
-  EXPECT_EQ(Run(words).code, 0);
+  EXPECT_EQ(Run(flags).code, 0);
 }
 
 }  // namespace

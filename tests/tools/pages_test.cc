@@ -34,11 +34,11 @@ struct Result {
 
 Result RunVerb(std::vector<std::string> arguments) {
   arguments.insert(arguments.begin(), "report");
-  std::vector<const char*> words;
-  for (const std::string& argument : arguments) words.push_back(argument.c_str());
+  std::vector<const char*> argv;
+  for (const std::string& argument : arguments) argv.push_back(argument.c_str());
   std::ostringstream out, err;
   Result result;
-  result.code = RunReport(static_cast<int>(words.size()), words.data(), out, err);
+  result.code = RunReport(static_cast<int>(argv.size()), argv.data(), out, err);
   result.err = err.str();
   EXPECT_EQ(out.str(), "");
   return result;

@@ -186,7 +186,7 @@ TEST_F(FullDiskTest, RoomForSpilledInputsIsCountedAndTakenAtTheStart) {
   const json told = json::parse(planned.out);
   int64_t inputs = 0;
   for (const json& line : told["tiers"]) {
-    if (line["what"] == "kept inputs") inputs = line["nvme_bytes"];
+    if (line["what"] == "saved activations") inputs = line["nvme_bytes"];
   }
   const auto disk_bytes = told["state_bytes_nvme"].get<int64_t>();
   ASSERT_GT(inputs, 3 << 20) << planned.out;

@@ -120,12 +120,12 @@ TEST_F(PenstockTextTest, SeveralTextsAreMixedAndTheirEndsHeldOut) {
       Run(Flags(dir_ + "/cut", texts) + Arguments{"--steps", "9", "--resume", "--data-weights", "1,1"});
   ASSERT_EQ(other.code, 0) << other.err;
   EXPECT_THAT(other.err, HasSubstr("the text: another one"));
-  for (const auto& [words, line] : std::vector<std::pair<Arguments, std::string>>{
+  for (const auto& [flags, line] : std::vector<std::pair<Arguments, std::string>>{
            {{"--data-weights", "1"}, "--data-weights has 1 numbers for 2 --data"},
            {{"--data-weights", "1,-1"}, "a weight is above 0"},
            {{"--eval-split", "1"}, "--eval-split 1: a share below 1"},
            {{"--eval-split", "0.1", "--eval-data", data_}, "one or the other"}}) {
-    const Ran refused = Run(Flags(dir_ + "/refused", texts) + words);
+    const Ran refused = Run(Flags(dir_ + "/refused", texts) + flags);
     EXPECT_EQ(refused.code, 2);
     EXPECT_THAT(refused.err, HasSubstr(line));
     EXPECT_EQ(Lines(refused.err).size(), 1u);

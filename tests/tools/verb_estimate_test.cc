@@ -94,12 +94,12 @@ TEST(Estimate, ModelIsAskedOfTheSizer) {
   EXPECT_EQ(rows[2]["read_bytes_per_step"], 14 * 10'000 + 2 * 2 * 1'000'000);
   EXPECT_EQ(rows[2]["nvme_bytes"], 2 * 12 * 10'000);
   EXPECT_EQ(rows[1]["host_bytes"], 14 * 10'000 + 2 * 1'000'000);
-  for (const std::vector<const char*>& words :
+  for (const std::vector<const char*>& flags :
        {std::vector<const char*>{"--params", "7B", "--lora-rank", "4"},
         {"--model", "gpt-x", "--lora-rank", "0"},
         {"--model", "gpt-x", "--lora-targets", "q_proj"},
         {"--model", "gpt-x", "--lora-rank", "4", "--nodes", "2"}}) {
-    const Result refused = Estimate(words, sizer);
+    const Result refused = Estimate(flags, sizer);
     EXPECT_EQ(refused.code, 2);
     EXPECT_THAT(refused.err, HasSubstr("--lora-rank"));
   }

@@ -461,19 +461,19 @@ TEST_F(VocabularyTilesTest, ARunOnThemHasTheSameLossesWhereverItsStateIs) {
   config["hidden_size"] = 64;
   config["vocab_size"] = 1000;
   WriteModel(dir_ + "/model", config);
-  const Arguments words = {"--steps", "12",   "--accumulate",       "2", "--lr", "0.01",
+  const Arguments flags = {"--steps", "12",   "--accumulate",       "2", "--lr", "0.01",
                            "--dtype", "bf16", "--vocabulary-tiles", "3"};
   const Ran planned = Run(Arguments{"plan", "--model", "model", "--data", "tokens.bin", "--seq", "16",
                                     "--batch", "2", "--threads", "1", "--json", "--state-dir", "planned"} +
-                          words);
+                          flags);
   ASSERT_EQ(planned.code, 0) << planned.err;
   const std::string least =
       std::to_string(json::parse(planned.out)["least_host_memory_bytes"].get<int64_t>());
-  const Ran whole = Run(TrainModel("whole", words + Arguments{"--offload", "none", "--log", "whole.jsonl"}));
+  const Ran whole = Run(TrainModel("whole", flags + Arguments{"--offload", "none", "--log", "whole.jsonl"}));
   ASSERT_EQ(whole.code, 0) << whole.err;
   ASSERT_EQ(Losses("whole.jsonl").size(), 12u);
   const Arguments tight =
-      TrainModel("tight", words + Arguments{"--host-memory", least, "--log", "tight.jsonl"});
+      TrainModel("tight", flags + Arguments{"--host-memory", least, "--log", "tight.jsonl"});
   {
     Program program(dir_, tight);
     EXPECT_TRUE(WaitForLines(dir_ + "/tight.jsonl", 4));
@@ -486,7 +486,7 @@ TEST_F(VocabularyTilesTest, ARunOnThemHasTheSameLossesWhereverItsStateIs) {
   const json report = json::parse(ReadFile(dir_ + "/report.json"));
   EXPECT_LE(report["peak_managed_bytes"].get<int64_t>(), report["host_memory_budget_bytes"].get<int64_t>());
   // And beside one matrix, within what bf16 rounds.
-  const Ran one = Run(TrainModel("one", words + Arguments{"--vocabulary-tiles", "1", "--log", "one.jsonl"}));
+  const Ran one = Run(TrainModel("one", flags + Arguments{"--vocabulary-tiles", "1", "--log", "one.jsonl"}));
   ASSERT_EQ(one.code, 0) << one.err;
   EXPECT_NEAR(Losses("one.jsonl").front(), Losses("whole.jsonl").front(), 0.01);
   EXPECT_NEAR(Losses("one.jsonl").back(), Losses("whole.jsonl").back(), 0.1);  // after 12 updates
@@ -506,10 +506,10 @@ TEST_F(VocabularyTilesTest, ARunOnThemHasTheSameLossesWhereverItsStateIs) {
 TEST_F(VocabularyTilesTest, ARefusalNamesANumberThatFits) {
   WriteFile(dir_ + "/config.json",
             R"({"n_layer": 2, "n_embd": 256, "n_head": 4, "n_positions": 64, "vocab_size": 20000})");
-  const Arguments words = {"--model",   "config.json", "--seq",   "64",   "--batch",     "2",
+  const Arguments flags = {"--model",   "config.json", "--seq",   "64",   "--batch",     "2",
                            "--threads", "1",           "--dtype", "fp32", "--state-dir", "state"};
   const auto plan = [&](const Arguments& more) {
-    return Run(Arguments{"plan", "--no-probe", "--json"} + words + more);
+    return Run(Arguments{"plan", "--no-probe", "--json"} + flags + more);
   };
   std::vector<int64_t> least;
   for (const char* tiles : {"1", "2", "4", "8"}) {
@@ -527,7 +527,7 @@ TEST_F(VocabularyTilesTest, ARefusalNamesANumberThatFits) {
   std::sort(least.begin(), least.end());
   const std::string tight = std::to_string(least.front());
   const Arguments check =
-      Arguments{"train", "--check"} + words + Arguments{"--host-memory", tight, "--vocabulary-tiles"};
+      Arguments{"train", "--check"} + flags + Arguments{"--host-memory", tight, "--vocabulary-tiles"};
   const Ran refused = Run(check + Arguments{"1"});
   EXPECT_EQ(refused.code, 2);
   EXPECT_THAT(refused.err, HasSubstr("too small: the least that works is "));

@@ -37,7 +37,7 @@ class CheckpointingTest : public testing_support::ScratchTest {
     rest.checkpoints = {};
     rest.stop_after = 0;
     rest.offload = offload;
-    rest.host_memory_bytes = budget;
+    rest.host_memory_budget_bytes = budget;
     rest.update_workers = 2;
     if (offload != OffloadDevice::kNvme) {
       rest.state_dir.clear();
@@ -69,9 +69,9 @@ TEST_F(CheckpointingTest, EveryModeGoesOnFromTheCheckpointsOfEveryMode) {
     const TrainedLosses first = TrainGpt(run_);
     ASSERT_TRUE(first.status.ok()) << first.status;
     EXPECT_EQ(first.losses, std::vector<double>(plain_.losses.begin(), plain_.losses.begin() + 5));
-    ASSERT_EQ(first.kept.size(), 2u);
-    for (const TrainedLosses::RecordedOptions& kept : first.kept)
-      EXPECT_TRUE(kept.status.ok()) << kept.status;
+    ASSERT_EQ(first.checkpoints.size(), 2u);
+    for (const TrainedLosses::Checkpoint& checkpoint : first.checkpoints)
+      EXPECT_TRUE(checkpoint.status.ok()) << checkpoint.status;
     ASSERT_EQ(swap::ListCheckpoints(run_.checkpoints.parent).size(), 1u);
     const std::string checkpoint = *swap::FindCheckpoint(run_.checkpoints.parent);
     for (const OffloadDevice to : {OffloadDevice::kNone, OffloadDevice::kCpu, OffloadDevice::kNvme}) {
@@ -92,15 +92,15 @@ TEST_F(CheckpointingTest, OfAStoreWithRoomForItIsSpreadOverTheStepsAndHoldsItsOw
   ASSERT_TRUE(trained.status.ok()) << trained.status;
   EXPECT_EQ(trained.losses, plain_.losses);
   EXPECT_EQ(swap::Inspect({run_.state_dir})->shape.slots, 3u);
-  ASSERT_EQ(trained.kept.size(), 2u);
-  for (const TrainedLosses::RecordedOptions& kept : trained.kept) {
-    EXPECT_TRUE(kept.status.ok()) << kept.status;
-    ExpectRest(GoOn(kept.path, OffloadDevice::kNone), kept.step);
+  ASSERT_EQ(trained.checkpoints.size(), 2u);
+  for (const TrainedLosses::Checkpoint& checkpoint : trained.checkpoints) {
+    EXPECT_TRUE(checkpoint.status.ok()) << checkpoint.status;
+    ExpectRest(GoOn(checkpoint.path, OffloadDevice::kNone), checkpoint.step);
   }
   // Its commit came during step 7, and five steps are there for it.
-  EXPECT_EQ(trained.kept[0].step, 6);
-  EXPECT_GE(trained.kept[0].at, 9);
-  EXPECT_LE(trained.kept[0].at, 13);
+  EXPECT_EQ(trained.checkpoints[0].step, 6);
+  EXPECT_GE(trained.checkpoints[0].at, 9);
+  EXPECT_LE(trained.checkpoints[0].at, 13);
 }
 
 // What might have to be made again is part of every pass, and mostly skipped.
@@ -113,11 +113,11 @@ TEST_F(CheckpointingTest, OfAStoreKeepsItsPaceWhereMostOperationsHaveNothingToDo
   run_.checkpoints = {scratch_ + "/kept", 40, 0};
   const TrainedLosses trained = TrainGpt(run_);
   ASSERT_TRUE(trained.status.ok()) << trained.status;
-  ASSERT_GE(trained.kept.size(), 1u);
-  EXPECT_TRUE(trained.kept[0].status.ok()) << trained.kept[0].status;
-  EXPECT_GE(trained.kept[0].at, 40 + kSpreadSteps / 2);
+  ASSERT_GE(trained.checkpoints.size(), 1u);
+  EXPECT_TRUE(trained.checkpoints[0].status.ok()) << trained.checkpoints[0].status;
+  EXPECT_GE(trained.checkpoints[0].at, 40 + kSpreadSteps / 2);
   // Its last sync has a thread of its own, which a busy machine lets wait for some steps.
-  EXPECT_LE(trained.kept[0].at, 40 + kSpreadSteps + 12);
+  EXPECT_LE(trained.checkpoints[0].at, 40 + kSpreadSteps + 12);
 }
 
 TEST_F(CheckpointingTest, OfAStoreWithoutRoomForItEndsBeforeItsSlotIsNeeded) {
@@ -132,14 +132,14 @@ TEST_F(CheckpointingTest, OfAStoreWithoutRoomForItEndsBeforeItsSlotIsNeeded) {
   run_.checkpoints = {scratch_ + "/kept", 1, 0};
   const TrainedLosses trained = TrainGpt(run_);
   ExpectRest(trained, 1);
-  ASSERT_EQ(trained.kept.size(), 8u) << "of the step that it went on from, too";
-  for (const TrainedLosses::RecordedOptions& kept : trained.kept) {
-    EXPECT_TRUE(kept.status.ok()) << kept.status;
-    EXPECT_LE(kept.at, kept.step + 2);
+  ASSERT_EQ(trained.checkpoints.size(), 8u) << "of the step that it went on from, too";
+  for (const TrainedLosses::Checkpoint& checkpoint : trained.checkpoints) {
+    EXPECT_TRUE(checkpoint.status.ok()) << checkpoint.status;
+    EXPECT_LE(checkpoint.at, checkpoint.step + 2);
   }
-  ExpectRest(GoOn(trained.kept[0].path, OffloadDevice::kCpu), 1);
-  ExpectRest(GoOn(trained.kept[3].path, OffloadDevice::kCpu), 4);
-  ExpectRest(GoOn(trained.kept[6].path, OffloadDevice::kNone), 7);
+  ExpectRest(GoOn(trained.checkpoints[0].path, OffloadDevice::kCpu), 1);
+  ExpectRest(GoOn(trained.checkpoints[3].path, OffloadDevice::kCpu), 4);
+  ExpectRest(GoOn(trained.checkpoints[6].path, OffloadDevice::kNone), 7);
 }
 
 // A run that was killed after a step and before its checkpoint was whole goes on from that very step.
@@ -166,9 +166,9 @@ TEST_F(CheckpointingTest, OneThatAKillCutShortIsMadeUpForWhereTheRunGoesOn) {
       run_.stop_after = stop_after;
       const TrainedLosses rest = TrainGpt(run_);
       if (stop_after == 0) ExpectRest(rest, 4);
-      ASSERT_EQ(rest.kept.size(), 1u) << "the first is there when the run goes on again";
-      EXPECT_TRUE(rest.kept[0].status.ok()) << rest.kept[0].status;
-      EXPECT_EQ(rest.kept[0].step, stop_after == 4 ? 4 : 8);
+      ASSERT_EQ(rest.checkpoints.size(), 1u) << "the first is there when the run goes on again";
+      EXPECT_TRUE(rest.checkpoints[0].status.ok()) << rest.checkpoints[0].status;
+      EXPECT_EQ(rest.checkpoints[0].step, stop_after == 4 ? 4 : 8);
       ExpectRest(GoOn(scratch_ + "/kept/step-00000004", OffloadDevice::kNone), 4);
     }
   }
@@ -177,15 +177,15 @@ TEST_F(CheckpointingTest, OneThatAKillCutShortIsMadeUpForWhereTheRunGoesOn) {
 TEST_F(CheckpointingTest, TheCopysMemoryIsPartOfTheBudget) {
   run_.offload = OffloadDevice::kNvme;
   run_.checkpoints = {scratch_ + "/kept", 3, 0};
-  run_.host_memory_bytes = 1;
+  run_.host_memory_budget_bytes = 1;
   const TrainedLosses refused = TrainGpt(run_);
   ASSERT_GT(refused.least_host_memory_bytes, 0) << refused.status;
-  run_.host_memory_bytes = refused.least_host_memory_bytes;
+  run_.host_memory_budget_bytes = refused.least_host_memory_bytes;
   const TrainedLosses trained = TrainGpt(run_);
   ASSERT_TRUE(trained.status.ok()) << trained.status;
   EXPECT_EQ(trained.losses, plain_.losses);
-  EXPECT_LE(trained.peak_managed_bytes, run_.host_memory_bytes);
-  EXPECT_EQ(trained.kept.size(), 2u);
+  EXPECT_LE(trained.peak_managed_bytes, run_.host_memory_budget_bytes);
+  EXPECT_EQ(trained.checkpoints.size(), 2u);
 }
 
 // A checkpoint of every step, from a drive with room for it, from one without, and from memory.
@@ -219,9 +219,9 @@ TEST_F(CheckpointingTest, HundredsLeaveNoDescriptorMemoryOrFile) {
     const tests::Held outside;
     const TrainedLosses trained = TrainGpt(run_);
     ASSERT_TRUE(trained.status.ok()) << trained.status;
-    ASSERT_EQ(trained.kept.size(), 100u);
-    for (const TrainedLosses::RecordedOptions& kept : trained.kept)
-      EXPECT_TRUE(kept.status.ok()) << kept.status;
+    ASSERT_EQ(trained.checkpoints.size(), 100u);
+    for (const TrainedLosses::Checkpoint& checkpoint : trained.checkpoints)
+      EXPECT_TRUE(checkpoint.status.ok()) << checkpoint.status;
     EXPECT_EQ(tests::Held().descriptors, outside.descriptors);
     EXPECT_EQ(tests::Entries((scratch_ + "/kept").c_str()), 3) << "two, and which is the latest";
     if (versions > 0) {
@@ -236,8 +236,8 @@ TEST_F(CheckpointingTest, OneThatIsThereAlreadyIsToldAndTrainingGoesOn) {
   const TrainedLosses again = TrainGpt(run_);
   ASSERT_TRUE(again.status.ok()) << again.status;
   EXPECT_EQ(again.losses, plain_.losses);
-  ASSERT_EQ(again.kept.size(), 2u);
-  EXPECT_TRUE(absl::IsAlreadyExists(again.kept[0].status)) << again.kept[0].status;
+  ASSERT_EQ(again.checkpoints.size(), 2u);
+  EXPECT_TRUE(absl::IsAlreadyExists(again.checkpoints[0].status)) << again.checkpoints[0].status;
 }
 
 // Somebody moves the directory away and makes another in its place, perhaps for a run of theirs: nothing is
@@ -266,10 +266,11 @@ TEST_F(CheckpointingTest, ADirectoryInThePlaceOfTheRunsOwnIsLeftAlone) {
   const TrainedLosses trained = TrainGpt(run_);
   ASSERT_TRUE(trained.status.ok()) << trained.status;
   EXPECT_EQ(trained.losses, plain_.losses);
-  ASSERT_EQ(trained.kept.size(), 4u);
-  for (const size_t i : {0u, 3u}) EXPECT_TRUE(trained.kept[i].status.ok()) << trained.kept[i].status;
+  ASSERT_EQ(trained.checkpoints.size(), 4u);
+  for (const size_t i : {0u, 3u})
+    EXPECT_TRUE(trained.checkpoints[i].status.ok()) << trained.checkpoints[i].status;
   for (const size_t i : {1u, 2u}) {
-    EXPECT_THAT(std::string(trained.kept[i].status.message()),
+    EXPECT_THAT(std::string(trained.checkpoints[i].status.message()),
                 testing::AllOf(testing::HasSubstr(kept), testing::HasSubstr("moved away"),
                                testing::HasSubstr("bring it back")));
   }

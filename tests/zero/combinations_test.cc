@@ -178,18 +178,18 @@ RunOptions DrawMode(Draw& draw, const RunOptions& training, const std::string& s
   run.keep_state = true;
   if (device) {
     run.device = MakeTestDevice({.gds = gds});
-    run.device_memory_bytes = 1;
-    run.device_memory_bytes =
+    run.device_memory_budget_bytes = 1;
+    run.device_memory_budget_bytes =
         TrainGpt(run).least_host_memory_bytes + draw.Of({64 << 10, 64 << 10, 1 << 20, 64 << 20});
     run.device = MakeTestDevice({.latency_seconds = draw.Of({0.0, 1e-4}), .gds = gds});
   }
   if (drive) {
-    run.host_memory_bytes = 1;
-    run.host_memory_bytes =
+    run.host_memory_budget_bytes = 1;
+    run.host_memory_budget_bytes =
         TrainGpt(run).least_host_memory_bytes + draw.Of({64 << 10, 64 << 10, 500 << 10, 2 << 20, 64 << 20});
   }
   absl::StrAppend(said, "; offload ", static_cast<int>(run.offload), ", device memory ",
-                  run.device_memory_bytes, ", host memory ", run.host_memory_bytes, ", order ",
+                  run.device_memory_budget_bytes, ", host memory ", run.host_memory_budget_bytes, ", order ",
                   static_cast<int>(run.update_order), ", tiles ", run.tile_bytes, ", ", run.update_workers,
                   " workers", gds ? ", gds" : "", by_checkpoints ? ", durable by checkpoints" : "",
                   ", versions ", versions, ", share ", share.value_or(-1), ", placement ",
@@ -231,13 +231,13 @@ TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
         append(whole.skipped, trained.skipped);
         append(whole.committed, trained.committed);
         whole.state = trained.state;
-        for (const TrainedLosses::RecordedOptions& kept : trained.kept)
-          EXPECT_TRUE(kept.status.ok()) << kept.status;
-        if (run.host_memory_bytes > 0) {
-          EXPECT_LE(trained.peak_managed_bytes, run.host_memory_bytes);
+        for (const TrainedLosses::Checkpoint& checkpoint : trained.checkpoints)
+          EXPECT_TRUE(checkpoint.status.ok()) << checkpoint.status;
+        if (run.host_memory_budget_bytes > 0) {
+          EXPECT_LE(trained.peak_managed_bytes, run.host_memory_budget_bytes);
         }
-        if (run.device_memory_bytes > 0) {
-          EXPECT_LE(trained.peak_device_bytes, run.device_memory_bytes);
+        if (run.device_memory_budget_bytes > 0) {
+          EXPECT_LE(trained.peak_device_bytes, run.device_memory_budget_bytes);
         }
         last_speculates = trained.speculative_share > 0;
         speculative += last_speculates ? 1 : 0;
@@ -246,7 +246,7 @@ TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
         ++resumed;
         run.resume = true;
         run.stop_after = run.steps;
-        if (draw.OneIn(2)) run.host_memory_bytes += draw.Of({1, 8}) * kMiB;
+        if (draw.OneIn(2)) run.host_memory_budget_bytes += draw.Of({1, 8}) * kMiB;
       }
       EXPECT_EQ(Bits(whole.losses), Bits(memory.losses));
       EXPECT_EQ(Bits(whole.norms), Bits(memory.norms));

@@ -98,8 +98,8 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_EQ(c.aio.queue_depth, 8);
   EXPECT_EQ(c.aio.intra_op_parallelism, 2);
   EXPECT_EQ(c.activation_checkpointing.cpu_checkpointing, true);
-  EXPECT_EQ(c.penstock.host_memory_bytes, int64_t{4} << 30);
-  EXPECT_EQ(c.penstock.device_memory_bytes, int64_t{2} << 30);
+  EXPECT_EQ(c.penstock.host_memory_budget_bytes, int64_t{4} << 30);
+  EXPECT_EQ(c.penstock.device_memory_budget_bytes, int64_t{2} << 30);
   EXPECT_EQ(c.penstock.durability, Durability::kCheckpoint);
   EXPECT_EQ(c.penstock.sync, SyncMode::kPower);
   EXPECT_EQ(c.penstock.versions, 2);
@@ -223,7 +223,7 @@ TEST(ParseConfig, AutoAndNullAreNotGiven) {
                              "aio": {"thread_count": null, "num_threads": 3}, "penstock": {"host_memory": "auto"}})")
           .config;
   EXPECT_FALSE(c.train_batch_size || c.gradient_clipping || c.bf16 || c.optimizer.lr || c.optimizer.beta1 ||
-               c.scheduler || c.zero.offload_param.device || c.penstock.host_memory_bytes);
+               c.scheduler || c.zero.offload_param.device || c.penstock.host_memory_budget_bytes);
   EXPECT_EQ(c.aio.intra_op_parallelism, 3);
   EXPECT_FALSE(c.penstock.prefer.has_value());
   EXPECT_EQ(Parse(R"({"penstock": {"prefer": "time"}})").config.penstock.prefer, Prefer::kTime);

@@ -1,5 +1,5 @@
-// Optimizer state that lives on a device apart, in part or as a whole: the processor's bits, within
-// the device's budget, and nothing of it lost between the tiers.
+// Optimizer state that lives on a device with its own memory, in part or as a whole: the processor's bits,
+// within the device's budget, and nothing of it lost between the tiers.
 #include "zero/compute/device_state.h"
 
 #include <gmock/gmock.h>
@@ -47,7 +47,7 @@ class DeviceStateTest : public testing_support::ScratchTest {
   // The least device memory that works for the run.
   static int64_t LeastDeviceMemory(RunOptions run) {
     run.device = MakeTestDevice();
-    run.device_memory_bytes = 1;
+    run.device_memory_budget_bytes = 1;
     return TrainGpt(run).least_host_memory_bytes;
   }
   static double ShareOnDevice(const tiering::Plan& plan) {
@@ -91,17 +91,17 @@ TEST_F(DeviceStateTest, EveryShareGivesTheBitsOfTheProcessor) {
                        << ", " << more << " more than the least");
           Put(&run, home, more == 0 ? 1.0 : 0.0);
           run.device = MakeTestDevice({.latency_seconds = more == 0 ? 1e-4 : 0});
-          run.device_memory_bytes = least + more;
-          run.host_memory_bytes = 0;
+          run.device_memory_budget_bytes = least + more;
+          run.host_memory_budget_bytes = 0;
           if (home != Home::kMemory) {
-            run.host_memory_bytes = 1;
-            run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes + more / 2;
+            run.host_memory_budget_bytes = 1;
+            run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes + more / 2;
           }
           const TrainedLosses trained = TrainGpt(run);
           ExpectSame(trained, plain);
-          EXPECT_LE(trained.peak_device_bytes, run.device_memory_bytes);
-          if (run.host_memory_bytes > 0) {
-            EXPECT_LE(trained.peak_managed_bytes, run.host_memory_bytes);
+          EXPECT_LE(trained.peak_device_bytes, run.device_memory_budget_bytes);
+          if (run.host_memory_budget_bytes > 0) {
+            EXPECT_LE(trained.peak_managed_bytes, run.host_memory_budget_bytes);
           }
           const double share = ShareOnDevice(trained.plan);
           (share == 0 ? none : share < 1 ? some : all) += 1;
@@ -212,9 +212,9 @@ TEST_F(DeviceStateTest, CheckpointsGoOnWithAnyOtherShare) {
       const TrainedLosses trained = TrainGpt(first);
       ExpectSame(trained, plain);
       EXPECT_GT(ShareOnDevice(trained.plan), 0);
-      ASSERT_EQ(trained.kept.size(), 4u);
-      for (const TrainedLosses::RecordedOptions& kept : trained.kept)
-        ASSERT_TRUE(kept.status.ok()) << kept.status;
+      ASSERT_EQ(trained.checkpoints.size(), 4u);
+      for (const TrainedLosses::Checkpoint& checkpoint : trained.checkpoints)
+        ASSERT_TRUE(checkpoint.status.ok()) << checkpoint.status;
       for (const Home to : kHomes) {
         for (const std::optional<double> other : {std::optional<double>(), {1.0}, {0.4}, {0.0}}) {
           RunOptions second = run;
@@ -224,10 +224,10 @@ TEST_F(DeviceStateTest, CheckpointsGoOnWithAnyOtherShare) {
             second.state_dir = scratch_ + "/restored";
             second.resume = true;
             const absl::Status restored =
-                RestoreRun(trained.kept[2].path, testing_support::OptionsOf(second));
+                RestoreRun(trained.checkpoints[2].path, testing_support::OptionsOf(second));
             ASSERT_TRUE(restored.ok()) << restored;
           } else {
-            second.resume_from = trained.kept[2].path;
+            second.resume_from = trained.checkpoints[2].path;
           }
           const TrainedLosses again = TrainGpt(second);
           ASSERT_TRUE(again.status.ok()) << again.status;

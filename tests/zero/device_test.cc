@@ -44,7 +44,7 @@ TEST(Device, EveryOffloadModeAndBudgetGivesTheBitsOfTheProcessor) {
         const TrainedLosses cpu = TrainGpt(run);
         ASSERT_TRUE(cpu.status.ok()) << cpu.status;
         run.device = MakeTestDevice();
-        run.device_memory_bytes = 1;
+        run.device_memory_budget_bytes = 1;
         const TrainedLosses refused = TrainGpt(run);
         ASSERT_EQ(refused.status.code(), absl::StatusCode::kFailedPrecondition);
         ASSERT_GT(refused.least_host_memory_bytes, 0) << refused.status;
@@ -54,21 +54,21 @@ TEST(Device, EveryOffloadModeAndBudgetGivesTheBitsOfTheProcessor) {
           for (const int64_t extra : {int64_t{0}, int64_t{400} << 10, 64 * kMiB}) {
             if (extra != 0 && offload == OffloadDevice::kNone) continue;
             run.device = MakeTestDevice({.latency_seconds = extra == 0 ? 1e-4 : 0});
-            run.device_memory_bytes = refused.least_host_memory_bytes + extra;
-            run.host_memory_bytes = 0;
+            run.device_memory_budget_bytes = refused.least_host_memory_bytes + extra;
+            run.host_memory_budget_bytes = 0;
             if (offload == OffloadDevice::kNvme) {
-              run.host_memory_bytes = 1;
-              run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes + extra;
+              run.host_memory_budget_bytes = 1;
+              run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes + extra;
             }
             const TrainedLosses device = TrainGpt(run);
             ASSERT_TRUE(device.status.ok()) << device.status;
-            EXPECT_EQ(device.losses, cpu.losses) << "device budget " << run.device_memory_bytes;
+            EXPECT_EQ(device.losses, cpu.losses) << "device budget " << run.device_memory_budget_bytes;
             EXPECT_EQ(device.norms, cpu.norms);
             EXPECT_EQ(device.evaluations, cpu.evaluations);
-            EXPECT_LE(device.peak_device_bytes, run.device_memory_bytes);
+            EXPECT_LE(device.peak_device_bytes, run.device_memory_budget_bytes);
             EXPECT_GT(device.peak_device_bytes, device.plan.device.arena_bytes);
-            if (run.host_memory_bytes > 0) {
-              EXPECT_LE(device.peak_managed_bytes, run.host_memory_bytes);
+            if (run.host_memory_budget_bytes > 0) {
+              EXPECT_LE(device.peak_managed_bytes, run.host_memory_budget_bytes);
             }
           }
         }
@@ -82,9 +82,9 @@ TEST(Device, BytesCopiedAreThePlans) {
   RunOptions run;
   run.offload = OffloadDevice::kCpu;
   run.micro_batches = 2;
-  run.device_memory_bytes = 1;
+  run.device_memory_budget_bytes = 1;
   run.device = MakeTestDevice();
-  run.device_memory_bytes = TrainGpt(run).least_host_memory_bytes;
+  run.device_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes;
   int64_t h2d[2], d2h[2];
   tiering::DevicePlan plan;
   for (const int more : {0, 1}) {
@@ -119,7 +119,7 @@ TEST(Device, UpdatesInBackwardStepsThatAreSkippedAndShuffledStagesChangeNoBit) {
     };  // which makes them
     run.device = MakeTestDevice({.bytes_per_s = 2e9});
     for (const int64_t memory : {10 * kMiB, 64 * kMiB}) {
-      run.device_memory_bytes = memory;
+      run.device_memory_budget_bytes = memory;
       const TrainedLosses device = TrainGpt(run);
       ASSERT_TRUE(device.status.ok()) << device.status;
       EXPECT_EQ(device.losses, cpu.losses);
@@ -172,11 +172,11 @@ TEST(Device, ABatchThatTheDeviceDoesNotHoldEndsNoStepButItsOwn) {
 TEST(Device, ABudgetBeyondWhatTheDeviceHasIsRefused) {
   RunOptions run;
   run.device = MakeTestDevice({.capacity_bytes = 32 * kMiB});
-  run.device_memory_bytes = 33 * kMiB;
+  run.device_memory_budget_bytes = 33 * kMiB;
   const TrainedLosses refused = TrainGpt(run);
   EXPECT_EQ(refused.status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(refused.status.message()), testing::HasSubstr("is more than the 33554432 bytes"));
-  run.device_memory_bytes = 0;
+  run.device_memory_budget_bytes = 0;
   const TrainedLosses trained = TrainGpt(run);
   EXPECT_TRUE(trained.status.ok()) << trained.status;
   EXPECT_LE(trained.peak_device_bytes, 32 * kMiB);

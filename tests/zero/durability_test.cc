@@ -42,8 +42,8 @@ class DurabilityTest : public testing_support::ScratchTest {
       };
     };
     if (more >= 0) {
-      run.host_memory_bytes = 1;
-      run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes + more;
+      run.host_memory_budget_bytes = 1;
+      run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes + more;
     }
     return TrainGpt(run);
   }
@@ -85,9 +85,9 @@ TEST_F(DurabilityTest, TheBitsAreTheSameWhateverIsWrittenWhen) {
         EXPECT_EQ(there->record.step, 8u);
         EXPECT_FALSE(there->record.overwriting);
         EXPECT_EQ(there->shape.slots, static_cast<uint32_t>(versions));
-        for (const TrainedLosses::RecordedOptions& kept : trained.kept)
-          EXPECT_TRUE(kept.status.ok()) << kept.status;
-        EXPECT_EQ(trained.kept.size(), more == 3 ? 2u : 0u);
+        for (const TrainedLosses::Checkpoint& checkpoint : trained.checkpoints)
+          EXPECT_TRUE(checkpoint.status.ok()) << checkpoint.status;
+        EXPECT_EQ(trained.checkpoints.size(), more == 3 ? 2u : 0u);
       }
     }
     EXPECT_GE(late, 3);

@@ -88,14 +88,14 @@ TEST(Engine, LongSequencesAgreeWithPlainLibTorchAndHaveTheSameBitsInTheLeastMemo
           EXPECT_NEAR(none.losses[i], plain[i], 1e-5 * std::abs(plain[i])) << "step " << i + 1;
       }
       run.offload = OffloadDevice::kNvme;
-      run.host_memory_bytes = 1;
-      run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes;
+      run.host_memory_budget_bytes = 1;
+      run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes;
       const TrainedLosses nvme = TrainGpt(run);
       ASSERT_TRUE(nvme.status.ok()) << nvme.status;
       EXPECT_EQ(nvme.losses, none.losses);
       EXPECT_EQ(nvme.norms, none.norms);
       EXPECT_EQ(nvme.evaluations, none.evaluations);
-      EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+      EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_budget_bytes);
     }
   }
 }
@@ -155,20 +155,20 @@ TEST(Engine, EveryOffloadModeAndBudgetGivesTheSameBits) {
         EXPECT_EQ(cpu.losses, none.losses);
         EXPECT_EQ(cpu.norms, none.norms);
         run.offload = OffloadDevice::kNvme;
-        run.host_memory_bytes = 1;
+        run.host_memory_budget_bytes = 1;
         const TrainedLosses refused = TrainGpt(run);
         ASSERT_EQ(refused.status.code(), absl::StatusCode::kFailedPrecondition);
         ASSERT_GT(refused.least_host_memory_bytes, 0) << refused.status;
         for (const int64_t extra :
              {int64_t{0}, int64_t{300} << 10, int64_t{1} << 20, int64_t{3} << 20, int64_t{64} << 20}) {
-          run.host_memory_bytes = refused.least_host_memory_bytes + extra;
+          run.host_memory_budget_bytes = refused.least_host_memory_bytes + extra;
           run.update_workers = extra == 0 ? 1 : 2;
           run.tile_bytes = extra == 300 << 10 ? 128 << 10 : 0;
           const TrainedLosses nvme = TrainGpt(run);
           ASSERT_TRUE(nvme.status.ok()) << nvme.status;
-          EXPECT_EQ(nvme.losses, none.losses) << "budget " << run.host_memory_bytes;
+          EXPECT_EQ(nvme.losses, none.losses) << "budget " << run.host_memory_budget_bytes;
           EXPECT_EQ(nvme.norms, none.norms);
-          EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+          EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_budget_bytes);
         }
       }
     }
@@ -200,12 +200,12 @@ TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
         const TrainedLosses none = TrainGpt(run);
         ASSERT_TRUE(none.status.ok()) << none.status;
         run.offload = OffloadDevice::kNvme;
-        run.host_memory_bytes = 1;
+        run.host_memory_budget_bytes = 1;
         const int64_t least = TrainGpt(run).least_host_memory_bytes;
         run.update_order = tiering::UpdateOrder::kInBackward;
         for (const int64_t extra : {int64_t{0}, int64_t{1} << 20, int64_t{64} << 20}) {
           for (const bool evaluates : {false, true}) {
-            run.host_memory_bytes = least + extra;
+            run.host_memory_budget_bytes = least + extra;
             run.tile_bytes = extra == 0 ? 128 << 10 : 0;
             run.evaluate_every = evaluates ? 3 : 0;
             run.announce_always = evaluates;
@@ -232,11 +232,11 @@ TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
               EXPECT_GE(nvme.replayed.size(), 2u);  // the skipped one and at least one that was clipped
               EXPECT_LT(nvme.replayed.size(), 7u);
             }
-            EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+            EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_budget_bytes);
           }
         }
         run.update_order = tiering::UpdateOrder::kAuto;
-        run.host_memory_bytes = 0;
+        run.host_memory_budget_bytes = 0;
         run.evaluate_every = 0;
         run.announce_always = false;
       }
@@ -275,8 +275,9 @@ TEST(Engine, WritesThatWaitForBackwardAreThoseOfTheirStep) {
             whole += op.kind == tiering::OpKind::kWriteTile ? 1 : 0;
           };
         };
-        run.host_memory_bytes = 1;
-        run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes + (state_stays > 0 ? 1 << 20 : 0);
+        run.host_memory_budget_bytes = 1;
+        run.host_memory_budget_bytes =
+            TrainGpt(run).least_host_memory_bytes + (state_stays > 0 ? 1 << 20 : 0);
         const TrainedLosses nvme = TrainGpt(run);
         ASSERT_TRUE(nvme.status.ok()) << nvme.status;
         for (size_t i = 0; i < none.losses.size(); ++i) {
@@ -322,8 +323,8 @@ TEST(Engine, APreviewedUpdateIsTheUpdate) {
               previews += op.preview && op.kind == tiering::OpKind::kUpdate ? 1 : 0;
             };
           };
-          run.host_memory_bytes = 1;
-          run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes;
+          run.host_memory_budget_bytes = 1;
+          run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes;
           const TrainedLosses nvme = TrainGpt(run);
           ASSERT_TRUE(nvme.status.ok()) << nvme.status;
           for (size_t i = 0; i < none.losses.size(); ++i) {
@@ -334,7 +335,7 @@ TEST(Engine, APreviewedUpdateIsTheUpdate) {
           EXPECT_EQ(nvme.skipped, (std::vector<int64_t>{4}));
           EXPECT_EQ(nvme.committed, (std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7}));
           EXPECT_GT(previews, 0);
-          EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+          EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_budget_bytes);
         }
       }
     }
@@ -451,8 +452,8 @@ TEST(Engine, InputsThatGoToTheDriveComeBackWithTheirBits) {
   const TrainedLosses none = TrainGpt(run);
   ASSERT_TRUE(none.status.ok()) << none.status;
   run.offload = OffloadDevice::kNvme;
-  run.host_memory_bytes = 1;
-  run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes;
+  run.host_memory_budget_bytes = 1;
+  run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes;
   for (const bool evaluates : {false, true}) {
     run.evaluate_every = evaluates ? 2 : 0;
     run.announce_always = evaluates;
@@ -460,7 +461,7 @@ TEST(Engine, InputsThatGoToTheDriveComeBackWithTheirBits) {
     ASSERT_TRUE(nvme.status.ok()) << nvme.status;
     EXPECT_EQ(nvme.losses, none.losses);
     EXPECT_GT(nvme.input_scratch_bytes, 0);
-    EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+    EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_budget_bytes);
   }
 }
 
@@ -554,7 +555,7 @@ TEST(Engine, EveryStepIsCommittedInOrderAndResumeGoesOnWithTheSameBits) {
   run.resume = true;
   for (const int64_t budget : {0, 32 << 20}) {
     if (budget != 0) run.steps = 12;
-    run.host_memory_bytes = budget;
+    run.host_memory_budget_bytes = budget;
     const TrainedLosses second = TrainGpt(run);
     ASSERT_TRUE(second.status.ok()) << second.status;
     EXPECT_EQ(second.resumed_from, budget == 0 ? 4 : 9);
@@ -613,7 +614,7 @@ Model WideLayers() {
   return model;
 }
 
-TEST(Engine, AsMuchIsInFlightAsTheKneeAsksForUnlessThatIsLimited) {
+TEST(Engine, AsMuchIsInFlightAsSaturatesUnlessThatIsLimited) {
   uint64_t peak[2];
   for (const bool is_limit : {false, true}) {
     const std::string directory = testing_support::ScratchDirectory();
@@ -660,7 +661,7 @@ TEST(TensorMemory, ALimitForAWhileGivesTheFormerOneBack) {
 // Planning beside an engine that trains takes nothing of its budget away.
 TEST(Engine, APlanBesideALivingEngineLeavesItsLimit) {
   RunOptions run;
-  run.host_memory_bytes = 64 << 20;
+  run.host_memory_budget_bytes = 64 << 20;
   const EngineOptions options = testing_support::OptionsOf(run);
   auto engine = CreateEngine(models::MakeGpt(run.model), options);
   ASSERT_TRUE(engine.ok()) << engine.status();
@@ -669,7 +670,7 @@ TEST(Engine, APlanBesideALivingEngineLeavesItsLimit) {
   EXPECT_EQ(TensorMemory::Limit(), 0);
   const auto result = (*engine)->Step({testing_support::MakeBatch(run, 1, 0)});
   EXPECT_TRUE(result.ok()) << result.status();
-  EXPECT_LE((*engine)->peak_managed_bytes(), run.host_memory_bytes);
+  EXPECT_LE((*engine)->peak_managed_bytes(), run.host_memory_budget_bytes);
 }
 
 TEST(TensorMemory, CountsPoolsAndRefuses) {

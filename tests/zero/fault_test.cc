@@ -133,8 +133,9 @@ class FaultTest : public testing_support::ScratchTest {
     oracle_ = TrainGpt(run_);
     EXPECT_TRUE(oracle_.status.ok()) << oracle_.status;
     run_.offload = OffloadDevice::kNvme;
-    run_.host_memory_bytes = 1;  // as little as works, so that everything streams and gradients are spilled
-    run_.host_memory_bytes = TrainGpt(run_).least_host_memory_bytes;
+    run_.host_memory_budget_bytes =
+        1;  // as little as works, so that everything streams and gradients are spilled
+    run_.host_memory_budget_bytes = TrainGpt(run_).least_host_memory_bytes;
     run_.keep_state = true;
   }
 

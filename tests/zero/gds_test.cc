@@ -35,7 +35,7 @@ RunOptions OnTheDrive(const TestDeviceOptions& device) {
   run.model.layers = 12;
   run.model.width = 128;  // so that rounding to huge pages leaves no room for all of them
   run.device = MakeTestDevice(device);
-  run.device_memory_bytes = 8 * kMiB;
+  run.device_memory_budget_bytes = 8 * kMiB;
   run.adjust = [](EngineOptions& options) {
     options.storage.gds = true;
     options.memory.bounds.processor_share = 1;
@@ -47,10 +47,10 @@ RunOptions OnTheDrive(const TestDeviceOptions& device) {
 // At the least budgets, which hold few of its layers.
 RunOptions AtLeast(RunOptions run, const TestDeviceOptions& device) {
   run.device = MakeTestDevice({.gds = device.gds});
-  run.device_memory_bytes = 1;
-  run.device_memory_bytes = TrainGpt(run).least_host_memory_bytes + kSlack;
-  run.host_memory_bytes = 1;
-  run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes + kSlack;
+  run.device_memory_budget_bytes = 1;
+  run.device_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes + kSlack;
+  run.host_memory_budget_bytes = 1;
+  run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes + kSlack;
   run.device = MakeTestDevice(device);
   return run;
 }
@@ -71,7 +71,7 @@ TEST(Gds, EveryTypeOrderAndBudgetGivesTheBitsOfTheProcessor) {
         RunOptions processor = run;
         processor.device = HostDevice();
         processor.offload = OffloadDevice::kNone;
-        processor.host_memory_bytes = processor.device_memory_bytes = 0;
+        processor.host_memory_budget_bytes = processor.device_memory_budget_bytes = 0;
         processor.adjust = nullptr;
         const TrainedLosses cpu = TrainGpt(processor);
         ASSERT_TRUE(cpu.status.ok()) << cpu.status;
@@ -82,9 +82,9 @@ TEST(Gds, EveryTypeOrderAndBudgetGivesTheBitsOfTheProcessor) {
         EXPECT_EQ(device.evaluations, cpu.evaluations);
         EXPECT_TRUE(device.plan.device.gds);
         EXPECT_GT(device.gds_read_bytes, 0);
-        EXPECT_LE(device.peak_device_bytes, run.device_memory_bytes);
+        EXPECT_LE(device.peak_device_bytes, run.device_memory_budget_bytes);
         if (least) {
-          EXPECT_LE(device.peak_managed_bytes, run.host_memory_bytes);
+          EXPECT_LE(device.peak_managed_bytes, run.host_memory_budget_bytes);
         }
       }
     }

@@ -41,19 +41,19 @@ TEST(GpuRanks, LossesAreTheProcessorsWithinRoundingAndTheSameInEveryOffloadMode)
     run.steps = 6;
     const std::vector<RankOutcome> processors = TrainRanks(2, run);
     ASSERT_EQ(processors.front().text(), "");
-    run.device_memory_bytes = 1;
+    run.device_memory_budget_bytes = 1;
     const int64_t least = TrainOnCuda(run).front().report.value("least_host_memory_bytes", int64_t{0});
     ASSERT_GT(least, 0);
     nlohmann::json first;
     for (const OffloadDevice offload : {OffloadDevice::kCpu, OffloadDevice::kNvme}) {
       run.offload = offload;
       run.state_dir = offload == OffloadDevice::kNvme ? testing_support::ScratchDirectory() : "";
-      run.device_memory_bytes = least + 64 * kMiB;
+      run.device_memory_budget_bytes = least + 64 * kMiB;
       const std::vector<RankOutcome> ranks = TrainOnCuda(run);
       if (!run.state_dir.empty()) std::filesystem::remove_all(run.state_dir);
       for (const RankOutcome& rank : ranks) {
         ASSERT_EQ(rank.text(), "");
-        EXPECT_LE(rank.report["peak_device_bytes"].get<int64_t>(), run.device_memory_bytes);
+        EXPECT_LE(rank.report["peak_device_bytes"].get<int64_t>(), run.device_memory_budget_bytes);
         if (first.is_null()) first = rank.report["losses"];
         EXPECT_EQ(rank.report["losses"], first);
       }

@@ -116,17 +116,17 @@ TEST_F(Gpu, LossesAreTheProcessorsWithinRoundingAndTheSameInEveryOffloadMode) {
     const TrainedLosses cpu = TrainGpt(run);
     ASSERT_TRUE(cpu.status.ok()) << cpu.status;
     run.device = device_;
-    run.device_memory_bytes = 1;
+    run.device_memory_budget_bytes = 1;
     const int64_t least = TrainGpt(run).least_host_memory_bytes;
     ASSERT_GT(least, 0);
     std::vector<double> first;
     for (const OffloadDevice offload : {OffloadDevice::kCpu, OffloadDevice::kNvme}) {
       for (const int64_t extra : {64 * kMiB, 512 * kMiB}) {
         run.offload = offload;
-        run.device_memory_bytes = least + extra;
+        run.device_memory_budget_bytes = least + extra;
         const TrainedLosses gpu = TrainGpt(run);
         ASSERT_TRUE(gpu.status.ok()) << gpu.status;
-        EXPECT_LE(gpu.peak_device_bytes, run.device_memory_bytes);
+        EXPECT_LE(gpu.peak_device_bytes, run.device_memory_budget_bytes);
         if (first.empty()) first = gpu.losses;
         EXPECT_EQ(gpu.losses, first);
       }
@@ -160,7 +160,7 @@ TEST_F(Gpu, GpuDirectStorageChangesNoBit) {
   run.update_order = tiering::UpdateOrder::kInNextForward;
   run.evaluate_every = 2;
   run.device = device_;
-  run.device_memory_bytes = 512 * kMiB;
+  run.device_memory_budget_bytes = 512 * kMiB;
   run.adjust = [](EngineOptions& options) { options.memory.bounds.processor_share = 1; };
   const TrainedLosses by_host = TrainGpt(run);
   ASSERT_TRUE(by_host.status.ok()) << by_host.status;

@@ -148,18 +148,18 @@ TEST(InitialStream, ABlockBeginsInTheMemoryOfATile) {
   const testing_support::TrainedLosses none = TrainGpt(run);
   ASSERT_TRUE(none.status.ok()) << none.status;
   run.offload = OffloadDevice::kNvme;
-  run.host_memory_bytes = 1;
+  run.host_memory_budget_bytes = 1;
   run.tile_bytes = 1 << 20;
-  run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes;
+  run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes;
   const testing_support::TrainedLosses least = TrainGpt(run);
   ASSERT_TRUE(least.status.ok()) << least.status;
   EXPECT_EQ(least.losses, none.losses);
-  EXPECT_LE(least.peak_managed_bytes, run.host_memory_bytes);
+  EXPECT_LE(least.peak_managed_bytes, run.host_memory_budget_bytes);
   // A layer has 3.15 M parameters, 12.6 MB in fp32, and none of them is in memory to begin with.
   const absl::StatusOr<EnginePlan> plan = PlanEngine(models::MakeGpt(run.model), [&] {
     testing_support::RunOptions in_memory = run;
     in_memory.offload = OffloadDevice::kCpu;
-    in_memory.host_memory_bytes = 0;
+    in_memory.host_memory_budget_bytes = 0;
     return testing_support::OptionsOf(in_memory);
   }());
   ASSERT_TRUE(plan.ok()) << plan.status();

@@ -53,9 +53,9 @@ TEST(ParameterAccess, ReadsWhatTheUpdateMadeInEveryHome) {
       run.weight_decay = 0;
       if (home > 0) {
         run.state_dir = testing_support::ScratchDirectory();
-        run.host_memory_bytes = 1;
-        run.host_memory_bytes = testing_support::TrainGpt(run).least_host_memory_bytes;
-        if (home == 2) run.host_memory_bytes = 0;
+        run.host_memory_budget_bytes = 1;
+        run.host_memory_budget_bytes = testing_support::TrainGpt(run).least_host_memory_bytes;
+        if (home == 2) run.host_memory_budget_bytes = 0;
         run.update_order = tiering::UpdateOrder::kInNextForward;
       }
       std::filesystem::create_directories(run.state_dir.empty() ? "." : run.state_dir);
@@ -105,13 +105,13 @@ class StateWrittenIn : public testing_support::ScratchTest,
     if (home.versions == 0) return run;
     run.state_dir = scratch_ + "/state";
     run.keep_state = true;
-    run.host_memory_bytes = 1;
+    run.host_memory_budget_bytes = 1;
     run.adjust = [home, kept = scratch_ + "/kept"](EngineOptions& options) {
       options.storage.durability = home.durability;
       options.storage.versions = home.versions;
       if (home.keeps_checkpoints) options.storage.checkpoints = {kept, 2, 0};
     };
-    run.host_memory_bytes = testing_support::TrainGpt(run).least_host_memory_bytes + home.more_bytes;
+    run.host_memory_budget_bytes = testing_support::TrainGpt(run).least_host_memory_bytes + home.more_bytes;
     return run;
   }
 

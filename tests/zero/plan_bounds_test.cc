@@ -40,7 +40,7 @@ Plan PlanOf(const std::string& json) {
   const absl::StatusOr<ParsedConfig> parsed = ParseConfig(json);
   EXPECT_TRUE(parsed.ok()) << parsed.status();
   tiering::PlanOptions options;
-  options.host_budget_bytes = int64_t{1} << 30;  // all would fit
+  options.host_memory_budget_bytes = int64_t{1} << 30;  // all would fit
   options.bounds = PlanBoundsOf(parsed->config);
   absl::StatusOr<Plan> plan = tiering::MakePlan(Graph(), options);
   EXPECT_TRUE(plan.ok()) << plan.status();

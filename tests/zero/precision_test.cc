@@ -179,18 +179,18 @@ TEST(Precision, EveryModeBudgetAndCutGivesTheSameBits) {
     run.offload = OffloadDevice::kCpu;
     EXPECT_EQ(TrainGpt(run).losses, none.losses);
     run.offload = OffloadDevice::kNvme;
-    run.host_memory_bytes = 1;
+    run.host_memory_budget_bytes = 1;
     const int64_t least = TrainGpt(run).least_host_memory_bytes;
     ASSERT_GT(least, 0);
     for (const int64_t extra : {int64_t{0}, int64_t{1} << 20, int64_t{64} << 20}) {
-      run.host_memory_bytes = least + extra;
+      run.host_memory_budget_bytes = least + extra;
       run.update_workers = extra == 0 ? 1 : 2;
       run.tile_bytes = extra == 1 << 20 ? 64 << 10 : 0;
       const TrainedLosses nvme = TrainGpt(run);
       ASSERT_TRUE(nvme.status.ok()) << nvme.status;
-      EXPECT_EQ(nvme.losses, none.losses) << "budget " << run.host_memory_bytes;
+      EXPECT_EQ(nvme.losses, none.losses) << "budget " << run.host_memory_budget_bytes;
       EXPECT_EQ(nvme.norms, none.norms);
-      EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+      EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_budget_bytes);
     }
   }
 }

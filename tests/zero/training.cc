@@ -59,9 +59,9 @@ EngineOptions OptionsOf(const RunOptions& run) {
   options.optimizer.loss_scale = run.loss_scale;
   options.optimizer.clip = run.clip;
   options.seed = run.seed;
-  options.memory.host_memory_budget_bytes = run.host_memory_bytes;
+  options.memory.host_memory_budget_bytes = run.host_memory_budget_bytes;
   options.device = run.device;
-  options.memory.device_memory_budget_bytes = run.device_memory_bytes;
+  options.memory.device_memory_budget_bytes = run.device_memory_budget_bytes;
   options.optimizer.workers = run.update_workers;
   options.memory.tile_bytes = run.tile_bytes;
   options.optimizer.order = run.update_order;
@@ -100,7 +100,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   };
   Engine* running = nullptr;
   options.hooks.checkpointed = [&](int64_t step, const std::string& path, const absl::Status& status) {
-    trained.kept.push_back({step, running->step(), path, status});
+    trained.checkpoints.push_back({step, running->step(), path, status});
   };
   Model model = run.make_model ? run.make_model() : models::MakeGpt(run.model);
   if (run.poison_step != 0) {

@@ -30,9 +30,9 @@ struct RunOptions {
   models::GptConfig model{4, 64, 4, 32, 256, 0};
   kernels::DType dtype = kernels::DType::kBf16;
   OffloadDevice offload = OffloadDevice::kNone;
-  int64_t host_memory_bytes = 0;
+  int64_t host_memory_budget_bytes = 0;
   std::shared_ptr<Device> device = HostDevice();
-  int64_t device_memory_bytes = 0;
+  int64_t device_memory_budget_bytes = 0;
   int micro_batches = 1;
   int64_t batch = 4, seq = 32;
   int64_t steps = 5;
@@ -70,12 +70,12 @@ struct TrainedLosses {
   double speculative_share = 0;  // the largest share of tiles updated in backward
   int64_t resumed_from = -1;
   // Of every checkpoint: its step, the last step that was finished when it stood, what became of it.
-  struct RecordedOptions {
+  struct Checkpoint {
     int64_t step = 0, at = 0;
     std::string path;
     absl::Status status;
   };
-  std::vector<RecordedOptions> kept;
+  std::vector<Checkpoint> checkpoints;
   int64_t least_host_memory_bytes = 0;  // of a refusal; of one for the device's sake, that one's least
   int64_t peak_device_bytes = 0;
   int64_t gds_read_bytes = 0;

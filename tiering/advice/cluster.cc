@@ -202,7 +202,7 @@ absl::Status PlaceModel(const ClusterMachine& machine, const ClusterModel& model
     plan->checkpoints_on = ClusterTier::kNvme;
     plan->nvme_bytes += kept * per_node;
     if (plan->nvme_bytes > machine.nvme_bytes) {
-      return DoesNotFit("kept inputs beside the state", plan->nvme_bytes, "a node's drives",
+      return DoesNotFit("saved activations beside the state", plan->nvme_bytes, "a node's drives",
                         machine.nvme_bytes);
     }
   }

@@ -56,7 +56,7 @@ struct ClusterModel {
   int64_t heads = 256;
   int64_t sequence = 1024;
   double batch_per_gpu = 1;           // sequences; a fraction where several GPUs share one
-  int64_t layers_per_checkpoint = 1;  // kept inputs: one every so many layers
+  int64_t layers_per_checkpoint = 1;  // saved activations: one every so many layers
 
   double params() const;
   double tokens_per_gpu() const { return batch_per_gpu * static_cast<double>(sequence); }
@@ -83,7 +83,7 @@ double BandwidthFor(double efficiency, double intensity, double peak_flops);
 // ---- Memory.
 
 double StateBytesPerParam(ClusterSchedule schedule, ClusterTier tier);  // at rest: gradients included
-double CheckpointBytes(const ClusterModel& model);                      // kept inputs of one GPU
+double CheckpointBytes(const ClusterModel& model);                      // saved activations of one GPU
 double WorkingStateBytes(const ClusterModel& model);       // weights and gradients of the largest product
 double WorkingActivationBytes(const ClusterModel& model);  // between two checkpoints
 // The most parameters whose state fits into `tier` of the whole cluster.
@@ -106,7 +106,7 @@ std::string_view Name(ClusterLane lane);
 struct ClusterPlan {
   double params = 0;
   ClusterTier state_on = ClusterTier::kNvme;        // weights and optimizer state
-  ClusterTier checkpoints_on = ClusterTier::kHost;  // kept inputs
+  ClusterTier checkpoints_on = ClusterTier::kHost;  // saved activations
   bool gradients_spill = false;                     // kPenstock: host memory does not hold them
   // Pieces that the largest products are cut into, so that their weights and gradients take no more than a
   // quarter of a GPU's memory (the paper's memory-centric tiling).

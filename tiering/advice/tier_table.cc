@@ -23,7 +23,7 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
   weights.what = "weights";
   state.what = "optimizer state";
   gradients.what = "gradients";
-  inputs.what = "kept inputs";
+  inputs.what = "saved activations";
   tensors.what = "tensors while computing";
   rest.what = "records and rounding";
 

@@ -26,7 +26,7 @@ struct OnDrives {
   int64_t bytes = 0;  // of all files; 0: not known
 };
 
-// Weights, state, gradients, kept inputs, tensors while computing, the rest. Host bytes add up to
+// Weights, state, gradients, saved activations, tensors while computing, the rest. Host bytes add up to
 // plan.host_bytes(); reads and writes to plan.nvme_read_bytes and nvme_write_bytes; the NVMe column to
 // drives.bytes, where that is known: what is not tiles, gradients or inputs (records, tables, rounding) is
 // the rest. Of one rank.

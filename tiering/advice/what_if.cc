@@ -52,9 +52,9 @@ std::vector<WhatIf> AskWhatIf(const ModelGraph& graph, const PlanOptions& planne
     more.machine.mixed_bytes_per_s *= factor;
     answers.push_back(Ask("one more drive", graph, more, seconds));
   }
-  if (options.host_budget_bytes > 0) {
+  if (options.host_memory_budget_bytes > 0) {
     PlanOptions more = options;
-    more.host_budget_bytes *= 2;
+    more.host_memory_budget_bytes *= 2;
     answers.push_back(Ask("twice the host memory", graph, more, seconds));
   }
   ModelGraph larger = graph;

@@ -86,7 +86,7 @@ struct DevicePlan {
   Slot network;
   int64_t network_piece = 0;       // elements, 4 bytes each
   int saved_activations = 0;       // positions whose inputs stay on the device (Plan::SpillsInput)
-  int evaluate_micro_batches = 1;  // of a forward-only pass, in the memory of the kept inputs
+  int evaluate_micro_batches = 1;  // of a forward-only pass, in the memory of the saved activations
 
   int64_t arena_bytes = 0;   // slots
   int64_t tensor_bytes = 0;  // bound for LibTorch's tensors on the device

@@ -15,11 +15,11 @@ struct MachineModel {
   // both than at one (duplex) or worse (writes that disturb reads) shows here.
   double mixed_bytes_per_s = 0;
   // From when the last of a transfer is handed to a drive that is busy to when it is complete: by Little's
-  // law about what must be in flight to keep it busy (its knee) over its rate. With few small tiles in flight
-  // that is what a step waits for.
+  // law about what must be in flight to keep it busy (its saturating bytes) over its rate. With few small
+  // tiles in flight that is what a step waits for.
   double io_latency_seconds = 200e-6;
   double commit_seconds = 1e-3;
-  // Between host memory and a device apart; both directions at once do not disturb each other.
+  // Between host memory and a device with its own memory; both directions at once do not disturb each other.
   double h2d_bytes_per_s = 20e9;
   double d2h_bytes_per_s = 20e9;
   double copy_latency_seconds = 20e-6;

@@ -110,14 +110,15 @@ struct StageShape {
   std::string name;
   BlockIndex block;
   // Tensor memory, per micro-batch: the input that is kept from forward to backward, and the most that is
-  // live beyond the kept inputs while the stage computes (its output and the incoming gradient included).
+  // live beyond the saved activations while the stage computes (its output and the incoming gradient
+  // included).
   int64_t input_bytes = 0;
   int64_t forward_peak_bytes = 0;
   int64_t backward_peak_bytes = 0;
   // Compute time per micro-batch on this machine, 0 where not measured.
   double forward_seconds = 0;
   double backward_seconds = 0;
-  int64_t input_scratch_bytes = 0;  // the kept input's data, as it goes to the drive when it must
+  int64_t input_scratch_bytes = 0;  // the data of the saved activations, as it goes to the drive when it must
 };
 
 struct ModelGraph {

@@ -112,14 +112,14 @@ struct Plan {
   IndexedVector<AccumulatorSlot, Slot> accumulator_slots;  // the ring first, then private ones
   int accumulator_ring = 0;
 
-  int64_t tile_state_bytes = 0;      // of a tile slot: state segments, each padded to a page
-  int64_t tile_gradient_offset = 0;  // in a ring tile slot, where a spilled gradient is read to
-  int64_t slot_bytes = 0;            // of all slots together
-  int64_t arena_bytes = 0;           // slots and the checkpoint's tile, in whole huge pages
-  int64_t tensor_bytes = 0;          // bound for LibTorch's tensors: training, initialisation, evaluation
-  int64_t host_budget_bytes = 0;     // 0: no bound
+  int64_t tile_state_bytes = 0;          // of a tile slot: state segments, each padded to a page
+  int64_t tile_gradient_offset = 0;      // in a ring tile slot, where a spilled gradient is read to
+  int64_t slot_bytes = 0;                // of all slots together
+  int64_t arena_bytes = 0;               // slots and the checkpoint's tile, in whole huge pages
+  int64_t tensor_bytes = 0;              // bound for LibTorch's tensors: training, initialisation, evaluation
+  int64_t host_memory_budget_bytes = 0;  // 0: no bound
   int64_t least_host_memory_bytes = 0;
-  int evaluate_micro_batches = 1;  // per forward-only pass, in the memory of the kept inputs
+  int evaluate_micro_batches = 1;  // per forward-only pass, in the memory of the saved activations
 
   // Inputs that stages keep for backward: those of the last `saved_activations` positions stay in memory, the
   // others go to the drive, at most `input_ring` positions of them on their way there or back. Position 0
@@ -146,8 +146,8 @@ struct Plan {
   // Read in a step that is clipped, like those before it; as many bytes as in any other are written.
   int64_t clipped_read_bytes = 0;
 
-  // Memory of a device apart; inputs that do not stay there wait in host memory, a place for each
-  // position and micro-batch, instead of going to the drive.
+  // A device's own memory; inputs that do not stay there wait in host memory, a place for
+  // each position and micro-batch, instead of going to the drive.
   DevicePlan device;
   IndexedVector<InputSlot, Slot> input_slots;
   InputSlot input_slot(Position position, int micro_batch) const {
@@ -169,7 +169,7 @@ struct Plan {
   double previewed_share() const;    // of them
   // "next_forward", "in_backward" or, tile by tile, "mixed": while nothing is clipped.
   std::string_view order_of_update() const;
-  // Weights and state of the block live on a device apart, which updates them.
+  // Weights and state of the block live on a device with its own memory, which updates them.
   bool on_device(BlockIndex block) const { return device.lives_here(block); }
   double on_device_share() const;  // of the elements, in such blocks
   // The tile never leaves host memory, or the device, and is written only when a step is persisted.
@@ -261,7 +261,7 @@ struct PlanBounds {
   int64_t const_bytes = 512 << 20;
   double state_fraction = 1;  // gpu_margin_mem_ratio: of what is left, for state that stays
   // offload_optimizer.ratio: at least this share of the elements is updated by the processor, and of the rest
-  // as much by a device apart as its memory holds.
+  // as much by a device as its own memory holds.
   std::optional<double> processor_share;
   // Where time is preferred: so many of the tiles that may be are previewed, whatever that gains. Empty: as
   // many as make a clipped step shortest.
@@ -292,10 +292,10 @@ struct PlanOptions {
   // What is frozen, also whole blocks, is no part of the store and is read from elsewhere. One rank, on the
   // processor, with frozen_apart.
   bool frozen_elsewhere = false;
-  int world = 1;                    // ranks
-  int64_t host_budget_bytes = 0;    // 0: as much as the comfortable plan takes
-  bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
-  int64_t tile_bytes = 0;           // bound for one slot of a tile (all segments); 0: chosen
+  int world = 1;                         // ranks
+  int64_t host_memory_budget_bytes = 0;  // 0: as much as the comfortable plan takes
+  bool copies_checkpoints = false;       // of the store, while training goes on: room for a tile
+  int64_t tile_bytes = 0;                // bound for one slot of a tile (all segments); 0: chosen
   PlanBounds bounds;
   DeviceOptions device;
   MachineModel machine;  // what candidates are compared on

@@ -72,7 +72,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   plan.trains = options_.trains;
   plan.commits_every_step = options_.commits_every_step;
   plan.clips = options_.clips;
-  plan.host_budget_bytes = options_.host_budget_bytes;
+  plan.host_memory_budget_bytes = options_.host_memory_budget_bytes;
 
   int64_t tile_elements = level.tile_elements;
   if (options_.tile_bytes > 0) {
@@ -192,7 +192,7 @@ int64_t PlanLayout::GradientElements(const Plan& plan, size_t weight_class) {
   return plan.weight_classes[weight_class].bytes / plan.shards_in_memory() / plan.precision.weight_bytes();
 }
 
-// Over ranks and on a device apart they stay.
+// Over ranks and on a device with its own memory they stay.
 int64_t PlanLayout::SumsThatMayLeave() const {
   if (!options_.on_nvme || !options_.trains || options_.world > 1 || device_.has_own_memory) return 0;
   PerBlock<int> uses(graph_.blocks.size(), 0);

@@ -20,8 +20,8 @@ using WeightSlot = Index<struct WeightSlotTag>;  // a block's run
 using TileSlot = Index<struct TileSlotTag>;      // a tile's state
 using GradientSlot = Index<struct GradientSlotTag>;
 using AccumulatorSlot = Index<struct AccumulatorSlotTag>;  // a block's fp32 sums
-using InputSlot = Index<struct InputSlotTag>;              // what waits for a device apart
-// On a device apart:
+using InputSlot = Index<struct InputSlotTag>;              // what waits for a device with its own memory
+// On a device with its own memory:
 using DeviceWeightSlot = Index<struct DeviceWeightSlotTag>;
 using DeviceGradientSlot = Index<struct DeviceGradientSlotTag>;
 using DeviceAccumulatorSlot = Index<struct DeviceAccumulatorSlotTag>;

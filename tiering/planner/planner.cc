@@ -86,7 +86,7 @@ class Planner {
         resident_(graph, options) {}
 
   absl::StatusOr<Plan> Make() {
-    const int64_t budget = options_.host_budget_bytes;
+    const int64_t budget = options_.host_memory_budget_bytes;
     if (!options_.on_nvme) {
       Plan plan = layout_.Build(kLevels[0], /*resident_gradients=*/Count(), /*budget=*/0);
       PlanLayout::MakeAllPrivate(&plan);
@@ -140,8 +140,8 @@ class Planner {
       PlanOptions options = options_;
       options.bounds = policy;
       const Planner planner(graph_, options, layout_.device());
-      if (planner.Least() > options_.host_budget_bytes) continue;
-      Choice other = planner.Best(options_.host_budget_bytes);
+      if (planner.Least() > options_.host_memory_budget_bytes) continue;
+      Choice other = planner.Best(options_.host_memory_budget_bytes);
       if (!FewTilesToSimulate(other.plan) || other.seconds * kAsFast >= choice->seconds) continue;
       // Weights that stream are read twice: not for many more bytes.
       if (policy.resident_elements == 0 && BytesMoved(other.plan) > BytesMoved(choice->plan) * kAsManyBytes)
@@ -230,7 +230,7 @@ class Planner {
 
   absl::Status TooSmall(int64_t least, const Plan& plan) const {
     return absl::FailedPreconditionError(
-        absl::StrCat("a host memory budget of ", options_.host_budget_bytes,
+        absl::StrCat("a host memory budget of ", options_.host_memory_budget_bytes,
                      " bytes is too small: the least that works is ", least, " bytes (",
                      (least + kMiB - 1) / kMiB, "M; ", plan.ledger().Listed(), ")",
                      options_.on_nvme ? "; a smaller micro-batch or sequence takes less"
@@ -579,8 +579,8 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
   return absl::OkStatus();
 }
 
-// Shares of the elements whose state may live on a device apart, from the largest on, and what the
-// choice goes by, in words that end a sentence.
+// Shares of the elements whose state may live on a device with its own memory, from the largest on, and what
+// the choice goes by, in words that end a sentence.
 struct DeviceShares {
   std::vector<double> of_state;
   std::string why;

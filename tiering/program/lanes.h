@@ -1,7 +1,7 @@
 // The lanes that operations run on: drives, compute, updates, and the clock by which they are timed.
 //
 // The executor is a single-threaded state machine over this interface. Behind it stand either real threads
-// and rings (zero/lanes/real_lanes.h) or durations in virtual time (tiering/simulate/sim_lanes.h); the
+// and rings (zero/lanes/hardware_lanes.h) or durations in virtual time (tiering/simulate/sim_lanes.h); the
 // executor cannot tell which.
 #ifndef PENSTOCK_TIERING_PROGRAM_LANES_H_
 #define PENSTOCK_TIERING_PROGRAM_LANES_H_

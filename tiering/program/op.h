@@ -69,7 +69,7 @@ enum class OpKind : uint8_t {
                    // squares' partial sums
   kExchange,       // what all ranks must know before the norm
   kAgree,          // every rank has committed the step
-  // Of blocks that live on a device apart (DevicePlan):
+  // Of blocks that live on a device with its own memory (DevicePlan):
   kSquareGradient,  // the partial sums of its gradient's squares, there
   kUpdateOnDevice,  // optimizer step of the whole block, in place there
   kCopyStateIn,     // a tile's state from a tile slot to its place there
@@ -124,8 +124,8 @@ struct Op {
   // Where the block's fp32 sums are, in host memory (only where a gradient has more than one addend). Of
   // kCopyOut, where several ranks reduce in host memory: where the device's sums go, or its only addend.
   AccumulatorSlot accumulator_slot;
-  // With a device apart, its slots. Of the run: kReadWeights and kVerify past host memory, kCopyIn,
-  // kAllGather there, kForward, kBackward, kUpdateOnDevice. Of the gradient or of its sums:
+  // With a device with its own memory, its slots. Of the run: kReadWeights and kVerify past host memory,
+  // kCopyIn, kAllGather there, kForward, kBackward, kUpdateOnDevice. Of the gradient or of its sums:
   // kAccumulateGradient, kReduceScatter there and kCopyOut, which have one of the two; kRoundOnDevice, which
   // has both; of the gradient alone: kSquareGradient.
   DeviceWeightSlot device_weight_slot;

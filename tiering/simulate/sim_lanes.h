@@ -5,7 +5,7 @@
 // priorities have it; while it does both, each direction moves at its mixed rate (tiering/plan/machine.h). A
 // fixed latency passes beside the drive's time. Compute is one server in order, updates are `update_workers`
 // servers; where the machine has fewer cores than they need together, all of them slow down.
-// Copies to and from a device apart are one server each, with a latency beside it.
+// Copies to and from a device with its own memory are one server each, with a latency beside it.
 // Gathering and reducing over ranks are one server each; where both run, each has half of the network. The
 // other ranks are taken to be as far as this one. Deterministic: the same program gives the same times to the
 // last bit.

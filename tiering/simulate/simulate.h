@@ -21,7 +21,7 @@ struct Prediction {
   double read_seconds = 0;  // of the drive
   double write_seconds = 0;
   double drive_seconds = 0;    // reads and writes as far as they go together (MachineModel::drive_seconds)
-  double copy_in_seconds = 0;  // to and from a device apart
+  double copy_in_seconds = 0;  // to and from a device with its own memory
   double copy_out_seconds = 0;
   double compute_seconds = 0;
   double update_seconds = 0;  // summed over workers

@@ -31,7 +31,9 @@ absl::Status Refuse(const std::string& name, const std::string& why) {
   return absl::InvalidArgumentError(absl::StrCat("argument ", name, ": ", why));
 }
 
-bool IsOption(const std::string& word) { return word.size() > 2 && word[0] == '-' && word[1] == '-'; }
+bool IsOption(const std::string& argument) {
+  return argument.size() > 2 && argument[0] == '-' && argument[1] == '-';
+}
 
 }  // namespace
 
@@ -78,12 +80,13 @@ void ArgumentTable::Choice(std::string name, std::string* value, std::vector<std
 void ArgumentTable::Integer(std::string name, int64_t* value, int64_t least, int64_t most, std::string help) {
   Option& option = Add(std::move(name), "N", std::move(help));
   option.set = [value, least, most, own = option.name](const std::vector<std::string>& values) {
-    const std::string& word = values[0];
+    const std::string& argument = values[0];
     int64_t number = 0;
-    const auto [rest, error] = std::from_chars(word.data(), word.data() + word.size(), number);
-    if (error != std::errc() || rest != word.data() + word.size() || number < least || number > most) {
-      return Refuse(
-          own, absl::StrCat("'", aio::OneLine(word), "' is not a whole number from ", least, " to ", most));
+    const auto [rest, error] = std::from_chars(argument.data(), argument.data() + argument.size(), number);
+    if (error != std::errc() || rest != argument.data() + argument.size() || number < least ||
+        number > most) {
+      return Refuse(own, absl::StrCat("'", aio::OneLine(argument), "' is not a whole number from ", least,
+                                      " to ", most));
     }
     *value = number;
     return absl::OkStatus();
@@ -116,20 +119,20 @@ void ArgumentTable::Require(std::string_view name) {
   for (Option& option : options_) option.required |= option.name == name;
 }
 
-absl::Status ArgumentTable::Find(std::string_view word, Option** found) {
+absl::Status ArgumentTable::Find(std::string_view argument, Option** found) {
   std::vector<Option*> fitting;
   for (Option& option : options_) {
-    if (option.name == word) {
+    if (option.name == argument) {
       *found = &option;
       return absl::OkStatus();
     }
-    if (std::string_view(option.name).substr(0, word.size()) == word) fitting.push_back(&option);
+    if (std::string_view(option.name).substr(0, argument.size()) == argument) fitting.push_back(&option);
   }
   if (fitting.size() == 1) {
     *found = fitting[0];
     return absl::OkStatus();
   }
-  const std::string quoted = aio::OneLine(word);
+  const std::string quoted = aio::OneLine(argument);
   if (!fitting.empty()) {
     std::vector<std::string> names;
     names.reserve(fitting.size());
@@ -139,11 +142,11 @@ absl::Status ArgumentTable::Find(std::string_view word, Option** found) {
   }
   const Option* nearest = nullptr;
   for (const Option& option : options_) {
-    if (nearest == nullptr || EditDistance(word, option.name) < EditDistance(word, nearest->name))
+    if (nearest == nullptr || EditDistance(argument, option.name) < EditDistance(argument, nearest->name))
       nearest = &option;
   }
   std::string hint = "; see --help";
-  if (nearest != nullptr && EditDistance(word, nearest->name) <= 3) {
+  if (nearest != nullptr && EditDistance(argument, nearest->name) <= 3) {
     hint = absl::StrCat("; did you mean ", nearest->name, "?");
   }
   return absl::InvalidArgumentError(absl::StrCat("unrecognized argument: ", quoted, hint));
@@ -152,21 +155,21 @@ absl::Status ArgumentTable::Find(std::string_view word, Option** found) {
 absl::Status ArgumentTable::Parse(const std::vector<std::string>& arguments) {
   size_t i = 0;
   while (i < arguments.size()) {
-    const std::string& word = arguments[i++];
-    if (word == "--help" || word == "-h") {
+    const std::string& argument = arguments[i++];
+    if (argument == "--help" || argument == "-h") {
       help_asked_ = true;
       return absl::OkStatus();
     }
-    if (!IsOption(word))
+    if (!IsOption(argument))
       return absl::InvalidArgumentError(
-          absl::StrCat("unrecognized argument: ", aio::OneLine(word), "; see --help"));
-    const size_t equals = word.find('=');
+          absl::StrCat("unrecognized argument: ", aio::OneLine(argument), "; see --help"));
+    const size_t equals = argument.find('=');
     Option* option = nullptr;
-    RETURN_IF_ERROR(Find(std::string_view(word).substr(0, equals), &option));
+    RETURN_IF_ERROR(Find(std::string_view(argument).substr(0, equals), &option));
     std::vector<std::string> values;
     if (equals != std::string::npos) {
       if (!option->takes_value) return Refuse(option->name, "takes no value");
-      values.push_back(word.substr(equals + 1));
+      values.push_back(argument.substr(equals + 1));
     } else if (option->takes_value) {
       const size_t most = option->takes_list ? SIZE_MAX : 1;
       while (i < arguments.size() && values.size() < most && !IsOption(arguments[i]))

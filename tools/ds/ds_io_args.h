@@ -32,7 +32,7 @@ class ArgumentTable {
   void List(std::string name, std::vector<std::string>* value, std::string metavar, std::string help);
   void Require(std::string_view name);
 
-  // kInvalidArgument: one line that names the word, what is wrong and, for an unknown option, the nearest
+  // kInvalidArgument: one line that names the argument, what is wrong and, for an unknown option, the nearest
   // right one.
   // --help and -h set help_asked() and end the reading without an error.
   absl::Status Parse(const std::vector<std::string>& arguments);
@@ -52,7 +52,7 @@ class ArgumentTable {
   };
 
   Option& Add(std::string name, std::string metavar, std::string help);
-  absl::Status Find(std::string_view word, Option** found);
+  absl::Status Find(std::string_view argument, Option** found);
 
   std::string program_;
   std::string summary_;

@@ -321,25 +321,25 @@ absl::Status Tuner::Run(const std::vector<TunePoint>& sweep) {
 }
 
 // What is worth doing and why, a sentence a line.
-std::string Plan(const std::vector<TunePoint>& points, const TunePoint& knee, const TunePoint& advice,
+std::string Plan(const std::vector<TunePoint>& points, const TunePoint& saturation, const TunePoint& advice,
                  const std::string& backend, size_t drives) {
   const auto most =
       std::max_element(points.begin(), points.end(),
                        [](const TunePoint& a, const TunePoint& b) { return a.score() < b.score(); });
   std::string text = absl::StrFormat(
-      "The knee is at %s in flight a drive (%d blocks of %s, %s): %.2f of the %.2f 10^9 bytes/s that were "
-      "the best%s.\n",
-      FormatBytes(knee.in_flight_bytes()), knee.queue_depth * knee.parallel, FormatBytes(knee.block_bytes),
-      backend, knee.score() * 1e-9, most->score() * 1e-9,
-      knee.mixed_bytes_per_s != 0 ? ", reading and writing at once" : "");
-  if (knee.mixed_bytes_per_s != 0) {
-    const double share = knee.mixed_bytes_per_s / 2 / std::max(1.0, knee.read_bytes_per_s) +
-                         knee.mixed_bytes_per_s / 2 / std::max(1.0, knee.write_bytes_per_s);
+      "%s in flight saturate a drive (%d blocks of %s, %s): %.2f of the %.2f 10^9 bytes/s that were the "
+      "best%s.\n",
+      FormatBytes(saturation.in_flight_bytes()), saturation.queue_depth * saturation.parallel,
+      FormatBytes(saturation.block_bytes), backend, saturation.score() * 1e-9, most->score() * 1e-9,
+      saturation.mixed_bytes_per_s != 0 ? ", reading and writing at once" : "");
+  if (saturation.mixed_bytes_per_s != 0) {
+    const double share = saturation.mixed_bytes_per_s / 2 / std::max(1.0, saturation.read_bytes_per_s) +
+                         saturation.mixed_bytes_per_s / 2 / std::max(1.0, saturation.write_bytes_per_s);
     absl::StrAppend(
-        &text,
-        absl::StrFormat("There it reads %.2f or writes %.2f alone; both at once, as a training step does, "
-                        "get %.0f%% of what the two shares would add up to.\n",
-                        knee.read_bytes_per_s * 1e-9, knee.write_bytes_per_s * 1e-9, share * 100));
+        &text, absl::StrFormat(
+                   "There it reads %.2f or writes %.2f alone; both at once, as a training step does, "
+                   "get %.0f%% of what the two shares would add up to.\n",
+                   saturation.read_bytes_per_s * 1e-9, saturation.write_bytes_per_s * 1e-9, share * 100));
   }
   absl::StrAppend(
       &text, absl::StrFormat("Plan: %d blocks of %s in flight a drive (%s); more would only add latency and "
@@ -381,7 +381,7 @@ absl::Status StoreProfiles(const TuneOptions& options, std::FILE* err) {
     const std::string path = options.profile_path.empty() ? aio::DefaultProfilePath() : options.profile_path;
     RETURN_IF_ERROR(aio::StoreProfile(profile, path));
     std::fprintf(
-        err, "ds_nvme_tune: profile of %s stored in %s: knee at %s in flight%s\n", directory.c_str(),
+        err, "ds_nvme_tune: profile of %s stored in %s: %s in flight saturate it%s\n", directory.c_str(),
         path.c_str(), FormatBytes(profile.saturating_bytes_in_flight).c_str(),
         profile.disturbed ? "; something else used it meanwhile: run this again on a quiet machine" : "");
   }

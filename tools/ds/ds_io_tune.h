@@ -1,4 +1,4 @@
-// ds_nvme_tune as a function: sweeps block sizes and depths in one process, finds the knee of every drive,
+// ds_nvme_tune as a function: sweeps block sizes and depths in one process, finds what saturates every drive,
 // says what to put into a config and why, and stores a profile that planning and training read. Its flags,
 // log files and last lines are those of DeepSpeed's tool of the same name; the main program is
 // ds_nvme_tune.cc.
@@ -57,12 +57,12 @@ struct TunePoint {
 absl::StatusOr<std::vector<TunePoint>> ReadSweep(const std::string& json_text);
 
 // The point to recommend: among those within 5% of the best score the one with the fewest bytes in flight, of
-// these the largest block. Beyond the knee only latency and pinned memory grow. Pre: not empty.
+// these the largest block. Beyond that only latency and pinned memory grow. Pre: not empty.
 const TunePoint& Choose(const std::vector<TunePoint>& points);
 
-// What to put into a config when the knee is at `knee`: twice its bytes in flight, so that handing over in
-// batches never drains the drive, in at least four blocks, of 1 MiB or more each.
-TunePoint Recommend(const TunePoint& knee);
+// What to put into a config when `saturation` saturates a drive: twice its bytes in flight, so that handing
+// over in batches never drains the drive, in at least four blocks, of 1 MiB or more each.
+TunePoint Recommend(const TunePoint& saturation);
 
 // { "aio": { ... } } with real booleans.
 std::string AioBlock(const TunePoint& point);

@@ -176,9 +176,9 @@ const TunePoint& Choose(const std::vector<TunePoint>& points) {
   return *chosen;
 }
 
-TunePoint Recommend(const TunePoint& knee) {
-  TunePoint point = knee;
-  const uint64_t in_flight = 2 * knee.in_flight_bytes();
+TunePoint Recommend(const TunePoint& saturation) {
+  TunePoint point = saturation;
+  const uint64_t in_flight = 2 * saturation.in_flight_bytes();
   while (in_flight / point.block_bytes < 4 && point.block_bytes % (2ull << 20) == 0) point.block_bytes /= 2;
   point.parallel = 1;
   point.queue_depth = std::max<uint64_t>(4, in_flight / point.block_bytes);

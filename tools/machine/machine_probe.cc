@@ -50,13 +50,13 @@ std::string Date(int64_t unix_seconds) {
 void Add(const aio::DeviceProfile& one, aio::DeviceProfile* sum) {
   const double read = sum->read_bytes_per_s, write = sum->write_bytes_per_s, mixed = sum->mixed_bytes_per_s;
   const double read_us = sum->read_latency_us, write_us = sum->write_latency_us;
-  const uint64_t knee = sum->saturating_bytes_in_flight;
+  const uint64_t saturating = sum->saturating_bytes_in_flight;
   const bool disturbed = sum->disturbed;
   *sum = one;
   sum->read_bytes_per_s += read;
   sum->write_bytes_per_s += write;
   sum->mixed_bytes_per_s += mixed;
-  sum->saturating_bytes_in_flight = std::max(sum->saturating_bytes_in_flight, knee);
+  sum->saturating_bytes_in_flight = std::max(sum->saturating_bytes_in_flight, saturating);
   sum->read_latency_us = std::max(sum->read_latency_us, read_us);
   sum->write_latency_us = std::max(sum->write_latency_us, write_us);
   sum->disturbed |= disturbed;

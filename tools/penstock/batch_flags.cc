@@ -69,7 +69,7 @@ absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool st
 }
 
 absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& config,
-                               const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                               const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                                TrainSettings* settings) {
   zero::BatchRequest request;
   request.train_batch = config.train_batch_size;
@@ -86,7 +86,7 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& co
     return SpreadBatch(request, run, settings);
   // Without a key that was there, all three are as in a file that never had it.
   if (settings->resumes &&
-      (kept.Removed("train_batch") || kept.Removed("batch") || kept.Removed("accumulate"))) {
+      (recorded.Removed("train_batch") || recorded.Removed("batch") || recorded.Removed("accumulate"))) {
     ASSIGN_OR_RETURN(const zero::BatchSizes sizes,
                      zero::ResolveBatch(request, settings->engine.world(), kDefaultBatch));
     settings->batch = sizes.micro_batch;
@@ -104,7 +104,7 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& co
   const int64_t before = run.is_null() ? 0
                                        : run.value("batch", kDefaultBatch) *
                                              run.value("accumulate", int64_t{1}) * settings->engine.world();
-  const bool derives = !settings->resumes || kept.ConfigChanges("train_batch", before);
+  const bool derives = !settings->resumes || recorded.ConfigChanges("train_batch", before);
   if (!derives) request.train_batch.reset();
   if (settings->resumes && request.train_batch.has_value() && !request.micro_batch.has_value() &&
       !request.accumulation.has_value()) {
@@ -124,9 +124,9 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& co
                   "train_batch_size in --config");
     return absl::OkStatus();
   }
-  ASSIGN_OR_RETURN(settings->batch, kept.Of("batch", "batch", request.micro_batch, sizes.micro_batch));
+  ASSIGN_OR_RETURN(settings->batch, recorded.Of("batch", "batch", request.micro_batch, sizes.micro_batch));
   ASSIGN_OR_RETURN(settings->accumulate,
-                   kept.Of("accumulate", "accumulate", request.accumulation, sizes.accumulation));
+                   recorded.Of("accumulate", "accumulate", request.accumulation, sizes.accumulation));
   return absl::OkStatus();
 }
 

@@ -24,7 +24,7 @@ absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool st
 
 // `run`: the record of a run that goes on, or null.
 absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& config,
-                               const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                               const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                                TrainSettings* settings);
 
 }  // namespace penstock::tools

@@ -40,7 +40,7 @@ std::vector<Need> Needs(const ClusterMachine& machine, const ClusterModel& model
           {"optimizer state", IntensityOfState(model), machine.host_link_bytes_per_s * gpus,
            "host memory of all"},
           {"optimizer state", IntensityOfState(model), nvme, "drives of all"},
-          {"kept inputs", IntensityOfActivations(model), machine.host_link_bytes_per_s, "host links"}};
+          {"saved activations", IntensityOfActivations(model), machine.host_link_bytes_per_s, "host links"}};
 }
 
 std::string Text(const ClusterMachine& machine, const ClusterModel& model) {
@@ -78,7 +78,7 @@ std::string Text(const ClusterMachine& machine, const ClusterModel& model) {
     absl::StrAppend(
         &text,
         absl::StrFormat(
-            "%s: state on %s (%.4g TB), kept inputs on %s%s; of a GPU %.1f GB, of a node %.4g TB of "
+            "%s: state on %s (%.4g TB), saved activations on %s%s; of a GPU %.1f GB, of a node %.4g TB of "
             "memory and %.4g TB of drives\n",
             std::string(Name(schedule)), std::string(Name(plan->state_on)), plan->state_bytes * 1e-12,
             std::string(Name(plan->checkpoints_on)), plan->gradients_spill ? ", gradients spilled" : "",

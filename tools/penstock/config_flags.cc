@@ -10,30 +10,30 @@
 
 namespace penstock::tools {
 
-void NoteConfig(const zero::Config& config, const RecordedOptions& kept) {
-  kept.BeginConfig();
-  kept.NoteConfig("train_batch", config.train_batch_size);
-  kept.NoteConfig("batch", config.micro_batch_per_rank);
-  kept.NoteConfig("accumulate", config.gradient_accumulation_steps);
-  kept.NoteConfig("clip", config.gradient_clipping);
-  kept.NoteConfig("optimizer_states", config.penstock.optimizer_states);
-  kept.NoteConfig("sync", SyncSaid(config));
-  kept.NoteConfig("durability", DurabilitySaid(config));
-  kept.NoteConfig("scheduler", SchedulerSaid(config));
-  kept.NoteConfig("loss_scale", LossScaleSaid(config.fp16));
+void NoteConfig(const zero::Config& config, const RecordedOptions& recorded) {
+  recorded.BeginConfig();
+  recorded.NoteConfig("train_batch", config.train_batch_size);
+  recorded.NoteConfig("batch", config.micro_batch_per_rank);
+  recorded.NoteConfig("accumulate", config.gradient_accumulation_steps);
+  recorded.NoteConfig("clip", config.gradient_clipping);
+  recorded.NoteConfig("optimizer_states", config.penstock.optimizer_states);
+  recorded.NoteConfig("sync", SyncSaid(config));
+  recorded.NoteConfig("durability", DurabilitySaid(config));
+  recorded.NoteConfig("scheduler", SchedulerSaid(config));
+  recorded.NoteConfig("loss_scale", LossScaleSaid(config.fp16));
   if (config.bf16.has_value())
-    kept.NoteConfig("dtype", std::optional<std::string>(*config.bf16 ? "bf16" : "fp32"));
-  if (config.fp16.enabled.value_or(false)) kept.NoteConfig("dtype", std::optional<std::string>("fp16"));
-  NoteOptimizer(config.optimizer, kept);
+    recorded.NoteConfig("dtype", std::optional<std::string>(*config.bf16 ? "bf16" : "fp32"));
+  if (config.fp16.enabled.value_or(false)) recorded.NoteConfig("dtype", std::optional<std::string>("fp16"));
+  NoteOptimizer(config.optimizer, recorded);
 }
 
-void FillRemoved(const zero::ParsedConfig& parsed, const RecordedOptions& kept, int64_t steps,
+void FillRemoved(const zero::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
                  zero::Config* config) {
   if (!parsed.deepspeeds) return;  // the program's own defaults
   zero::Config filled = *config;
   zero::FillDefaults(parsed.autos, steps, std::max<int64_t>(1, DefaultWarmup(steps)), &filled);
-  const auto take = [&kept](const char* name, auto& to, const auto& from) {
-    if (kept.Removed(name)) to = from;
+  const auto take = [&recorded](const char* name, auto& to, const auto& from) {
+    if (recorded.Removed(name)) to = from;
   };
   take("clip", config->gradient_clipping, filled.gradient_clipping);
   take("lr", config->optimizer.lr, filled.optimizer.lr);

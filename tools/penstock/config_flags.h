@@ -13,10 +13,10 @@
 namespace penstock::tools {
 
 // All that the config says of a run, before flags and defaults take its open places.
-void NoteConfig(const zero::Config& config, const RecordedOptions& kept);
+void NoteConfig(const zero::Config& config, const RecordedOptions& recorded);
 
 // Keys that the config has lost since the run was made are as in a file that never had them.
-void FillRemoved(const zero::ParsedConfig& parsed, const RecordedOptions& kept, int64_t steps,
+void FillRemoved(const zero::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
                  zero::Config* config);
 
 // Flags go into the places that the file leaves open, and DeepSpeed's values into the rest of those: a line

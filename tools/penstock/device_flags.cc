@@ -24,7 +24,7 @@ absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config
   const std::string name = flags.device.value_or("cpu");
   if (name != "cpu" && name != "cuda")
     return WrongFlag(absl::StrCat("--device ", name, ": must be cpu or cuda"));
-  int64_t budget = config.penstock.device_memory_bytes.value_or(0);
+  int64_t budget = config.penstock.device_memory_budget_bytes.value_or(0);
   if (flags.device_memory.has_value()) {
     const absl::StatusOr<int64_t> bytes = tiering::ParseSize(*flags.device_memory);
     if (!bytes.ok() || *bytes <= 0) {
@@ -38,7 +38,7 @@ absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config
       settings->notes.push_back(
           "--device-memory is of no effect with --device cpu: host memory is all there is");
     }
-    if (config.penstock.device_memory_bytes.has_value()) {
+    if (config.penstock.device_memory_budget_bytes.has_value()) {
       settings->notes.push_back(
           "penstock.device_memory: accepted and ignored: with --device cpu host memory is all there is");
     }

@@ -10,14 +10,16 @@
 int main(int argc, char** argv) {
   // DeepSpeed's own flags leave out its table of operators, of which there is none here, and the warnings,
   // which each have a line of their own.
-  std::vector<const char*> words;
+  std::vector<const char*> arguments;
   for (int i = 0; i < argc; ++i) {
-    const std::string_view word = argv[i];
-    if (word != "--hide_operator_status" && word != "--hide_errors_and_warnings") words.push_back(argv[i]);
+    const std::string_view argument = argv[i];
+    if (argument != "--hide_operator_status" && argument != "--hide_errors_and_warnings")
+      arguments.push_back(argv[i]);
   }
   return penstock::tools::OrBug(
       [&] {
-        return penstock::tools::RunEnv(static_cast<int>(words.size()), words.data(), std::cout, std::cerr);
+        return penstock::tools::RunEnv(static_cast<int>(arguments.size()), arguments.data(), std::cout,
+                                       std::cerr);
       },
       std::string("penstock ") + penstock::tools::kVersion, "ds_report", std::cerr);
 }

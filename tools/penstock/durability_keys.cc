@@ -64,13 +64,13 @@ void RestoreDurability(const zero::Config& config, const nlohmann::json& run, ze
                 DurabilitySaid(config).value_or(run.value("durability", kEachStep)), engine);
 }
 
-absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& kept,
+absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& recorded,
                                TrainSettings* settings) {
   if (settings->resumes) {
     RETURN_IF_ERROR(CheckVersions(config, settings->engine));
   }
   ASSIGN_OR_RETURN(const std::string sync,
-                   kept.Of<std::string>("sync", "config", SyncSaid(config), kSyncProcess));
+                   recorded.Of<std::string>("sync", "config", SyncSaid(config), kSyncProcess));
   // A store of one version commits with its checkpoints only, whatever the config says by now.
   const bool one_version = settings->resumes && HasOneVersion(settings->engine);
   if (one_version && config.penstock.durability == zero::Durability::kStep) {
@@ -82,10 +82,10 @@ absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions
   std::string durability = kAtCheckpoints;
   if (!one_version) {
     ASSIGN_OR_RETURN(durability,
-                     kept.Of<std::string>("durability", "config", DurabilitySaid(config), kEachStep));
+                     recorded.Of<std::string>("durability", "config", DurabilitySaid(config), kEachStep));
   }
   SetDurability(sync, durability, &settings->engine);
-  settings->kept.update({{"sync", sync}, {"durability", durability}});
+  settings->to_record.update({{"sync", sync}, {"durability", durability}});
   return absl::OkStatus();
 }
 

@@ -23,7 +23,7 @@ void TakeDurability(const zero::Config& config, zero::EngineOptions* engine);
 // What a checkpoint's run is restored with: as it was made, but for what the config says.
 void RestoreDurability(const zero::Config& config, const nlohmann::json& run, zero::EngineOptions* engine);
 // Of a run, once it is known whether it goes on. kFailedPrecondition: its store was made for something else.
-absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& kept,
+absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& recorded,
                                TrainSettings* settings);
 // What is of no effect without a drive.
 void NoteDurability(const zero::Config& config, TrainSettings* settings);

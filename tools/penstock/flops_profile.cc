@@ -67,7 +67,7 @@ std::string FlopsProfile::Summary(const zero::StepResult& result) const {
       "  forward              %s: 2 x parameters of matrices x tokens, and attention over what a position "
       "may see\n"
       "  backward             %s: twice forward%s\n"
-      "  computed in all      %s: with every stage once more in backward, from its kept input\n"
+      "  computed in all      %s: with every stage once more in backward, from its saved activations\n"
       "  forward took         %.4g s, %s/s\n"
       "  backward took        %.4g s, %s/s with the second forward\n"
       "  step took            %.4g s\n"

@@ -3,7 +3,7 @@
 //
 // Counted are matrix products. Forward is what StageProducts says; backward twice that, for the gradients of
 // inputs and of weights. The model's own work is so three times forward. Backward computes each stage once
-// more from its kept input, which is work but not the model's: four times forward is computed.
+// more from its saved activations, which is work but not the model's: four times forward is computed.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_FLOPS_PROFILE_H_
 #define PENSTOCK_TOOLS_PENSTOCK_FLOPS_PROFILE_H_
 

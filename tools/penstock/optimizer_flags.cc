@@ -11,11 +11,11 @@ constexpr const char* kConfig = "config";
 // Collects values into the record as they are decided, and the first error.
 class Resolver {
  public:
-  Resolver(const RecordedOptions& kept, nlohmann::json* record) : kept_(kept), record_(*record) {}
+  Resolver(const RecordedOptions& recorded, nlohmann::json* record) : recorded_(recorded), record_(*record) {}
 
   template <typename T>
   void Take(const char* name, const char* flag, const std::optional<T>& given, T* value) {
-    absl::StatusOr<T> taken = kept_.Of(name, flag, given, *value);
+    absl::StatusOr<T> taken = recorded_.Of(name, flag, given, *value);
     if (!taken.ok()) {
       status_.Update(taken.status());
       return;
@@ -27,7 +27,7 @@ class Resolver {
   absl::Status* mutable_status() { return &status_; }
 
  private:
-  const RecordedOptions& kept_;
+  const RecordedOptions& recorded_;
   nlohmann::json& record_;
   absl::Status status_;
 };
@@ -50,24 +50,24 @@ std::optional<std::string> TypeOf(const zero::OptimizerConfig& config) {
 
 }  // namespace
 
-void NoteOptimizer(const zero::OptimizerConfig& config, const RecordedOptions& kept) {
-  kept.NoteConfig("optimizer", TypeOf(config));
-  kept.NoteConfig("lr", config.lr);
-  kept.NoteConfig("weight_decay", config.weight_decay);
-  kept.NoteConfig("beta1", config.beta1);
-  kept.NoteConfig("beta2", config.beta2);
-  kept.NoteConfig("eps", config.eps);
-  kept.NoteConfig("momentum", config.momentum);
-  kept.NoteConfig("dampening", config.dampening);
-  kept.NoteConfig("nesterov", config.nesterov);
-  kept.NoteConfig("lr_decay", config.lr_decay);
+void NoteOptimizer(const zero::OptimizerConfig& config, const RecordedOptions& recorded) {
+  recorded.NoteConfig("optimizer", TypeOf(config));
+  recorded.NoteConfig("lr", config.lr);
+  recorded.NoteConfig("weight_decay", config.weight_decay);
+  recorded.NoteConfig("beta1", config.beta1);
+  recorded.NoteConfig("beta2", config.beta2);
+  recorded.NoteConfig("eps", config.eps);
+  recorded.NoteConfig("momentum", config.momentum);
+  recorded.NoteConfig("dampening", config.dampening);
+  recorded.NoteConfig("nesterov", config.nesterov);
+  recorded.NoteConfig("lr_decay", config.lr_decay);
 }
 
 absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& flags,
                                                                const zero::OptimizerConfig& config,
-                                                               const RecordedOptions& kept,
+                                                               const RecordedOptions& recorded,
                                                                nlohmann::json* record) {
-  Resolver resolver(kept, record);
+  Resolver resolver(recorded, record);
   std::string type(zero::Name(zero::OptimizerType::kAdamW));
   resolver.Take("optimizer", kConfig, TypeOf(config), &type);
   const std::optional<double> lr = flags.lr.has_value() ? flags.lr : config.lr;
@@ -115,9 +115,9 @@ absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFl
 }
 
 absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& flags,
-                                                          const RecordedOptions& kept,
+                                                          const RecordedOptions& recorded,
                                                           nlohmann::json* record) {
-  Resolver resolver(kept, record);
+  Resolver resolver(recorded, record);
   std::string name(zero::StateTypeName(kernels::StateType::kFp32));
   resolver.Take("optimizer_states", "optimizer-states", flags.states, &name);
   if (!resolver.status().ok()) return resolver.status();

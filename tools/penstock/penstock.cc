@@ -1,4 +1,4 @@
-// `penstock`: a word, then the verb's own arguments.
+// `penstock`: a verb, then its own arguments.
 #include <unistd.h>
 
 #include <csignal>
@@ -100,21 +100,21 @@ int Main(int argc, char** argv) {
     Help(std::cerr);
     return kExitWrong;
   }
-  const std::string word = argv[1];
-  if (word == "--help" || word == "-h" || word == "help") {
+  const std::string verb_name = argv[1];
+  if (verb_name == "--help" || verb_name == "-h" || verb_name == "help") {
     Help(std::cout);
     return kExitOk;
   }
-  if (word == "--version") {
+  if (verb_name == "--version") {
     std::cout << "penstock " << kVersion << "\n" << std::flush;
     return kExitOk;
   }
   std::vector<std::string_view> names;
   for (const Verb& verb : kVerbs) {
-    if (word == verb.name) return verb.run(argc - 1, argv + 1, std::cout, std::cerr);
+    if (verb_name == verb.name) return verb.run(argc - 1, argv + 1, std::cout, std::cerr);
     names.emplace_back(verb.name);
   }
-  std::cerr << "penstock: unknown verb \"" << OneLine(word) << "\"" << zero::DidYouMean(word, names)
+  std::cerr << "penstock: unknown verb \"" << OneLine(verb_name) << "\"" << zero::DidYouMean(verb_name, names)
             << "; see penstock --help"
             << "\n"
             << std::flush;

@@ -138,8 +138,8 @@ absl::Status Plan(const Flags& flags, std::ostream& out, std::ostream& err) {
 
 bool AsksForGeneration(int argc, const char* const* argv) {
   for (int i = 1; i < argc; ++i) {
-    const std::string_view word = argv[i];
-    if (word == "--generate" || word.substr(0, 11) == "--generate=") return true;
+    const std::string_view argument = argv[i];
+    if (argument == "--generate" || argument.substr(0, 11) == "--generate=") return true;
   }
   return false;
 }

@@ -80,7 +80,7 @@ std::string Lanes(const tiering::Prediction& p, const tiering::MachineModel& mac
   line("copies from the device", p.copy_out_seconds, p.step_seconds);
   line("updates and checks", p.update_seconds, p.step_seconds * std::max(1, machine.update_workers));
   absl::StrAppend(
-      &text, absl::StrFormat("  a step takes %.2f of its floor, %.3g s\n",
+      &text, absl::StrFormat("  a step takes %.2f of its lower bound, %.3g s\n",
                              p.step_seconds / std::max(p.lower_bound_seconds, 1e-12), p.lower_bound_seconds));
   return text;
 }

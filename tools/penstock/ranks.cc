@@ -14,7 +14,7 @@
 #include "kernels/cpu_features.h"
 #include "swap/inspect.h"
 #include "tools/base/version.h"
-#include "tools/penstock/kept_config.h"
+#include "tools/penstock/recorded_config.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/state_reader.h"
 #include "zero/compute/libtorch/threads.h"
@@ -210,7 +210,7 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   same.erase("data_fingerprint");
   if (same.contains("tokenizer")) same["tokenizer"].erase("path");
   same.erase("model_directory");
-  same.erase(kKeptConfigKey);  // paths of each host; what matters of it is below
+  same.erase(kRecordedConfigKey);  // paths of each host; what matters of it is below
   const zero::TileFormat format = zero::FormatOf(engine);
   same["--dtype"] = std::string(zero::DTypeName(format.weights));
   same["--threads"] = engine.intra_op_threads;
@@ -223,7 +223,7 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   same["goes on"] = settings.resumes;
   same["overwrites"] = engine.storage.overwrite;
   same["changes"] = engine.resume.run_changes;
-  same["changes"].erase(kKeptConfigKey);
+  same["changes"].erase(kRecordedConfigKey);
   same["optimizer states"] = std::string(zero::StateTypeName(format.states));
   same["loss scale"] = engine.optimizer.loss_scale.ToJson();
   if (engine.optimizer.schedule.has_value()) same["scheduler"] = engine.optimizer.schedule->ToJson();

@@ -36,8 +36,8 @@ absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config
     if (*bytes <= 0)
       return WrongFlag(absl::StrCat("--host-memory ", *flags.host_memory, ": must be above 0"));
     engine.memory.host_memory_budget_bytes = *bytes;
-  } else if (config.penstock.host_memory_bytes.has_value()) {
-    engine.memory.host_memory_budget_bytes = *config.penstock.host_memory_bytes;
+  } else if (config.penstock.host_memory_budget_bytes.has_value()) {
+    engine.memory.host_memory_budget_bytes = *config.penstock.host_memory_budget_bytes;
   } else if (engine.storage.offload == zero::OffloadDevice::kNvme) {
     const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
     engine.memory.host_memory_budget_bytes = DefaultHostMemory(sharing, engine.intra_op_threads);

@@ -24,17 +24,18 @@ int64_t HorizonOf(const zero::LrSchedule& schedule) {
 }
 
 // The loss scale of a run that goes on, where its config says something else of it than before.
-absl::Status ReviseLossScale(const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+absl::Status ReviseLossScale(const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                              zero::EngineOptions* engine) {
-  const nlohmann::json recorded = run.value("loss_scale", nlohmann::json());
-  if (engine->dtype != kernels::DType::kFp16 || !recorded.is_object()) return absl::OkStatus();
-  if (!kept.ConfigChanges("loss_scale", nullptr) && !kept.Removed("loss_scale")) return absl::OkStatus();
+  const nlohmann::json recorded_scale = run.value("loss_scale", nlohmann::json());
+  if (engine->dtype != kernels::DType::kFp16 || !recorded_scale.is_object()) return absl::OkStatus();
+  if (!recorded.ConfigChanges("loss_scale", nullptr) && !recorded.Removed("loss_scale"))
+    return absl::OkStatus();
   const nlohmann::json asked = engine->optimizer.loss_scale.ToJson();
   for (const auto& [key, now] : asked.items()) {
-    const nlohmann::json before = recorded.value(key, nlohmann::json());
+    const nlohmann::json before = recorded_scale.value(key, nlohmann::json());
     if (before == now) continue;
     changes->Tell(absl::StrCat("loss scale: ", key), before.dump(), now.dump(),
-                  kept.SourceOf("loss_scale", ""));
+                  recorded.SourceOf("loss_scale", ""));
     engine->optimizer.new_loss_scale = engine->optimizer.loss_scale;
   }
   return absl::OkStatus();
@@ -55,7 +56,7 @@ absl::StatusOr<zero::LrSchedule> OwnSchedule(const TrainOptions& flags, const ze
 
 // `schedule` with the rate and the warm-up that are asked for now. `old_lr` was the run's own.
 absl::StatusOr<zero::LrSchedule> WithNewRates(const zero::LrSchedule& schedule, const TrainOptions& flags,
-                                              const RecordedOptions& kept, bool lr_changes, double old_lr,
+                                              const RecordedOptions& recorded, bool lr_changes, double old_lr,
                                               double lr, Changes* changes) {
   zero::LrScheduleSpec spec = schedule.spec();
   const auto warm = [&](int64_t* steps) {
@@ -81,12 +82,12 @@ absl::StatusOr<zero::LrSchedule> WithNewRates(const zero::LrSchedule& schedule, 
     auto* decay = std::get_if<zero::WarmupDecayLr>(&spec);
     auto* warmup = decay != nullptr ? &decay->warmup : std::get_if<zero::WarmupLr>(&spec);
     if (warmup == nullptr) {
-      return WrongFlag(absl::StrCat(lr_changes ? kept.SourceOf("lr", "lr") : "--warmup",
+      return WrongFlag(absl::StrCat(lr_changes ? recorded.SourceOf("lr", "lr") : "--warmup",
                                     ": the rates of this run are those of its scheduler ",
                                     std::string(schedule.name()), ": give another scheduler in --config"));
     }
     // One that names its rate itself goes by the flag alone.
-    if (lr_changes && (kept.by_flag("lr") || warmup->warmup_max_lr == old_lr)) warmup->warmup_max_lr = lr;
+    if (lr_changes && (recorded.by_flag("lr") || warmup->warmup_max_lr == old_lr)) warmup->warmup_max_lr = lr;
     warm(&warmup->warmup_num_steps);
   }
   return zero::LrSchedule::Create(spec);
@@ -95,15 +96,15 @@ absl::StatusOr<zero::LrSchedule> WithNewRates(const zero::LrSchedule& schedule, 
 // The schedule of a run that goes on, where its user changes it: its own with another peak rate or warm-up,
 // its horizon as it was, or the one that the config has anew.
 absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig& parsed,
-                            const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                            const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                             TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   const zero::Config& config = parsed.config;
   const double lr = zero::LearningRate(engine.optimizer.algorithm);
-  const nlohmann::json recorded = run.value("schedule", nlohmann::json());
+  const nlohmann::json recorded_schedule = run.value("schedule", nlohmann::json());
   absl::StatusOr<zero::LrSchedule> schedule = absl::NotFoundError("it has none");
-  if (!recorded.is_null()) {
-    schedule = zero::LrSchedule::FromJson(recorded);
+  if (!recorded_schedule.is_null()) {
+    schedule = zero::LrSchedule::FromJson(recorded_schedule);
     if (!schedule.ok()) return schedule.status();
   }
   bool changed = false;
@@ -120,24 +121,26 @@ absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig&
     const bool recorded_too = run.contains("config") && run["config"].contains("scheduler");
     const absl::StatusOr<zero::LrSchedule> as_made =
         zero::MakeSchedule(*config.scheduler, run.value("lr", lr), run.value("steps", settings->steps));
-    const bool as_recorded = !recorded_too && as_made.ok() && as_made->ToJson() == recorded;
-    if (kept.ConfigChanges("scheduler", nullptr) && !as_recorded) {
-      changes->Tell("scheduler", recorded.dump(), of_config->ToJson().dump(), "scheduler in --config");
+    const bool as_recorded = !recorded_too && as_made.ok() && as_made->ToJson() == recorded_schedule;
+    if (recorded.ConfigChanges("scheduler", nullptr) && !as_recorded) {
+      changes->Tell("scheduler", recorded_schedule.dump(), of_config->ToJson().dump(),
+                    "scheduler in --config");
       schedule = of_config;
       changed = true;
     }
   }
-  if (kept.Removed("scheduler")) {
+  if (recorded.Removed("scheduler")) {
     ASSIGN_OR_RETURN(schedule, OwnSchedule(flags, parsed, lr, settings->steps));
-    changes->Tell("scheduler", recorded.dump(), schedule->ToJson().dump(), kept.SourceOf("scheduler", ""));
+    changes->Tell("scheduler", recorded_schedule.dump(), schedule->ToJson().dump(),
+                  recorded.SourceOf("scheduler", ""));
     changed = true;
   }
   // A flag also wins over a scheduler that the config has anew.
   const bool lr_changes = changed ? flags.lr.has_value() : changes->run.contains("lr");
   if (schedule.ok() && (lr_changes || flags.warmup.has_value())) {
     ASSIGN_OR_RETURN(schedule,
-                     WithNewRates(*schedule, flags, kept, lr_changes, run.value("lr", lr), lr, changes));
-    changed = changed || schedule->ToJson() != recorded;
+                     WithNewRates(*schedule, flags, recorded, lr_changes, run.value("lr", lr), lr, changes));
+    changed = changed || schedule->ToJson() != recorded_schedule;
   } else if (!schedule.ok() && flags.warmup.has_value()) {
     return WrongFlag("--warmup: this run trains at a constant rate: give a scheduler in --config");
   }
@@ -198,7 +201,7 @@ std::optional<nlohmann::json> LossScaleSaid(const zero::Fp16Config& config) {
 }
 
 absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfig& parsed,
-                              const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                              const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                               TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   const zero::Config& config = parsed.config;
@@ -208,10 +211,10 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
   given.states =
       flags.optimizer_states.has_value() ? flags.optimizer_states : config.penstock.optimizer_states;
   ASSIGN_OR_RETURN(engine.optimizer.algorithm,
-                   ResolveOptimizerOptions(given, config.optimizer, kept, &settings->kept));
-  ASSIGN_OR_RETURN(engine.optimizer.states, ResolveOptimizerStates(given, kept, &settings->kept));
+                   ResolveOptimizerOptions(given, config.optimizer, recorded, &settings->to_record));
+  ASSIGN_OR_RETURN(engine.optimizer.states, ResolveOptimizerStates(given, recorded, &settings->to_record));
   const std::optional<double> clip = flags.clip.has_value() ? flags.clip : config.gradient_clipping;
-  ASSIGN_OR_RETURN(engine.optimizer.clip, kept.Of("clip", "clip", clip, 1.0));
+  ASSIGN_OR_RETURN(engine.optimizer.clip, recorded.Of("clip", "clip", clip, 1.0));
   RETURN_IF_ERROR(CheckFlag("--clip", engine.optimizer.clip, 0.0, 1e30));
   ASSIGN_OR_RETURN(zero::LossScaler scaler, zero::MakeLossScaler(config.fp16));
   engine.optimizer.loss_scale = scaler.options();
@@ -220,8 +223,8 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
     RETURN_IF_ERROR(CheckFlag<int64_t>("--warmup", *flags.warmup, 0, int64_t{1} << 40));
   }
   if (settings->resumes) {
-    RETURN_IF_ERROR(ReviseLossScale(kept, run, changes, &engine));
-    return ReviseSchedule(flags, parsed, kept, run, changes, settings);
+    RETURN_IF_ERROR(ReviseLossScale(recorded, run, changes, &engine));
+    return ReviseSchedule(flags, parsed, recorded, run, changes, settings);
   }
 
   if (config.scheduler.has_value() && KeepsScheduler(flags, *config.scheduler)) {

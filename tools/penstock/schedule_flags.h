@@ -31,7 +31,7 @@ std::optional<nlohmann::json> LossScaleSaid(const zero::Fp16Config& config);
 
 // The optimizer, its clipping, loss scale and schedule. `run`: the record of a run that goes on, or null.
 absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfig& parsed,
-                              const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                              const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                               TrainSettings* settings);
 
 }  // namespace penstock::tools

@@ -18,8 +18,9 @@ class StepBreakdown {
 
   // "step 12 time (ms) | fwd: 3.10 | bwd: 7.25 | step: 1.50 | wait read: 2.00 | ... | all: 13.20", of what
   // was seen since the last line. fwd and bwd are forward and backward, one after the other; bwd computes
-  // each stage once more, from its kept input. step is the optimizer's, summed over its workers, beside them.
-  // Each wait is of forward and backward, for that cause; what was not waited for is left out. all: the step.
+  // each stage once more, from its saved activations. step is the optimizer's, summed over its workers,
+  // beside them. Each wait is of forward and backward, for that cause; what was not waited for is left out.
+  // all: the step.
   std::string Line(int64_t step, double seconds);
 
  private:

@@ -49,7 +49,7 @@ absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run,
   ASSIGN_OR_RETURN(const uint64_t digest, models::TokenizerDigest(path));
   const nlohmann::json record = {{"path", Absolute(path)}, {"digest", digest}};
   if (run.is_null()) {
-    settings->kept["tokenizer"] = record;
+    settings->to_record["tokenizer"] = record;
     return absl::OkStatus();
   }
   if (recorded.empty())
@@ -64,7 +64,7 @@ absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run,
         ": this run was made with another tokenizer, and its weights are made of that; give the one it was "
         "made with (--tokenizer), or start another run in another --state-dir"));
   }
-  settings->kept["tokenizer"] = record;
+  settings->to_record["tokenizer"] = record;
   return absl::OkStatus();
 }
 
@@ -137,12 +137,12 @@ absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, T
       return WrongFlag(absl::StrCat("--chat-template ", *chat, ": must be chatml, llama3 or llama2"));
     if (settings->text.tokenizer.empty())
       return WrongFlag("--chat-template: messages become tokens by a tokenizer: give --tokenizer as well");
-    settings->kept["chat_template"] = *chat;
+    settings->to_record["chat_template"] = *chat;
   }
   settings->text.skip_broken =
       flags.skip_broken_lines ||
       (run.is_object() && zero::JsonField<bool>(run, "skip_broken_lines").value_or(false));
-  if (settings->text.skip_broken) settings->kept["skip_broken_lines"] = true;
+  if (settings->text.skip_broken) settings->to_record["skip_broken_lines"] = true;
   std::vector<std::string> paths = settings->data_paths;
   paths.push_back(settings->eval_path);
   for (const std::string& path : paths) {

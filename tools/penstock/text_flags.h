@@ -17,10 +17,10 @@
 
 namespace penstock::tools {
 
-// settings->text, and settings->kept of it. The tokenizer is the one that is given, a run's own where it goes
-// on (`run`: its record, or null), or that of the directory that --model or --init-from names; none where
-// there is none: then bytes or .bin are the tokens. After the model. kFailedPrecondition: the run was made
-// with another one, or it is not where it was.
+// settings->text, and settings->to_record of it. The tokenizer is the one that is given, a run's own where it
+// goes on (`run`: its record, or null), or that of the directory that --model or --init-from names; none
+// where there is none: then bytes or .bin are the tokens. After the model. kFailedPrecondition: the run was
+// made with another one, or it is not where it was.
 absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, TrainSettings* settings);
 
 // What a record says of its tokenizer, or "" where it says nothing.

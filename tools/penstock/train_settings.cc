@@ -21,10 +21,10 @@
 #include "tools/penstock/config_flags.h"
 #include "tools/penstock/durability_keys.h"
 #include "tools/penstock/flag_check.h"
-#include "tools/penstock/kept_config.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
+#include "tools/penstock/recorded_config.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/resource_flags.h"
 #include "tools/penstock/resumable_run.h"
@@ -138,7 +138,7 @@ std::set<std::string> GivenByFlag(const TrainOptions& flags) {
 class Resolver {
  public:
   Resolver(const TrainOptions& flags, bool needs_data, std::shared_ptr<zero::Comm> comm)
-      : flags_(flags), needs_data_(needs_data), kept_(run_, GivenByFlag(flags), &changes_) {
+      : flags_(flags), needs_data_(needs_data), recorded_(run_, GivenByFlag(flags), &changes_) {
     engine_.comm = std::move(comm);
     parsed_.deepspeeds = false;  // without a file the program's own defaults hold
   }
@@ -164,8 +164,8 @@ class Resolver {
     RETURN_IF_ERROR(ChooseSequences());
     RETURN_IF_ERROR(ChooseSeedAndThreads());
     RETURN_IF_ERROR(ChooseComputeType());
-    RETURN_IF_ERROR(ResolveOptimizer(flags_, parsed_, kept_, run_, &changes_, &settings_));
-    RETURN_IF_ERROR(ResolveDurability(config_, kept_, &settings_));
+    RETURN_IF_ERROR(ResolveOptimizer(flags_, parsed_, recorded_, run_, &changes_, &settings_));
+    RETURN_IF_ERROR(ResolveDurability(config_, recorded_, &settings_));
     ChooseDataOrder();
     RETURN_IF_ERROR(ResolveText(flags_, run_, &settings_));
     RETURN_IF_ERROR(ResolveMemory(flags_, config_, &settings_));
@@ -220,17 +220,17 @@ class Resolver {
     engine_.storage.overwrite = flags_.overwrite || (flags_.resume && !settings_.resumes);
     // As the file has it: what fills its open places depends on the run's other flags.
     if (flags_.config.has_value()) {
-      NoteConfig(config_, kept_);
-      ASSIGN_OR_RETURN(nlohmann::json kept, KeptConfig(*flags_.config));
-      if (!kept.empty() || (settings_.resumes && run_.contains(kKeptConfigKey)))
-        settings_.kept[kKeptConfigKey] = std::move(kept);
+      NoteConfig(config_, recorded_);
+      ASSIGN_OR_RETURN(nlohmann::json recorded, ConfigToRecord(*flags_.config));
+      if (!recorded.empty() || (settings_.resumes && run_.contains(kRecordedConfigKey)))
+        settings_.to_record[kRecordedConfigKey] = std::move(recorded);
       return absl::OkStatus();
     }
-    if (!settings_.resumes || !run_.contains(kKeptConfigKey)) return absl::OkStatus();
-    const nlohmann::json& kept = run_[kKeptConfigKey];
-    ASSIGN_OR_RETURN(config_, ConfigOfKept(kept));
-    if (!kept.empty())
-      settings_.notes.push_back(absl::StrCat("as this run's last --config said: ", KeysOfKept(kept)));
+    if (!settings_.resumes || !run_.contains(kRecordedConfigKey)) return absl::OkStatus();
+    const nlohmann::json& recorded = run_[kRecordedConfigKey];
+    ASSIGN_OR_RETURN(config_, ConfigFromRecord(recorded));
+    if (!recorded.empty())
+      settings_.notes.push_back(absl::StrCat("as this run's last --config said: ", RecordedKeys(recorded)));
     return absl::OkStatus();
   }
 
@@ -246,7 +246,7 @@ class Resolver {
     std::error_code error;
     if (path.empty() || !std::filesystem::is_directory(path, error)) return;
     settings_.model_directory = std::filesystem::absolute(path, error).lexically_normal();
-    settings_.kept["model_directory"] = settings_.model_directory;
+    settings_.to_record["model_directory"] = settings_.model_directory;
     if (settings_.resumes && run_.value("model_directory", std::string()) != settings_.model_directory)
       changes_.run["model_directory"] = settings_.model_directory;
   }
@@ -337,8 +337,8 @@ class Resolver {
     settings_.data_weights = flags_.data_weights;
     settings_.eval_split = flags_.eval_split.value_or(0);
     if (!run_.is_object()) {
-      if (!settings_.data_weights.empty()) settings_.kept["data_weights"] = settings_.data_weights;
-      if (settings_.eval_split > 0) settings_.kept["eval_split"] = settings_.eval_split;
+      if (!settings_.data_weights.empty()) settings_.to_record["data_weights"] = settings_.data_weights;
+      if (settings_.eval_split > 0) settings_.to_record["eval_split"] = settings_.eval_split;
       return absl::OkStatus();
     }
     const auto weights = run_.value("data_weights", std::vector<double>());
@@ -346,9 +346,9 @@ class Resolver {
       settings_.data_weights = weights;
     if (!flags_.eval_split.has_value() && !flags_.eval_data.has_value())
       settings_.eval_split = run_.value("eval_split", 0.0);
-    if (settings_.data_weights != weights) settings_.kept["data_weights"] = settings_.data_weights;
+    if (settings_.data_weights != weights) settings_.to_record["data_weights"] = settings_.data_weights;
     if (settings_.eval_split != run_.value("eval_split", 0.0))
-      settings_.kept["eval_split"] = settings_.eval_split;
+      settings_.to_record["eval_split"] = settings_.eval_split;
     return absl::OkStatus();
   }
 
@@ -371,7 +371,7 @@ class Resolver {
     if (flags_.vocab.has_value()) {
       RETURN_IF_ERROR(CheckFlag<int64_t>("--vocab", *flags_.vocab, 1, int64_t{1} << 32));
     }
-    ASSIGN_OR_RETURN(settings_.vocab, kept_.Of<int64_t>("vocab", "vocab", flags_.vocab, 0));
+    ASSIGN_OR_RETURN(settings_.vocab, recorded_.Of<int64_t>("vocab", "vocab", flags_.vocab, 0));
     if (settings_.vocab > 0) settings_.model = settings_.model->WithVocabulary(settings_.vocab);
     if (!settings_.resumes) return ChooseTiles();
     const auto made = models::ModelFromJson(run_["model"]);
@@ -405,7 +405,7 @@ class Resolver {
     settings_.steps = flags_.steps.value_or(settings_.resumes ? run_.value("steps", int64_t{100}) : 100);
     RETURN_IF_ERROR(CheckFlag<int64_t>("--steps", settings_.steps, 1, int64_t{1} << 40));
     // On resume the record has what was filled when the run was created.
-    if (settings_.resumes) FillRemoved(parsed_, kept_, settings_.steps, &config_);
+    if (settings_.resumes) FillRemoved(parsed_, recorded_, settings_.steps, &config_);
     if (parsed_.deepspeeds && !settings_.resumes)
       FillFromFlagsAndDeepSpeed(flags_, settings_.steps, &parsed_, &filled_);
     if (!filled_.empty()) {
@@ -418,19 +418,19 @@ class Resolver {
   }
 
   absl::Status ChooseSequences() {
-    RETURN_IF_ERROR(ResolveBatchSizes(flags_, config_, kept_, run_, &changes_, &settings_));
+    RETURN_IF_ERROR(ResolveBatchSizes(flags_, config_, recorded_, run_, &changes_, &settings_));
     if (flags_.seq.has_value()) {
       if (absl::Status status = CheckFlag<int64_t>("--seq", *flags_.seq, 1, settings_.model->context());
           !status.ok()) {
         return WrongFlag(absl::StrCat(std::string(status.message()), " (the model's context)"));
       }
     }
-    ASSIGN_OR_RETURN(settings_.seq, kept_.Of("seq", "seq", flags_.seq, settings_.model->usual_length()));
+    ASSIGN_OR_RETURN(settings_.seq, recorded_.Of("seq", "seq", flags_.seq, settings_.model->usual_length()));
     return absl::OkStatus();
   }
 
   absl::Status ChooseSeedAndThreads() {
-    ASSIGN_OR_RETURN(const int64_t seed, kept_.Of<int64_t>("seed", "seed", flags_.seed, 1));
+    ASSIGN_OR_RETURN(const int64_t seed, recorded_.Of<int64_t>("seed", "seed", flags_.seed, 1));
     RETURN_IF_ERROR(CheckFlag<int64_t>("--seed", seed, 0, int64_t{1} << 62));
     engine_.seed = static_cast<uint64_t>(seed);
     if (flags_.threads.has_value()) {
@@ -455,14 +455,14 @@ class Resolver {
     if (said == "auto") said.reset();
     if (!said.has_value() && !flags_.dtype.has_value() && changes_.config.contains("dtype")) said = dtype;
     if (settings_.resumes) {
-      ASSIGN_OR_RETURN(dtype, kept_.Of("dtype", "dtype", said, run_.value("dtype", dtype)));
+      ASSIGN_OR_RETURN(dtype, recorded_.Of("dtype", "dtype", said, run_.value("dtype", dtype)));
     }
     engine_.dtype = *zero::ParseDType(dtype);
     return absl::OkStatus();
   }
 
   void ChooseDataOrder() {
-    settings_.kept["data_order"] = models::kSequenceOrder;
+    settings_.to_record["data_order"] = models::kSequenceOrder;
     if (!settings_.resumes) return;
     const std::string order = run_.value("data_order", models::kSequenceOrder);
     if (order == models::kSequenceOrder) return;
@@ -528,7 +528,7 @@ class Resolver {
           OpenBase(weights, *settings_.model, engine_.dtype, /*checks=*/needs_data_, flags_.quiet);
       if (base.ok()) {
         TakeBase(*std::move(base));
-        settings_.kept[kBaseKey] = base_record_;
+        settings_.to_record[kBaseKey] = base_record_;
         return absl::OkStatus();
       }
       if (!absl::IsUnimplemented(base.status())) return base.status();
@@ -623,19 +623,20 @@ class Resolver {
       engine_.resume.run["checkpoint_dir"] = parent;
       changes_.run["checkpoint_dir"] = parent;
     }
-    engine_.resume.run.update(settings_.kept);
+    engine_.resume.run.update(settings_.to_record);
     if (flags_.config.has_value()) engine_.resume.run["config"] = changes_.config;
     if (!settings_.resumes) return;
     if (flags_.config.has_value() && run_.value("config", nlohmann::json::object()) != changes_.config)
       changes_.run["config"] = changes_.config;
-    for (const char* name :
-         {"tokenizer", "chat_template", "skip_broken_lines", "data_weights", "eval_split", kKeptConfigKey}) {
-      if (settings_.kept.contains(name) && settings_.kept[name] != run_.value(name, nlohmann::json()))
-        changes_.run[name] = settings_.kept[name];
+    for (const char* name : {"tokenizer", "chat_template", "skip_broken_lines", "data_weights", "eval_split",
+                             kRecordedConfigKey}) {
+      if (settings_.to_record.contains(name) &&
+          settings_.to_record[name] != run_.value(name, nlohmann::json()))
+        changes_.run[name] = settings_.to_record[name];
     }
     // Of runs from before these were recorded.
     for (const char* name : {"sync", "durability", "data_order"}) {
-      if (!run_.contains(name)) changes_.run[name] = settings_.kept[name];
+      if (!run_.contains(name)) changes_.run[name] = settings_.to_record[name];
     }
     if (settings_.steps != run_.value("steps", settings_.steps)) changes_.run["steps"] = settings_.steps;
     engine_.resume.run_changes.update(changes_.run);
@@ -652,7 +653,7 @@ class Resolver {
   nlohmann::json base_record_;                       // of what is read in place
   nlohmann::json run_;                               // the record of a run that goes on; null: a new one
   Changes changes_;
-  const RecordedOptions kept_;  // of run_ and changes_
+  const RecordedOptions recorded_;  // of run_ and changes_
   TrainSettings settings_;
   zero::EngineOptions& engine_ = settings_.engine;
 };

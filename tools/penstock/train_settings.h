@@ -39,9 +39,9 @@ struct TrainSettings {
     bool skip_broken = false;
   } text;
   zero::Config config;  // of --config, with what flags and defaults filled; empty: there is none
-  nlohmann::json kept = nlohmann::json::object();  // part of the run's record
-  zero::EngineOptions engine;                      // complete but for what hooks into the run
-  std::vector<std::string> notes;                  // lines for people: keys ignored, choices made
+  nlohmann::json to_record = nlohmann::json::object();  // what this start adds to the run's record
+  zero::EngineOptions engine;                           // complete but for what hooks into the run
+  std::vector<std::string> notes;                       // lines for people: keys ignored, choices made
   // With --overwrite, the ids of the runs that go ("" of one that has none): their logs may go with them.
   std::set<std::string> replaces;
   std::vector<std::string> decisions;  // those that they have to hear of, also with --quiet

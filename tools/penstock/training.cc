@@ -613,7 +613,7 @@ class Training {
       absl::StrAppend(
           &text,
           absl::StrFormat("drive: %.1f bytes per parameter and step, %.2f GB/s while saturated; a step "
-                          "took %.2f of its floor\n",
+                          "took %.2f of its lower bound\n",
                           report_.bytes_per_param_per_step(), report_.io_gbps(), report_.overlap_ratio()));
     }
     absl::StrAppend(&text, "memory: ", FormatBytes(engine_->peak_managed_bytes()), " managed at its peak");

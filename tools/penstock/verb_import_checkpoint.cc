@@ -16,7 +16,7 @@
 #include "base/status_macros.h"
 #include "models/deepspeed_checkpoint.h"
 #include "tools/base/cli.h"
-#include "tools/penstock/kept_config.h"
+#include "tools/penstock/recorded_config.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
@@ -137,7 +137,7 @@ absl::StatusOr<TrainSettings> Settings(const Flags& flags, const models::DeepSpe
     return absl::Status(settings.status().code(), named(std::string(settings.status().message())));
   for (std::string& note : settings->notes) note = named(std::move(note));
   // What it says of another machine's memory, drives and monitors is no wish for this one.
-  if (!file.path().empty() && settings->engine.resume.run.erase(kKeptConfigKey) > 0)
+  if (!file.path().empty() && settings->engine.resume.run.erase(kRecordedConfigKey) > 0)
     notes.push_back(
         absl::StrCat("what ", kTheirConfig,
                      " says of memory, drives and monitors is not kept: give train --config for it"));

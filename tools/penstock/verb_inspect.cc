@@ -25,10 +25,10 @@ using Json = nlohmann::ordered_json;
 std::string Bytes(uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); }
 
 // The parts of a run's record that the engine wrote; null where another program made the store.
-struct Told {
+struct RecordedRun {
   nlohmann::json identity, payload;
 
-  explicit Told(const swap::Inspection& inspection)
+  explicit RecordedRun(const swap::Inspection& inspection)
       : identity(ParseOrNull(inspection.shape.identity)), payload(ParseOrNull(inspection.record.payload)) {}
   nlohmann::json Of(const char* key) const { return identity.is_object() ? identity.value(key, null) : null; }
   nlohmann::json Committed(const char* key) const {
@@ -39,7 +39,7 @@ struct Told {
   const nlohmann::json null;
 };
 
-uint64_t BytesPerElement(const Told& told) { return told.Of("dtype") == "fp32" ? 4 : 2; }
+uint64_t BytesPerElement(const RecordedRun& recorded) { return recorded.Of("dtype") == "fp32" ? 4 : 2; }
 
 // A run of one rank has one of them.
 struct Part {
@@ -49,8 +49,8 @@ struct Part {
 
 Json TilesJson(const Part& part, size_t rank, size_t ranks) {
   const auto& [inspection, geometry] = part;
-  const Told told(inspection);
-  const nlohmann::json blocks = told.Of("block_elements");
+  const RecordedRun recorded(inspection);
+  const nlohmann::json blocks = recorded.Of("block_elements");
   size_t block = 0;
   uint64_t element = 0;  // within its block, or the rank's part of it
   Json tiles = Json::array();
@@ -70,7 +70,7 @@ Json TilesJson(const Part& part, size_t rank, size_t ranks) {
                                          {"slot", live.slot},
                                          {"segments", std::move(segments)}});
     if (!blocks.is_array() || block >= blocks.size() || !blocks[block].is_number_unsigned()) continue;
-    const uint64_t elements = geometry.segment_bytes(t, 0) / BytesPerElement(told);
+    const uint64_t elements = geometry.segment_bytes(t, 0) / BytesPerElement(recorded);
     const auto of_rank =
         static_cast<uint64_t>(tiering::ShardElements(blocks[block].get<int64_t>(), static_cast<int>(ranks)));
     if (ranks > 1) tile["rank"] = rank;
@@ -105,7 +105,7 @@ uint64_t StateBytes(const Part& part) { return part.inspection.state_bytes; }
 
 Json ToJson(const std::vector<Part>& parts) {
   const swap::Inspection& inspection = parts.front().inspection;
-  const Told told(inspection);
+  const RecordedRun recorded(inspection);
   Json files = Json::array(), tiles = Json::array(), damage = Json::array();
   for (size_t rank = 0; rank < parts.size(); ++rank) {
     const swap::Inspection& part = parts[rank].inspection;
@@ -124,18 +124,18 @@ Json ToJson(const std::vector<Part>& parts) {
           {"ranks", parts.size()},
           {"in_use", InUse(parts)},
           {"overwriting", inspection.record.overwriting},
-          {"model", told.Of("model")},
-          {"dtype", told.Of("dtype")},
-          {"optimizer", told.Of("optimizer")},
-          {"optimizer_states", told.Of("optimizer_states")},
-          {"seed", told.Of("seed")},
-          {"block_elements", told.Of("block_elements")},
+          {"model", recorded.Of("model")},
+          {"dtype", recorded.Of("dtype")},
+          {"optimizer", recorded.Of("optimizer")},
+          {"optimizer_states", recorded.Of("optimizer_states")},
+          {"seed", recorded.Of("seed")},
+          {"block_elements", recorded.Of("block_elements")},
           {"versions", inspection.shape.slots},
           {"state_bytes", Sum(parts, StateBytes)},
           {"disk_bytes", Sum(parts, FileBytes)},
-          {"run", told.Committed("run")},
-          {"schedule", told.Committed("schedule")},
-          {"last_step", told.Committed("step")},
+          {"run", recorded.Committed("run")},
+          {"schedule", recorded.Committed("schedule")},
+          {"last_step", recorded.Committed("step")},
           {"files", std::move(files)},
           {"damage", std::move(damage)},
           {"tiles", std::move(tiles)}};
@@ -156,19 +156,21 @@ std::string ModelLine(const nlohmann::json& model) {
 
 std::string Text(const std::vector<Part>& parts) {
   const swap::Inspection& inspection = parts.front().inspection;
-  const Told told(inspection);
+  const RecordedRun recorded(inspection);
   const swap::Record& record = inspection.record;
   std::string text = absl::StrCat("run       ", swap::UuidText(inspection.shape.uuid),
                                   InUse(parts) ? ", in use by a running process" : "", "\n");
   if (parts.size() > 1) absl::StrAppend(&text, "ranks     ", parts.size(), ", each with its part\n");
   absl::StrAppend(&text, "step      ", record.step, " (", record.updates, " updates, ", record.sequence,
                   " commits)\n");
-  if (!told.Of("model").is_null()) absl::StrAppend(&text, "model     ", ModelLine(told.Of("model")), "\n");
-  if (!told.Of("dtype").is_null())
-    absl::StrAppend(&text, "dtype     ", Plain(told.Of("dtype")), "  seed ", Plain(told.Of("seed")), "\n");
-  if (!told.Of("optimizer").is_null()) {
-    absl::StrAppend(&text, "optimizer ", Plain(told.Of("optimizer")), ", states ",
-                    Plain(told.Of("optimizer_states")), "\n");
+  if (!recorded.Of("model").is_null())
+    absl::StrAppend(&text, "model     ", ModelLine(recorded.Of("model")), "\n");
+  if (!recorded.Of("dtype").is_null())
+    absl::StrAppend(&text, "dtype     ", Plain(recorded.Of("dtype")), "  seed ", Plain(recorded.Of("seed")),
+                    "\n");
+  if (!recorded.Of("optimizer").is_null()) {
+    absl::StrAppend(&text, "optimizer ", Plain(recorded.Of("optimizer")), ", states ",
+                    Plain(recorded.Of("optimizer_states")), "\n");
   }
   const auto [least, most] = std::minmax_element(
       record.tiles.begin(), record.tiles.end(),
@@ -192,7 +194,7 @@ std::string Text(const std::vector<Part>& parts) {
                       Bytes(of.allocated_bytes[d]), " on disk)\n");
     }
   }
-  const nlohmann::json last = told.Committed("step");
+  const nlohmann::json last = recorded.Committed("step");
   if (last.is_object()) {
     absl::StrAppend(&text, "last step loss ", Plain(last.value("loss", nlohmann::json())), "  grad_norm ",
                     Plain(last.value("grad_norm", nlohmann::json())), "  lr ",

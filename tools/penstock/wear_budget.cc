@@ -63,9 +63,9 @@ std::vector<std::string> WearBudget::Warnings(const zero::EnginePlan& plan,
     if (const auto less = WrittenUnder(plan, asked); less.has_value())
       add("penstock.durability \"checkpoint\"", in_all(*less));
   }
-  if (plan.options.host_budget_bytes > 0) {
+  if (plan.options.host_memory_budget_bytes > 0) {
     tiering::PlanOptions asked = plan.options;
-    asked.host_budget_bytes *= 2;
+    asked.host_memory_budget_bytes *= 2;
     asked.commits_every_step = false;
     if (const auto less = WrittenUnder(plan, asked); less.has_value())
       add("that, and twice the --host-memory", in_all(*less));

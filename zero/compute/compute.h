@@ -50,7 +50,7 @@ struct ComputeSetup {
 struct MeasureOptions {
   bool trains = true;                                  // false: forward only
   bool times = true;                                   // false: memory only, a pass of each kind of stage
-  int64_t host_memory_bytes = 0;                       // that there is for it; 0: no bound
+  int64_t host_memory_budget_bytes = 0;                // that there is for it; 0: no bound
   std::function<void(const std::string& what)> doing;  // what takes its time just now, for people
 };
 
@@ -118,9 +118,9 @@ class Compute {
  public:
   virtual ~Compute() = default;
 
-  // Finds out what the model takes, in at most MeasureOptions::host_memory_bytes. On the thread that makes
-  // the engine. kResourceExhausted: it takes more than there is, and nothing of that size was allocated.
-  // kInvalidArgument: the model breaks a rule. May be called again.
+  // Finds out what the model takes, in at most MeasureOptions::host_memory_budget_bytes. On the thread that
+  // makes the engine. kResourceExhausted: it takes more than there is, and nothing of that size was
+  // allocated. kInvalidArgument: the model breaks a rule. May be called again.
   virtual absl::StatusOr<Measured> Measure(const ComputeSetup& setup, const Batch& example,
                                            const MeasureOptions& options) = 0;
   // The values of a new run's block; one block at a time, ascending. On the thread that makes the engine.

@@ -1,7 +1,7 @@
 // What computes: the processor, or a device with memory of its own.
 //
-// The engine writes against this interface and never asks which device it has, only whether it is
-// apart from the host. A device apart gets its weights by CopyIn from the host's arena and
+// The engine writes against this interface and never asks which device it has, only whether it
+// has its own memory. Such a device gets its weights by CopyIn from the host's arena and
 // gives gradients back by CopyOut, or keeps both, and optimizer state with them, which it updates itself
 // (zero/compute/device_state.h); `cpu` computes where the weights lie and copies nothing. Three
 // implementations:
@@ -66,7 +66,7 @@ class Device {
   // In what weights of this type are computed with, forward and backward.
   virtual kernels::DType compute_type(kernels::DType weights) const = 0;
 
-  // Memory. Of a device apart: what it has in all, a budget's upper bound.
+  // Memory. Of a device that has its own: what there is in all, a budget's upper bound.
   virtual int64_t capacity_bytes() const = 0;
   // The plan's slots, in one piece, until the device is closed or asks again. kResourceExhausted.
   virtual absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) = 0;

@@ -1,5 +1,5 @@
-// State that lives on a device apart (tiering::DevicePlan): where it is there, and the copies of its
-// tiles between there and host memory.
+// State that lives on a device with its own memory (tiering::DevicePlan): where it is there, and the copies
+// of its tiles between there and host memory.
 //
 // A block's state on the device is that of one tile as large as the block; the store and whoever reads it in
 // host memory have it tile by tile, so a tile's copy is one for each segment.

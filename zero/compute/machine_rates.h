@@ -1,5 +1,5 @@
-// What the parts of this machine reach, as plans need it (tiering::MachineModel): copies to a device apart,
-// updates, a sample of compute. Drives are measured by aio/profile.h.
+// What the parts of this machine reach, as plans need it (tiering::MachineModel): copies to a device with its
+// own memory, updates, a sample of compute. Drives are measured by aio/profile.h.
 #ifndef PENSTOCK_ZERO_COMPUTE_MACHINE_RATES_H_
 #define PENSTOCK_ZERO_COMPUTE_MACHINE_RATES_H_
 
@@ -12,15 +12,15 @@
 
 namespace penstock::zero {
 
-// What copies between registered host memory and a device apart reach, in some of its memory: before
-// its arena is made.
+// What copies between registered host memory and a device with its own memory reach, in some of its memory:
+// before its arena is made.
 struct CopyRates {
   double h2d_bytes_per_s = 0;
   double d2h_bytes_per_s = 0;
 };
 absl::StatusOr<CopyRates> MeasureCopyRates(Device& device);
 
-// Parameters per second that a device apart updates in its own memory, before its arena is made.
+// Parameters per second that a device updates in its own memory, before its arena is made.
 absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& format,
                                               const OptimizerOptions& optimizer);
 

@@ -223,8 +223,8 @@ Config Fill(const Filler& f) {
   FillMonitor(f, "csv_monitor", c.csv_monitor);
   FillMonitor(f, "tensorboard", c.tensorboard);
 
-  f.Get("penstock.host_memory", c.penstock.host_memory_bytes);
-  f.Get("penstock.device_memory", c.penstock.device_memory_bytes);
+  f.Get("penstock.host_memory", c.penstock.host_memory_budget_bytes);
+  f.Get("penstock.device_memory", c.penstock.device_memory_budget_bytes);
   f.Get("penstock.durability", kDurabilities, c.penstock.durability);
   f.Get("penstock.sync", kSyncModes, c.penstock.sync);
   f.Get("penstock.versions", c.penstock.versions);

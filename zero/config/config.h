@@ -128,7 +128,7 @@ struct OffloadOptimizerConfig {
   // Whether the next tile is read, and the last one written, while one is updated.
   std::optional<bool> pipeline_read;
   std::optional<bool> pipeline_write;
-  std::optional<double> ratio;  // of the state that the processor updates, the rest a device apart
+  std::optional<double> ratio;  // of the state that the processor updates; a device updates the rest
 };
 
 struct ZeroConfig {
@@ -194,8 +194,8 @@ struct ElasticityConfig {
 
 // "penstock": {}.
 struct PenstockConfig {
-  std::optional<int64_t> host_memory_bytes;    // "host_memory": bytes or "4GiB"
-  std::optional<int64_t> device_memory_bytes;  // "device_memory"
+  std::optional<int64_t> host_memory_budget_bytes;    // "host_memory": bytes or "4GiB"
+  std::optional<int64_t> device_memory_budget_bytes;  // "device_memory"
   std::optional<Durability> durability;
   std::optional<SyncMode> sync;
   std::optional<int64_t> versions;  // of everything on the drive: 1, 2 or 3

@@ -11,7 +11,7 @@
 //   offload_optimizer.buffer_count               state in flight: buffers of sub_group_size x 4 bytes
 //   offload_optimizer.pipeline_read, _write      false: no tile ahead of, or behind, the updated one
 //   offload_optimizer.ratio                      elements that the processor updates, at least: of the
-//                                                others a device apart keeps what it has room for
+//                                                others a device keeps what its own memory has room for
 //   penstock.placement, placement_const_bytes    what stays at all: auto, cpu, cuda, const
 //   penstock.gpu_margin_mem_ratio                of what is left then, the share for resident state
 //   stage 1 and 2, over several ranks            all weights stay

@@ -278,7 +278,7 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirec
     const std::vector<void*> places =
         PlacesOf(plan, residency, device, numbers[tile].first, numbers[tile].second);
     return store->ReadSegments(&ios[tile % 2], tile, 0, static_cast<uint32_t>(places.size()), places,
-                               aio::Priority::kDemand, swap::Which::kCommitted);
+                               aio::Priority::kDemand, swap::VersionChoice::kCommitted);
   };
   // But not into the same places.
   const auto staged = [&](uint32_t tile) { return device != nullptr && device->has(numbers[tile].first); };

@@ -146,7 +146,7 @@ struct EngineHooks {
   // The machine that plans are compared on; asked once, when the model's sizes are known and the budget is
   // known to hold the least that works. Without it, MachineModel's assumptions. `compute` is a sample of the
   // model's compute on the caller's thread, for measuring it beside other work; null where nothing is trained
-  // or a device apart computes.
+  // or a device with its own memory computes.
   std::function<tiering::MachineModel(int64_t state_bytes, const std::function<void()>& compute)> machine;
   // What preparing a run, or a plan, is at just now, for people: it takes seconds.
   std::function<void(const std::string& what)> preparing;

@@ -34,10 +34,10 @@ absl::StatusOr<Measured> MeasureWithin(Compute& compute, const EngineOptions& op
   measure.trains = options.trains;
   measure.times = options.measures_time;
   measure.doing = options.hooks.preparing;
-  // The tensors of a device apart may be the host's too, and are no part of the host's budget.
+  // The tensors of a device with its own memory may be the host's too, and are no part of the host's budget.
   const bool counts = !options.device->has_own_memory() || !options.device->tensors_are_host();
   const auto within = [&](int64_t bytes) {
-    measure.host_memory_bytes = bytes;
+    measure.host_memory_budget_bytes = bytes;
     const TensorMemoryLimit limit(counts ? bytes : 0);
     return compute.Measure(setup, options.example, measure);
   };
@@ -117,7 +117,7 @@ class Preparation {
     plan_options_.calls = options_.calls_per_step;
     plan_options_.on_nvme = on_nvme_;
     plan_options_.trains = options_.trains;
-    plan_options_.host_budget_bytes = options_.memory.host_memory_budget_bytes;
+    plan_options_.host_memory_budget_bytes = options_.memory.host_memory_budget_bytes;
     plan_options_.tile_bytes = options_.memory.tile_bytes;
     plan_options_.bounds = options_.memory.bounds;
     plan_options_.update_order = options_.optimizer.order;
@@ -143,8 +143,8 @@ class Preparation {
                                                  "(EngineOptions::micro_batches)"));
   }
 
-  // The budget of a device apart. Its own way to the drive is opened first: that takes memory which is not in
-  // the device's capacity then.
+  // The budget of a device with its own memory. Its own way to the drive is opened first: that takes memory
+  // which is not in the device's capacity then.
   absl::Status OpenDevice() {
     Device& device = *options_.device;
     if (!device.has_own_memory()) return absl::OkStatus();
@@ -242,7 +242,7 @@ class Preparation {
   absl::Status AgreeOnMemory() {
     tiering::DeviceOptions& device = plan_options_.device;
     if (comm() != nullptr) {
-      ASSIGN_OR_RETURN(plan_options_.host_budget_bytes,
+      ASSIGN_OR_RETURN(plan_options_.host_memory_budget_bytes,
                        AgreeOnBudget(*comm(), options_.memory.host_memory_budget_bytes));
       if (device.has_own_memory) {
         // Where weights stay whole in host memory, they are gathered there, once a step. Connecting takes
@@ -333,8 +333,8 @@ class Preparation {
       if (options_.rank() == 0) RETURN_IF_ERROR(AskForMachine());
     }
     if (comm() == nullptr) return absl::OkStatus();
-    return AgreeOnMachine(*comm(), prepared_.devices, *options_.device, plan_options_.host_budget_bytes,
-                          &plan_options_.machine);
+    return AgreeOnMachine(*comm(), prepared_.devices, *options_.device,
+                          plan_options_.host_memory_budget_bytes, &plan_options_.machine);
   }
 
   absl::Status AskForMachine() {

@@ -19,7 +19,7 @@ struct PreparedModel {
   GradientSums::Layouts layouts;
   nlohmann::json identity;  // what a store is made with, and what it must have to be resumed
   DeviceExchange devices;   // of several ranks
-  DirectStorage storage;    // of a device apart, with a drive
+  DirectStorage storage;    // of a device with its own memory, with a drive
 };
 
 // Measures the model and plans it under the options. With options.resume.enabled (or without options.trains)

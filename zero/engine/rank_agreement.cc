@@ -171,11 +171,11 @@ absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
 }
 
 absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& device,
-                            int64_t host_budget_bytes, tiering::MachineModel* machine) {
+                            int64_t host_memory_budget_bytes, tiering::MachineModel* machine) {
   static_assert(std::is_trivially_copyable_v<tiering::MachineModel>);
   const bool there = devices.comm != nullptr;
   // Within the budget of where it is.
-  const int64_t budget = there ? devices.budget_bytes : host_budget_bytes;
+  const int64_t budget = there ? devices.budget_bytes : host_memory_budget_bytes;
   const int64_t bytes =
       budget > 0 ? std::clamp<int64_t>(budget / 4 / comm.world(), 4096, kProbeBytes) : kProbeBytes;
   HostBuffer host;

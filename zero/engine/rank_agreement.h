@@ -49,7 +49,7 @@ absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm,
 // it takes anywhere.
 absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph);
 absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& device,
-                            int64_t host_budget_bytes, tiering::MachineModel* machine);
+                            int64_t host_memory_budget_bytes, tiering::MachineModel* machine);
 
 // kInternal: the plans differ after all.
 absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan);

@@ -4,7 +4,7 @@
 // evaluations between them.
 //   nvme_bytes_per_param_per_step  bytes the drive moved in it, over its steps and the model's parameters;
 //                                  without the reads of evaluations
-//   io_saturated_seconds           time with bytes in flight at or above the device's knee (aio::EngineStats)
+//   io_saturated_seconds           time with bytes in flight that saturate the device (aio::EngineStats)
 //   compute_union_seconds          union of the intervals in which forward, backward or update kernels ran
 //   overlap_ratio                  its seconds / max(io_saturated_seconds, compute_union_seconds)
 //   io_gbps_achieved               its NVMe bytes that arrived in io_saturated_seconds, over these, in 10^9

@@ -38,8 +38,8 @@ class RunResources {
   RunResources(const RunResources&) = delete;
   RunResources& operator=(const RunResources&) = delete;
 
-  // Bounds the tensors on a device apart. Called when the model is built: what tensors took on the host
-  // till then is no part of what they may take there.
+  // Bounds the tensors on a device with its own memory. Called when the model is built: what tensors took on
+  // the host till then is no part of what they may take there.
   absl::Status BoundDevice();
 
   const aio::Arena& arena() const { return *arena_; }

@@ -1,5 +1,5 @@
-// A device apart behind the lanes: where the plan's slots are in its memory, and the copies to and
-// from it.
+// A device with its own memory behind the lanes: where the plan's slots are in its memory, and the copies to
+// and from it.
 //
 // Threads: Start on the executor's thread; the places from any.
 #ifndef PENSTOCK_ZERO_LANES_DEVICE_LANES_H_

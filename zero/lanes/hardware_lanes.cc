@@ -265,16 +265,17 @@ absl::Status HardwareLanes::StartTransfer(const Task& task) {
     return &transfer->io;
   };
   // An update that is made again starts from what the last commit holds.
-  const swap::Which which = op.replay ? swap::Which::kCommitted : swap::Which::kNewest;
+  const swap::VersionChoice choice =
+      op.replay ? swap::VersionChoice::kCommitted : swap::VersionChoice::kNewest;
   switch (op.kind) {
     case OpKind::kReadWeights: {
       void* const destination[] = {op.device_weight_slot.valid() ? device_->weights(op) : memory.weights};
       return store_->ReadSegments(begin(&WeightsTransfer(op)), tile, 0, 1, destination,
-                                  aio::Priority::kDemand, which);
+                                  aio::Priority::kDemand, choice);
     }
     case OpKind::kReadState:
       return store_->ReadSegments(begin(&transfers.state), tile, 1, segments - 1, memory.state,
-                                  aio::Priority::kPrefetch, which);
+                                  aio::Priority::kPrefetch, choice);
     case OpKind::kReadGradient:
       return store_->ReadScratch(begin(&transfers.gradient), tile, 0, memory.gradient,
                                  static_cast<uint64_t>(op.bytes), aio::Priority::kPrefetch);

@@ -2,7 +2,7 @@
 //
 //   kCompute  one thread that calls the Compute, in the order of the program
 //   kUpdate   workers that check, update and checksum tiles, and finish gradients
-//   kCopyIn, kCopyOut       asynchronous copies of a device apart
+//   kCopyIn, kCopyOut       asynchronous copies of a device with its own memory
 //   kAllGather, kReduceScatter, and kAgree of kCommit  where there are more ranks (zero/lanes/rank_lanes.h)
 //   kRead, kWrite, kCommit  asynchronous transfers of the store; its I/O threads report completions
 //

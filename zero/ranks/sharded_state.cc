@@ -202,7 +202,7 @@ absl::Status ShardedState::Load(const Tile& tile) {
   std::array<void*, swap::kMaxSegments> places;
   absl::Status status = store.ReadTileNow(
       &ios_[0], tile.number, store.geometry().SegmentPlaces(tile.number, memory_.data(), &places),
-      aio::Priority::kDemand, swap::Which::kCommitted);
+      aio::Priority::kDemand, swap::VersionChoice::kCommitted);
   if (status.ok()) loaded_ = &tile;
   return status;
 }
@@ -216,7 +216,7 @@ absl::Status ShardedState::ReadWeights(tiering::BlockIndex block, size_t from, v
     void* const place = static_cast<std::byte*>(run) + tiles[i]->first * precision_.weight_bytes();
     return stores_[tiles[i]->store]->ReadSegments(&ios_[i % 2], tiles[i]->number, 0, 1,
                                                   std::span<void* const>(&place, 1), aio::Priority::kDemand,
-                                                  swap::Which::kCommitted);
+                                                  swap::VersionChoice::kCommitted);
   };
   // One ahead: the next tile is on its way while this one is checked.
   absl::Status status = tiles.empty() ? absl::OkStatus() : read(0);

@@ -72,7 +72,7 @@ Stopwatch::Reading TimeOnce(Device& device, Probe& probe, Body&& body) {
   const Stopwatch watch(IntraOpThreads());
   body();
   Finish(device);
-  // The processor's threads do not say what a device apart takes.
+  // The processor's threads do not say what a device with its own memory takes.
   return device.has_own_memory() ? Stopwatch::Reading{watch.Passed()} : watch.Read();
 }
 
@@ -218,13 +218,13 @@ class OwnMemory {
 // whatever the batch. Where that is more than there is, nothing is run.
 absl::Status CheckLargest(const tiering::ModelGraph& graph, kernels::DType weights,
                           const MeasureOptions& options, const Device& device) {
-  if (options.host_memory_bytes == 0 || device.has_own_memory()) return absl::OkStatus();
+  if (options.host_memory_budget_bytes == 0 || device.has_own_memory()) return absl::OkStatus();
   const auto width = static_cast<int64_t>(kernels::BytesPerElement(weights));
   const auto addend = static_cast<int64_t>(kernels::BytesPerElement(device.compute_type(weights)));
   for (const tiering::BlockShape& block : graph.blocks) {
     const int64_t gradients = options.trains && block.trains ? block.elements - block.trained_from : 0;
     const int64_t bytes = block.elements * width + gradients * addend;
-    if (bytes <= options.host_memory_bytes) continue;
+    if (bytes <= options.host_memory_budget_bytes) continue;
     return absl::ResourceExhaustedError(absl::StrCat("block ", block.name, " alone has ", bytes,
                                                      " bytes of weights",
                                                      gradients > 0 ? " and gradients" : ""));

@@ -1,4 +1,4 @@
-#include "tools/penstock/kept_config.h"
+#include "tools/penstock/recorded_config.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -52,34 +52,34 @@ void MakeAbsolute(json* path) {
 
 }  // namespace
 
-bool IsKept(std::string_view path) {
+bool IsRecorded(std::string_view path) {
   return std::none_of(std::begin(kNotKept), std::end(kNotKept), [&](std::string_view name) {
     return path.starts_with(name) && (path.size() == name.size() || path[name.size()] == '.');
   });
 }
 
-absl::StatusOr<json> KeptConfig(const std::string& file) {
+absl::StatusOr<json> ConfigToRecord(const std::string& file) {
   std::ifstream stream(file, std::ios::binary);
   const std::string text((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
   ASSIGN_OR_RETURN(const nlohmann::ordered_json said, zero::ParseHjson(text));
   ASSIGN_OR_RETURN(zero::CheckedKeys keys, zero::CheckKeys(said));
-  json kept = json::object();
+  json recorded = json::object();
   for (auto& [path, value] : keys.served) {
-    if (IsKept(path)) kept[path] = std::move(value);
+    if (IsRecorded(path)) recorded[path] = std::move(value);
   }
   // A monitor without output_path writes to the working directory.
   for (const char* monitor : kMonitors) {
-    if (kept.contains(absl::StrCat(monitor, ".enabled")))
-      MakeAbsolute(&kept[absl::StrCat(monitor, ".output_path")]);
+    if (recorded.contains(absl::StrCat(monitor, ".enabled")))
+      MakeAbsolute(&recorded[absl::StrCat(monitor, ".output_path")]);
   }
-  if (kept.contains("flops_profiler.output_file")) MakeAbsolute(&kept["flops_profiler.output_file"]);
-  return kept;
+  if (recorded.contains("flops_profiler.output_file")) MakeAbsolute(&recorded["flops_profiler.output_file"]);
+  return recorded;
 }
 
-absl::StatusOr<zero::Config> ConfigOfKept(const json& kept) {
+absl::StatusOr<zero::Config> ConfigFromRecord(const json& recorded) {
   json config = json::object();
-  bool named = kept.is_object();
-  for (const auto& [path, value] : kept.items()) {
+  bool named = recorded.is_object();
+  for (const auto& [path, value] : recorded.items()) {
     named = named && !path.empty();
     if (named) config[json::json_pointer(absl::StrCat("/", absl::StrReplaceAll(path, {{".", "/"}})))] = value;
   }
@@ -91,9 +91,9 @@ absl::StatusOr<zero::Config> ConfigOfKept(const json& kept) {
                                           "): go on with --config FILE"));
 }
 
-std::string KeysOfKept(const json& kept) {
+std::string RecordedKeys(const json& recorded) {
   std::vector<std::string> keys;
-  for (const auto& [path, value] : kept.items()) keys.push_back(path);
+  for (const auto& [path, value] : recorded.items()) keys.push_back(path);
   return absl::StrJoin(keys, ", ");
 }
 

@@ -1,5 +1,5 @@
 // What --config said holds when the run goes on without it.
-#include "tools/penstock/kept_config.h"
+#include "tools/penstock/recorded_config.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ using testing::HasSubstr;
 using testing::Not;
 using namespace testing_support;
 
-class KeptConfigTest : public ProgramTest {
+class RecordedConfigTest : public ProgramTest {
  protected:
   Arguments Small(const std::string& state, const Arguments& more) const {
     return Arguments{"train", "--model", "gpt-tiny", "--dtype", "fp32",        "--threads", "1",
@@ -33,7 +33,7 @@ class KeptConfigTest : public ProgramTest {
   }
 };
 
-TEST_F(KeptConfigTest, MonitorsWatchdogAndPreferenceGoOnWithoutTheConfig) {
+TEST_F(RecordedConfigTest, MonitorsWatchdogAndPreferenceGoOnWithoutTheConfig) {
   WriteFile(dir_ + "/ds.json", R"({"csv_monitor": {"enabled": true, "output_path": "csv", "job_name": "job"},
     "wall_clock_breakdown": true, "aio": {"queue_depth": 8}, "train_micro_batch_size_per_gpu": 2,
     "penstock": {"prefer": "time", "watchdog_seconds": 17, "sync": "power"}})");
@@ -67,7 +67,7 @@ TEST_F(KeptConfigTest, MonitorsWatchdogAndPreferenceGoOnWithoutTheConfig) {
   EXPECT_EQ(MonitoredSteps(), 4u);
 }
 
-TEST_F(KeptConfigTest, ABudgetOfWearStopsAResumedRunToo) {
+TEST_F(RecordedConfigTest, ABudgetOfWearStopsAResumedRunToo) {
   WriteFile(dir_ + "/ds.json", R"({"penstock": {"wear_budget_tb": 1e-9}})");
   const Ran begun = Run(Small("/state", {"--steps", "3", "--config", "ds.json"}));
   EXPECT_EQ(begun.code, 1);
@@ -80,7 +80,7 @@ TEST_F(KeptConfigTest, ABudgetOfWearStopsAResumedRunToo) {
   EXPECT_EQ(more.code, 0) << more.err;
 }
 
-TEST_F(KeptConfigTest, ARunWithoutAConfigHasNothingToKeep) {
+TEST_F(RecordedConfigTest, ARunWithoutAConfigHasNothingToKeep) {
   ASSERT_EQ(Run(Small("/state", {"--steps", "1"})).code, 0);
   EXPECT_FALSE(RecordOf("/state").contains("config_kept"));
   const Ran resumed = Run(Small("/state", {"--steps", "2", "--resume"}));
@@ -106,8 +106,8 @@ json AValueOf(const zero::KeySpec& key) {
   }
 }
 
-// A served key is told apart by its name in the record, or is kept: none is dropped in silence.
-TEST_F(KeptConfigTest, EveryServedKeyThatIsKeptComesBackAsItWas) {
+// A served key is told apart by its name in the record, or is recorded: none is dropped in silence.
+TEST_F(RecordedConfigTest, EveryServedKeyThatIsKeptComesBackAsItWas) {
   for (const std::string_view section : zero::SectionPaths()) {
     if (section.find('/') != std::string_view::npos) continue;  // parameters of optimizers and schedules
     for (const zero::KeySpec& key : zero::SectionKeys(section)) {
@@ -115,44 +115,44 @@ TEST_F(KeptConfigTest, EveryServedKeyThatIsKeptComesBackAsItWas) {
       const std::string path =
           section.empty() ? std::string(key.name) : std::string(section) + "." + std::string(key.name);
       const json value = AValueOf(key);
-      if (!IsKept(path) || value.is_null()) continue;
+      if (!IsRecorded(path) || value.is_null()) continue;
       SCOPED_TRACE(path);
       json config;
       std::string pointer = "/" + path;
       std::replace(pointer.begin(), pointer.end(), '.', '/');
       config[json::json_pointer(pointer)] = value;
       WriteFile(dir_ + "/one.json", config.dump());
-      const auto kept = KeptConfig(dir_ + "/one.json");
-      ASSERT_TRUE(kept.ok()) << kept.status();
-      ASSERT_TRUE(kept->contains(path)) << *kept;
-      const auto again = ConfigOfKept(*kept);
+      const auto recorded = ConfigToRecord(dir_ + "/one.json");
+      ASSERT_TRUE(recorded.ok()) << recorded.status();
+      ASSERT_TRUE(recorded->contains(path)) << *recorded;
+      const auto again = ConfigFromRecord(*recorded);
       ASSERT_TRUE(again.ok()) << again.status();
       // What is read from it is what is kept of it.
       json said;
-      for (const auto& [name, what] : kept->items()) {
+      for (const auto& [name, what] : recorded->items()) {
         std::string at = "/" + name;
         std::replace(at.begin(), at.end(), '.', '/');
         said[json::json_pointer(at)] = what;
       }
       WriteFile(dir_ + "/two.json", said.dump());
-      EXPECT_EQ(*KeptConfig(dir_ + "/two.json"), *kept);
+      EXPECT_EQ(*ConfigToRecord(dir_ + "/two.json"), *recorded);
     }
   }
 }
 
-TEST_F(KeptConfigTest, WhatTheRecordHasByNameIsNotKeptTwice) {
+TEST_F(RecordedConfigTest, WhatTheRecordHasByNameIsNotKeptTwice) {
   WriteFile(dir_ + "/ds.json",
             R"({"train_batch_size": 4, "gradient_clipping": 0.5, "bf16": {"enabled": true},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "scheduler": {"type": "WarmupLR", "params": {}},
     "penstock": {"sync": "power", "durability": "step", "optimizer_states": "fp32", "versions": 2},
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x", "buffer_count": 4},
                           "stage3_max_live_parameters": "auto"}})");
-  EXPECT_EQ(*KeptConfig(dir_ + "/ds.json"),
+  EXPECT_EQ(*ConfigToRecord(dir_ + "/ds.json"),
             (json{{"zero_optimization.stage", 3}, {"zero_optimization.offload_optimizer.buffer_count", 4}}));
 }
 
-TEST_F(KeptConfigTest, WhatALaterVersionKeptIsNamedWithTheWayOut) {
-  const auto config = ConfigOfKept(json{{"penstock.of_times_to_come", 1}});
+TEST_F(RecordedConfigTest, WhatALaterVersionKeptIsNamedWithTheWayOut) {
+  const auto config = ConfigFromRecord(json{{"penstock.of_times_to_come", 1}});
   ASSERT_FALSE(config.ok());
   EXPECT_TRUE(absl::IsDataLoss(config.status()));
   EXPECT_THAT(config.status().message(), AllOf(HasSubstr("of_times_to_come"), HasSubstr("--config FILE")));

@@ -1,6 +1,6 @@
-// A step in virtual time against its floor, over compute to drive from 0.1 to 10 and budgets from the least
-// to one that keeps everything, in every precision, for a chain of blocks and for a GPT that uses its first
-// block at both ends.
+// A step in virtual time against its lower bound, over compute to drive from 0.1 to 10 and budgets from the
+// least to one that keeps everything, in every precision, for a chain of blocks and for a GPT that uses its
+// first block at both ends.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -67,7 +67,7 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
       stage.forward_seconds = stage_seconds / 4;
       stage.backward_seconds = stage_seconds * 3 / 4;
     }
-    options.host_budget_bytes = int64_t{1} << 40;
+    options.host_memory_budget_bytes = int64_t{1} << 40;
     const absl::StatusOr<Plan> ample = MakePlan(graph, options);
     ASSERT_TRUE(ample.ok()) << ample.status();
     const auto least = static_cast<double>(ample->least_host_memory_bytes);
@@ -77,23 +77,23 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
     for (const double share : shares) {
       SCOPED_TRACE(testing::Message() << "compute to drive " << ratio << ", memory beyond the least " << share
                                       << " of everything");
-      options.host_budget_bytes = static_cast<int64_t>(least + share * everything);
+      options.host_memory_budget_bytes = static_cast<int64_t>(least + share * everything);
       const absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok()) << plan.status();
       const absl::StatusOr<Prediction> step = Simulate(graph, *plan, machine, /*steps=*/6);
       ASSERT_TRUE(step.ok());
-      const double floor = LowerBoundOf(graph, *plan, *step, machine);
-      EXPECT_LE(step->step_seconds, floor * 1.05);
+      const double bound = LowerBoundOf(graph, *plan, *step, machine);
+      EXPECT_LE(step->step_seconds, bound * 1.05);
       EXPECT_LE(step->step_seconds, step->lower_bound_seconds * 1.09) << "the busiest part alone";
-      worst = std::max(worst, step->step_seconds / floor);
-      // A floor of needless bytes would be none: all of it streams, spilled gradients too, at the most.
+      worst = std::max(worst, step->step_seconds / bound);
+      // A bound of needless bytes would be none: all of it streams, spilled gradients too, at the most.
       const auto moved = static_cast<double>(plan->nvme_read_bytes + plan->nvme_write_bytes);
       EXPECT_LE(moved, (of.bytes + 2 * of.precision.gradient_bytes) * elements * 1.01);
       // While every step is clipped, most of what the drive moves waits for a quarter of the compute.
       const absl::StatusOr<Prediction> predicted = Predict(graph, *plan, machine);
       ASSERT_TRUE(predicted.ok());
-      EXPECT_LE(predicted->clipped_step_seconds, floor * 1.65);
-      worst_clipped = std::max(worst_clipped, predicted->clipped_step_seconds / floor);
+      EXPECT_LE(predicted->clipped_step_seconds, bound * 1.65);
+      worst_clipped = std::max(worst_clipped, predicted->clipped_step_seconds / bound);
       if (ratio < 0.5 || ratio > 1.2 || share > 0) continue;
       // Unless reading some of it twice is worth it.
       options.prefer = Prefer::kTime;
@@ -104,14 +104,14 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
       ASSERT_TRUE(previewed.ok());
       EXPECT_LE(previewed->step_seconds, predicted->step_seconds * 1.006);
       EXPECT_LE(previewed->clipped_step_seconds, predicted->clipped_step_seconds * 1.001);
-      EXPECT_LE(previewed->clipped_step_seconds, floor * 1.4);
-      worst_previewed = std::max(worst_previewed, previewed->clipped_step_seconds / floor);
+      EXPECT_LE(previewed->clipped_step_seconds, bound * 1.4);
+      worst_previewed = std::max(worst_previewed, previewed->clipped_step_seconds / bound);
     }
   }
   RecordProperty("worst", std::to_string(worst));
   RecordProperty("worst_clipped", std::to_string(worst_clipped));
   RecordProperty("worst_previewed", std::to_string(worst_previewed));
-  std::printf("%s: %.4f of the floor at most, %.3f while every step is clipped, %.3f with previews\n",
+  std::printf("%s: %.4f of the lower bound at most, %.3f while every step is clipped, %.3f with previews\n",
               of.name, worst, worst_clipped, worst_previewed);
 }
 

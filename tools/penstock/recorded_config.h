@@ -2,10 +2,10 @@
 // wear, watchdog, monitors, profiles. A run that goes on without --config has it still.
 //
 // What is computed has names of its own in the run's record (recorded_options.h), and where state lives is
-// told anew, or found. All other keys that are served are kept, those of times to come too; docs/training.md
-// has the table.
-#ifndef PENSTOCK_TOOLS_PENSTOCK_KEPT_CONFIG_H_
-#define PENSTOCK_TOOLS_PENSTOCK_KEPT_CONFIG_H_
+// told anew, or found. All other keys that are served are recorded, those of times to come too;
+// docs/training.md has the table.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_RECORDED_CONFIG_H_
+#define PENSTOCK_TOOLS_PENSTOCK_RECORDED_CONFIG_H_
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -17,21 +17,21 @@
 namespace penstock::tools {
 
 // Its name in a run's record.
-inline constexpr const char* kKeptConfigKey = "config_kept";
+inline constexpr const char* kRecordedConfigKey = "config_kept";
 
-// Whether a key, by its canonical path, is kept: "aio.block_size".
-bool IsKept(std::string_view path);
+// Whether a key, by its canonical path, is recorded: "aio.block_size".
+bool IsRecorded(std::string_view path);
 
 // Of a config file that has been read without an error: values by path. Paths of files become absolute, since
 // whoever resumes may stand in another directory.
-absl::StatusOr<nlohmann::json> KeptConfig(const std::string& file);
+absl::StatusOr<nlohmann::json> ConfigToRecord(const std::string& file);
 
 // A config that says that and nothing else. kDataLoss: a later version made it, or it is damaged.
-absl::StatusOr<zero::Config> ConfigOfKept(const nlohmann::json& kept);
+absl::StatusOr<zero::Config> ConfigFromRecord(const nlohmann::json& recorded);
 
 // Its keys, with commas between.
-std::string KeysOfKept(const nlohmann::json& kept);
+std::string RecordedKeys(const nlohmann::json& recorded);
 
 }  // namespace penstock::tools
 
-#endif  // PENSTOCK_TOOLS_PENSTOCK_KEPT_CONFIG_H_
+#endif  // PENSTOCK_TOOLS_PENSTOCK_RECORDED_CONFIG_H_
