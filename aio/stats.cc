@@ -80,6 +80,29 @@ void ClassStats::Merge(const ClassStats& other) {
   latency.Merge(other.latency);
 }
 
+void DeviceStats::Merge(const DeviceStats& earlier) {
+  for (size_t op = 0; op < classes.size(); ++op) {
+    for (size_t p = 0; p < classes[op].size(); ++p) classes[op][p].Merge(earlier.classes[op][p]);
+    service[op].Merge(earlier.service[op]);
+  }
+  device_read_bytes += earlier.device_read_bytes;
+  device_write_bytes += earlier.device_write_bytes;
+  saturated_bytes += earlier.saturated_bytes;
+  pieces += earlier.pieces;
+  fixed_pieces += earlier.fixed_pieces;
+  bounced_pieces += earlier.bounced_pieces;
+  read_modify_writes += earlier.read_modify_writes;
+  syscalls += earlier.syscalls;
+  short_transfers += earlier.short_transfers;
+  retries += earlier.retries;
+  io_errors_retried += earlier.io_errors_retried;
+  stuck_reports += earlier.stuck_reports;
+  peak_in_flight_bytes = std::max(peak_in_flight_bytes, earlier.peak_in_flight_bytes);
+  busy_ns += earlier.busy_ns;
+  saturated_ns += earlier.saturated_ns;
+  cpu_ns += earlier.cpu_ns;
+}
+
 ClassStats DeviceStats::Total(Op op) const {
   ClassStats total;
   for (const ClassStats& one : classes[static_cast<size_t>(op)]) total.Merge(one);
@@ -96,6 +119,22 @@ double MsPerGiB(int64_t cpu_ns, uint64_t bytes) {
 }  // namespace
 
 double DeviceStats::CpuMsPerGiB() const { return MsPerGiB(cpu_ns, device_read_bytes + device_write_bytes); }
+
+void EngineStats::Merge(const EngineStats& earlier) {
+  for (const DeviceStats& each : earlier.devices) {
+    const auto same = std::find_if(devices.begin(), devices.end(), [&](const DeviceStats& device) {
+      return device.device == each.device && device.backend == each.backend;
+    });
+    if (same != devices.end()) {
+      same->Merge(each);
+      continue;
+    }
+    devices.push_back(each);
+    devices.back().in_flight_bytes = devices.back().queued_requests = 0;
+  }
+  busy_ns += earlier.busy_ns;
+  saturated_ns += earlier.saturated_ns;
+}
 
 ClassStats EngineStats::Total(Op op) const {
   ClassStats total;

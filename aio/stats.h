@@ -100,6 +100,8 @@ struct DeviceStats {
   const ClassStats& Of(Op op, Priority priority) const {
     return classes[static_cast<size_t>(op)][static_cast<size_t>(priority)];
   }
+  // What an engine before has counted of the same device comes to it; what is so now stays.
+  void Merge(const DeviceStats& earlier);
   // All priorities of an op together.
   ClassStats Total(Op op) const;
   // I/O thread CPU per GiB moved; 0 when nothing was.
@@ -114,6 +116,8 @@ struct EngineStats {
   int64_t busy_ns = 0;       // over all devices: time with anything in flight anywhere
   int64_t saturated_ns = 0;  // time with at least one device saturated
 
+  // What an engine before has counted comes to it; what is so now, and the backend, stay.
+  void Merge(const EngineStats& earlier);
   ClassStats Total(Op op) const;
   uint64_t DeviceReadBytes() const;
   uint64_t DeviceWriteBytes() const;

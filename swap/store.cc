@@ -50,6 +50,10 @@ absl::Status TileIo::status() const {
 
 Store::~Store() {
   if (!made_in_.here()) return;  // what is in flight is the parent's, and ends there
+  AwaitAll();
+}
+
+void Store::AwaitAll() {
   // Callers' transfers and commits point into this object. Nothing here can fail to end: the engine reports
   // every request, well or not.
   while (transfers_.load(std::memory_order_acquire) > 0 || (commit_ != nullptr && commit_->pending())) {

@@ -204,6 +204,9 @@ class TileIo {
   std::array<aio::Segment, kMaxSegments> memory_{};  // adjacent destinations merged
 };
 
+// The files of a run, locked, from Store::Close to the next Store::Open.
+using HeldFiles = std::vector<std::unique_ptr<aio::File>>;
+
 class Store {
  public:
   // Makes the files, reserves all their space and writes the superblocks. Nothing is committed yet: every
@@ -214,7 +217,12 @@ class Store {
   // Locks and recovers the newest valid commit. With `sync: power` it is durable when this returns, whatever
   // became of the process that made it: its record is written and synced once more. kNotFound: no store file
   // in any of the directories, or one that was never committed (start over with Create and overwrite).
-  static absl::StatusOr<std::unique_ptr<Store>> Open(aio::Engine& engine, const StoreOptions& options);
+  // `held`: of the same run and options, which is locked already.
+  static absl::StatusOr<std::unique_ptr<Store>> Open(aio::Engine& engine, const StoreOptions& options,
+                                                     HeldFiles held = {});
+  // Ends as destruction does, and keeps the run: nobody else may open it until an Open that is given these
+  // files has ended it, or they are destroyed.
+  static HeldFiles Close(std::unique_ptr<Store> store);
   // Waits for whatever is pending, then unlocks. What was written and not committed is as if it never was.
   ~Store();
   Store(const Store&) = delete;
@@ -370,6 +378,7 @@ class Store {
   absl::Status Submit(TileIo* io, TileIo::Kind kind, uint32_t tile, aio::Priority priority);
   absl::Status Scratch(TileIo* io, TileIo::Kind kind, uint32_t tile, uint64_t offset, void* data,
                        uint64_t bytes, aio::Priority priority);
+  void AwaitAll();  // what is pending
   absl::Status Recover();
   absl::Status MakeDurable();
   absl::Status RewriteTakenBack();

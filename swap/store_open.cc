@@ -472,7 +472,13 @@ absl::Status CheckComplete(const StoreOptions& options, const Superblocks& found
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const StoreOptions& options) {
+HeldFiles Store::Close(std::unique_ptr<Store> store) {
+  store->AwaitAll();
+  return std::move(store->files_);
+}
+
+absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const StoreOptions& options,
+                                                   HeldFiles held) {
   if (options.directories.empty() || options.directories.size() > kMaxDirectories) {
     return absl::InvalidArgumentError(
         absl::StrCat("1 to ", kMaxDirectories, " state directories, not ", options.directories.size()));
@@ -485,7 +491,11 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
     RETURN_IF_ERROR(CheckDistinct(options.directories));
   }
   // Lock first, look afterwards: a run that was killed may still be writing.
-  ASSIGN_OR_RETURN(LockedFiles locked, LockAll(engine, options, on_disk));
+  LockedFiles locked;
+  locked.files = std::move(held);
+  if (locked.files.empty()) {
+    ASSIGN_OR_RETURN(locked, LockAll(engine, options, on_disk));
+  }
   if (locked.files.empty()) {
     return absl::NotFoundError(absl::StrCat(options.directories.front(), " holds no run"));
   }

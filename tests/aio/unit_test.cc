@@ -100,6 +100,35 @@ TEST(HistogramTest, MergeAndSubtract) {
   EXPECT_GE(both.PercentileNs(0.5), 1000u);
 }
 
+TEST(StatsTest, WhatAnEngineBeforeHasCountedComesToIt) {
+  DeviceStats drive;
+  drive.device = "vda";
+  drive.backend = "io_uring";
+  EngineStats now, before;
+  drive.device_read_bytes = 10;
+  drive.peak_in_flight_bytes = 4;
+  drive.in_flight_bytes = 3;
+  drive.classes[0][0].requests = 2;
+  now.devices = {drive};
+  now.saturated_ns = 5;
+  drive.device_read_bytes = 100;
+  drive.peak_in_flight_bytes = 8;
+  drive.in_flight_bytes = 7;
+  before.devices = {drive};
+  before.saturated_ns = 50;
+  drive.device = "vdb";
+  before.devices.push_back(drive);
+  now.Merge(before);
+  ASSERT_EQ(now.devices.size(), 2U);
+  EXPECT_EQ(now.DeviceReadBytes(), 210U);
+  EXPECT_EQ(now.saturated_ns, 55);
+  EXPECT_EQ(now.devices[0].device_read_bytes, 110U);
+  EXPECT_EQ(now.devices[0].peak_in_flight_bytes, 8U);
+  EXPECT_EQ(now.devices[0].in_flight_bytes, 3U);
+  EXPECT_EQ(now.devices[0].classes[0][0].requests, 4U);
+  EXPECT_EQ(now.devices[1].in_flight_bytes, 0U);
+}
+
 TEST(IoErrorTest, NamesEverythingAndTheWayOut) {
   const absl::Status status = MakeIoError({.op = "write",
                                            .path = "/nvme/a",

@@ -38,6 +38,31 @@ TEST_F(DirectoryTest, ASecondRunIsRefusedWhileTheFirstOneLives) {
   EXPECT_NE(Open(), nullptr);
 }
 
+// From one engine to the next, as where its memory is divided anew: nobody comes in between.
+TEST_F(DirectoryTest, ARunThatIsClosedAndHeldIsNobodyElses) {
+  FakeModel model(layout_, 1);
+  auto store = CreateCommitted(&model);
+  HeldFiles held = Store::Close(std::move(store));
+  ASSERT_EQ(held.size(), 1U);
+  engine_.reset();
+  auto engine = aio::Engine::Create({});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  engine_ = *std::move(engine);
+  EXPECT_TRUE(absl::IsFailedPrecondition(Store::Open(*engine_, options_).status()));
+  EXPECT_EQ(Probe(options_.directories).holding, Holding::kInUse);
+  auto again = Store::Open(*engine_, options_, std::move(held));
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ((*again)->recovered().payload, "first");
+  Step(**again, &model, 1);
+  EXPECT_TRUE(absl::IsFailedPrecondition(Store::Open(*engine_, options_).status()));
+  held = Store::Close(*std::move(again));
+  held.clear();  // or not at all
+  store = Open();
+  ASSERT_NE(store, nullptr);
+  EXPECT_EQ(store->committed_step(), 1U);
+  EXPECT_TRUE(model.ReadAll(*store).ok());
+}
+
 // Who only looks holds a lock for a moment. A creation in that moment waits for it, whatever its patience
 // with other runs.
 TEST_F(DirectoryTest, ALookAtAFileThatIsBeingMadeDoesNotRefuseItsCreation) {
