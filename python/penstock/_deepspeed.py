@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import weakref
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -219,6 +220,13 @@ def _with_scratch(config: Dict[str, Any], scratch: List[str]) -> Dict[str, Any]:
     return changed  # type: ignore[no-any-return]
 
 
+# Where Trainer and accelerate put their batches; None: they are not here, or have not decided.
+def _accelerates_device() -> Optional[torch.device]:
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    device = getattr(state, "_shared_state", {}).get("device")
+    return device if isinstance(device, torch.device) else None
+
+
 def initialize(
     args: Any = None,
     model: Optional[nn.Module] = None,
@@ -252,6 +260,7 @@ def initialize(
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
         overwrite=True,
+        device=_accelerates_device(),
         progress=False,  # these scripts, and Trainer, say themselves how it goes
     )
     made = DeepSpeedEngine(engine, described, scratch)

@@ -282,6 +282,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
     given.Refuse(absl::StrCat("optimizer_states: there is no ", states));
   }
   given.Take("optimizer", &optimizer);
+  given.Take("update_threads", &options.optimizer.workers);
   given.Take("restore_from", &made.restore_from);
   RETURN_IF_ERROR(given.Done());
   ASSIGN_OR_RETURN(options.optimizer.algorithm, MakeOptimizer(optimizer));
@@ -293,7 +294,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
     options.storage.durability = own.durability.value_or(zero::Durability::kStep);
     options.storage.sync = own.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
     options.storage.versions = static_cast<int>(own.versions.value_or(0));
-    options.optimizer.workers = static_cast<int>(own.update_threads.value_or(1));
+    options.optimizer.workers = static_cast<int>(own.update_threads.value_or(options.optimizer.workers));
     ASSIGN_OR_RETURN(const zero::LossScaler scaler, zero::MakeLossScaler(parsed.config.fp16));
     options.optimizer.loss_scale = scaler.options();
   }

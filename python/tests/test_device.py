@@ -193,3 +193,18 @@ def test_devices_that_are_not_there(tmp_path):
     else:
         with pytest.raises(ValueError, match="and there are"):
             make(net(), tmp_path, device=f"cuda:{torch.cuda.device_count()}")
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_trainer_with_deepspeeds_configuration(tmp_path, accumulate):
+    pytest.importorskip("accelerate")
+    trainer = pytest.importorskip("trainer")
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU here")
+    plain = trainer.run(out=tmp_path / "plain", accumulate=accumulate, use_cpu=False)
+    ours = trainer.run(
+        "-m", "penstock.run", out=tmp_path / "ours", deepspeed=trainer.config(tmp_path / "nvme"), accumulate=accumulate, use_cpu=False
+    )
+    assert list(ours) == list(plain)
+    for number, values in plain.items():
+        assert ours[number] == pytest.approx(values, abs=1e-4), number

@@ -8,7 +8,7 @@ import sys
 
 DEFAULTS = {
     "deepspeed": None, "out": "", "size": 4, "max_steps": 10, "save_steps": 3, "resume": None, "kill": 0, "accumulate": 1, "evaluates": True,
-    "family": "llama",
+    "family": "llama", "use_cpu": True,
 }  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def main(options):
     args = transformers.TrainingArguments(
         output_dir=options["out"], per_device_train_batch_size=options["size"], max_steps=options["max_steps"], logging_steps=1,
         save_steps=options["save_steps"], report_to=[], deepspeed=options["deepspeed"], learning_rate=1e-2, lr_scheduler_type="cosine",
-        weight_decay=0.1, use_cpu=True, disable_tqdm=True, gradient_accumulation_steps=options["accumulate"],
+        weight_decay=0.1, use_cpu=options["use_cpu"], disable_tqdm=True, gradient_accumulation_steps=options["accumulate"],
     )  # fmt: skip
     trainer = transformers.Trainer(model=model, args=args, train_dataset=data, callbacks=[Watch()])
     trainer.train(resume_from_checkpoint=options["resume"])

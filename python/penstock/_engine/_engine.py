@@ -350,6 +350,7 @@ class Engine:
             "clip": settings.clip,
             "optimizer": self._described,
             "optimizer_states": settings.optimizer_states,
+            "update_threads": self._update_threads(),
             "resume": resume,
             "overwrite": (self._overwrite or self._made) and not resume,
             "restore_from": self._restore_from,
@@ -362,6 +363,14 @@ class Engine:
         with deferred():
             self._hand_over(described, stages, uses, options, marks, known)
         del held
+
+    # Where a device computes, the processors are free for updates, but for the one that drives it and the one that drives I/O. Else
+    # torch computes with them.
+    def _update_threads(self) -> int:
+        if self.device.type == "cpu":
+            return 1
+        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._ranks.world > 1 else 1
+        return max(1, len(os.sched_getaffinity(0)) // max(1, sharing) - 2)
 
     def _places(self) -> List[str]:
         return [os.path.realpath(directory) for directory in self._own_dirs()]
@@ -461,7 +470,7 @@ class Engine:
     def _alike(self, options: Dict[str, Any], described: Sequence[Any]) -> Dict[str, Any]:
         if self._ranks.world == 1:
             return {}
-        places = ("state_dirs", "host_memory", "run", "run_changes", "config")
+        places = ("state_dirs", "host_memory", "run", "run_changes", "config", "update_threads")
         settings = self._settings
         return {
             **{name: value for name, value in options.items() if name not in places},

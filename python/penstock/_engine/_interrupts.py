@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from typing import Any, Iterator, List
+from typing import Any, Iterator, List, Tuple
+
+
+_deferring: List[Tuple[Any, List[Any]]] = []  # handlers before, and what they have to hear, from outside inwards
 
 
 @contextlib.contextmanager
@@ -20,9 +23,28 @@ def deferred() -> Iterator[None]:
         return
     heard: List[Any] = []
     signal.signal(signal.SIGINT, lambda *arguments: heard.append(arguments))
+    _deferring.append((before, heard))
     try:
         yield
     finally:
+        _deferring.pop()
         signal.signal(signal.SIGINT, before)
         if heard:
             before(*heard[0])
+
+
+@contextlib.contextmanager
+def not_deferred() -> Iterator[None]:
+    """Within a deferred block: here KeyboardInterrupt comes at once, also one that has waited."""
+    if threading.current_thread() is not threading.main_thread() or not _deferring:
+        yield
+        return
+    defers = signal.getsignal(signal.SIGINT)
+    before, heard = _deferring[-1]
+    signal.signal(signal.SIGINT, before)
+    try:
+        if heard:
+            before(*heard.pop(0))
+        yield
+    finally:
+        signal.signal(signal.SIGINT, defers)

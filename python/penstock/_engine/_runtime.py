@@ -28,7 +28,7 @@ from ._accumulation import Forward, alike, sample_of, set_modes
 from ._blocks import Block
 from ._device import in_this_thread
 from ._heap import Heap
-from ._interrupts import deferred
+from ._interrupts import deferred, not_deferred
 from ._modules import Structure, kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._random import RandomState, drawn_again, others_now
 from ._settings import DTYPE_NAMES
@@ -474,22 +474,34 @@ class Runtime:
                     "block again and would be given the changed input. Work on a copy"
                 )
 
+        def forward(a: Any) -> Any:
+            with self._entered_forward(driver, stage):
+                before.append(_Before(self._uses[stage].module))
+                if buffers:
+                    with buffers[0].as_in_forward():
+                        out = self._apart(stage, _computed(original, settings, a, kwargs))
+                else:
+                    buffers.append(_Buffers(self._uses[stage].module, self._volatile.get(stage)))
+                    out = self._apart(stage, _computed(original, settings, a, kwargs))
+                    self._volatile[stage] = buffers[0].keep_changed()
+            if compares:
+                before[0].gave(out)
+            check_inputs()
+            return out
+
+        # An error, or an interrupt, would leave torch's checkpoint (2.11's) in the middle, whose hooks then keep what later forwards
+        # save: it comes to its end first.
+        errors: List[BaseException] = []
+
         def compute(*a: Any) -> Any:
             if first[0]:
                 first[0] = False
-                with self._entered_forward(driver, stage):
-                    before.append(_Before(self._uses[stage].module))
-                    if buffers:
-                        with buffers[0].as_in_forward():
-                            out = self._apart(stage, _computed(original, settings, a, kwargs))
-                    else:
-                        buffers.append(_Buffers(self._uses[stage].module, self._volatile.get(stage)))
-                        out = self._apart(stage, _computed(original, settings, a, kwargs))
-                        self._volatile[stage] = buffers[0].keep_changed()
-                if compares:
-                    before[0].gave(out)
-                check_inputs()
-                return out
+                try:
+                    with not_deferred():
+                        return forward(a)
+                except BaseException as error:  # noqa: B902
+                    errors.append(error)
+                    return ()
             self._enter_backward(driver, stage)
             check_inputs()
             with buffers[0].as_in_forward(), before[0].again():
@@ -502,8 +514,10 @@ class Runtime:
                 )
             return out
 
-        with _to_its_end(compares):
+        with _to_its_end(compares), deferred():
             out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
+        if errors:
+            raise errors.pop()
         _note_graph(driver, given, out)
         passed = set(map(id, given))  # an input that is handed on belongs to the block that made it
         for tensor in tensors_of(out):
