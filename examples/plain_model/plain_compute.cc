@@ -138,6 +138,7 @@ absl::StatusOr<penstock::zero::Measured> PlainCompute::Measure(
   if (setup.weights != penstock::kernels::DType::kFp32 || setup.device->has_own_memory())
     return absl::InvalidArgumentError("the plain model computes on the processor, with fp32 weights");
   RETURN_IF_ERROR(Check(example, shape_.width));
+  micro_batches_.clear();
   const int64_t rows = example.tensors.front().second.sizes[0], width = shape_.width;
   const int64_t of_rows = TensorMemory::Counted(rows * width * kFloat);
   const int64_t of_gradients =

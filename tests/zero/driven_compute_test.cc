@@ -218,6 +218,41 @@ TEST_F(DrivenComputeTest, ItIsClosedInTheMiddleOfAPassAndTheRunGoesOn) {
   }
 }
 
+// Drivers that hold what they enter: one waits, one is inside, and both hear of it.
+TEST_F(DrivenComputeTest, TheEngineGoesWhileDriversAreInside) {
+  for (int round = 0; round < 8; ++round) {
+    Owner owner(shape_, kMicroBatches);
+    absl::StatusOr<Measured> measured = owner.Measure();
+    ASSERT_TRUE(measured.ok());
+    auto driven = DrivenEngine::Create(*std::move(measured), owner.Options(directory_), /*drivers=*/2);
+    ASSERT_TRUE(driven.ok()) << driven.status();
+    ASSERT_TRUE((*driven)->Begin().ok());
+    const std::shared_ptr<DrivenCompute> compute = (*driven)->compute().shared_from_this();
+    std::promise<void> inside;
+    std::atomic<bool> left{false};
+    std::thread computes([&, compute] {
+      auto entered = compute->Enter(Direction::kForward, StageIndex(0), 0);
+      ASSERT_TRUE(entered.ok()) << entered.status();
+      inside.set_value();
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      const std::byte first = *entered->weights().front().data;  // still there
+      EXPECT_EQ(first, *entered->weights().front().data);
+      left = true;
+      EXPECT_FALSE(compute->Leave(*std::move(entered), {}).ok());
+      EXPECT_FALSE(compute->Enter(Direction::kForward, StageIndex(1), 0).ok());
+    });
+    std::thread waits(
+        [compute] { EXPECT_FALSE(compute->Enter(Direction::kForward, StageIndex(0), 1).ok()); });
+    inside.get_future().wait();
+    driven->reset();
+    EXPECT_TRUE(left);
+    computes.join();
+    waits.join();
+    EXPECT_FALSE(compute->Enter(Direction::kForward, StageIndex(0), 0).ok());
+    compute->Fail(absl::AbortedError("nobody hears it"));
+  }
+}
+
 // What is left with something else than its use has made is refused, and the next pass is as if nothing had
 // been.
 TEST_F(DrivenComputeTest, AResultThatIsNotOfItsUseFailsThePassAndTheNextOneGoesOn) {

@@ -226,6 +226,38 @@ TEST_F(ForeignProcessTest, TwoEnginesTrainAtOnceAsEachDoesAlone) {
   }
 }
 
+// And of models that their owners drive, each on two threads: its own and its engine's.
+TEST_F(ForeignProcessTest, TwoDrivenEnginesTrainAtOnceAsEachDoesAlone) {
+  constexpr int64_t kSteps = 12;
+  const auto train = [&](const std::string& name, uint64_t seed, std::vector<double>* losses) {
+    const plain::Shape shape = {.layers = seed == 1 ? 5 : 3, .width = 64};
+    Owner owner(shape, 1);
+    absl::StatusOr<Measured> measured = owner.Measure();
+    ASSERT_TRUE(measured.ok()) << measured.status();
+    EngineOptions options = owner.Options(directory_ + "/" + name);
+    options.memory.tile_bytes = 16 << 10;
+    options.seed = seed;
+    auto driven = DrivenEngine::Create(*std::move(measured), options);
+    ASSERT_TRUE(driven.ok()) << driven.status();
+    for (int64_t step = 1; step <= kSteps; ++step) {
+      ASSERT_TRUE((*driven)->Begin(Next::kTrain).ok());
+      const absl::Status computed = owner.Compute((*driven)->compute(), {PlainBatch(shape, step)});
+      const auto result = (*driven)->Finish();
+      ASSERT_TRUE(result.ok()) << result.status() << computed;
+      losses->push_back(result->loss);
+    }
+  };
+  std::vector<std::vector<double>> expected(2), losses(2);
+  train("alone", 1, &expected[0]);
+  train("alone", 5, &expected[1]);
+  EXPECT_NE(expected[0], expected[1]);
+  std::thread first([&] { train("a", 1, &losses[0]); });
+  std::thread second([&] { train("b", 5, &losses[1]); });
+  first.join();
+  second.join();
+  EXPECT_EQ(losses, expected);
+}
+
 // What is given back later than its engine, and engines that go in the order in which they came.
 TEST_F(ForeignProcessTest, EnginesAndTheirMemoryGoInAnyOrder) {
   auto first = Open(Options("a")), second = Open(Options("b"));

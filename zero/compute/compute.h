@@ -120,7 +120,8 @@ class Compute {
 
   // Finds out what the model takes, in at most MeasureOptions::host_memory_budget_bytes. On the thread that
   // makes the engine. kResourceExhausted: it takes more than there is, and nothing of that size was
-  // allocated. kInvalidArgument: the model breaks a rule. May be called again.
+  // allocated. kInvalidArgument: the model breaks a rule. May be called again between passes, for another
+  // example (Engine::Replan): what is left of the last pass goes first.
   virtual absl::StatusOr<Measured> Measure(const ComputeSetup& setup, const Batch& example,
                                            const MeasureOptions& options) = 0;
   // The values of a new run's block; one block at a time, ascending. On the thread that makes the engine.
@@ -156,8 +157,8 @@ class Compute {
   // training pass once, when it has finished computing and stands; waits for a device. What a pass of which
   // it was not asked has changed is undone by the next Begin. On the engine's caller's thread.
   virtual absl::StatusOr<nlohmann::json> Buffers() { return nlohmann::json(); }
-  // What it was at the commit that the engine goes on from, before the first pass. kDataLoss: it is not this
-  // model's.
+  // What it was at the commit that the engine goes on from, after Measure and before the next pass.
+  // kDataLoss: it is not this model's.
   virtual absl::Status RestoreBuffers(const nlohmann::json& buffers) {
     if (buffers.is_null()) return absl::OkStatus();
     return absl::DataLossError("the commit has buffers, and who computes this model keeps none");

@@ -183,11 +183,34 @@ absl::Status DrivenCompute::Offer(Direction direction, const StageUse& use,
   return left ? absl::OkStatus() : failure_;
 }
 
-absl::StatusOr<Measured> DrivenCompute::Measure(const ComputeSetup& setup, const Batch&,
+// Of one element, so that a pass has as many as it is given.
+Batch DrivenCompute::Unseen() {
+  static float value = 0;
+  Batch batch;
+  batch.tensors = {{"unseen", {&value, ElementType::kFp32, {1}}}};
+  return batch;
+}
+
+Batch DrivenCompute::UnseenOf(Measured again) {
+  auto held = std::make_shared<const Measured>(std::move(again));
+  Batch batch = Unseen();
+  batch.owner = held;
+  std::lock_guard lock(mutex_);
+  std::erase_if(again_, [](const auto& each) { return each.expired(); });
+  again_.push_back(held);
+  return batch;
+}
+
+absl::StatusOr<Measured> DrivenCompute::Measure(const ComputeSetup& setup, const Batch& example,
                                                 const MeasureOptions&) {
   if (setup.device->has_own_memory()) {
     return absl::UnimplementedError(
         "a model that is driven from outside computes in host memory: weights on a device are not served");
+  }
+  std::lock_guard lock(mutex_);
+  for (const std::weak_ptr<const Measured>& each : again_) {
+    const std::shared_ptr<const Measured> again = each.lock();
+    if (again != nullptr && again == example.owner) return *again;
   }
   return given_;
 }

@@ -13,7 +13,9 @@
 // Enter returns the weights have arrived.
 //
 // Threads: Enter, Leave and Fail from any; each driver is a thread that is inside one use at a time. The
-// overrides are the engine's. Two drivers enter uses of different micro-batches; a use is entered by one.
+// overrides are the engine's. Two drivers enter uses of different micro-batches; a use is entered by one. A
+// driver that may be inside when the engine goes holds this (shared_from_this): its wait ends, a use that it
+// has entered is waited for, and no other can be entered.
 #ifndef PENSTOCK_ZERO_COMPUTE_DRIVEN_COMPUTE_H_
 #define PENSTOCK_ZERO_COMPUTE_DRIVEN_COMPUTE_H_
 
@@ -36,7 +38,7 @@ namespace penstock::zero {
 
 enum class Direction : uint8_t { kForward, kBackward };
 
-class DrivenCompute final : public Compute {
+class DrivenCompute final : public Compute, public std::enable_shared_from_this<DrivenCompute> {
  public:
   // `given`: the model's sizes, and the bytes and times that its owner has measured. Inputs that the owner
   // keeps for backward are its own: StageShape::input_bytes is 0, and the plan sends none to the drive.
@@ -86,6 +88,12 @@ class DrivenCompute final : public Compute {
   void set_interrupted(std::function<bool()> interrupted) { interrupted_ = std::move(interrupted); }
   bool Interrupted() const { return interrupted_ && interrupted_(); }
 
+  // Stands for a micro-batch that only its owner sees.
+  static Batch Unseen();
+  // The same, as an example for which Measure says this: what the owner has measured anew, for other batches
+  // of the same model (DrivenEngine::Replan).
+  Batch UnseenOf(Measured again);
+
   // A pass may be entered from here on, before the engine has begun it. Its drivers enter no more: what the
   // engine still offers fails it (kFailedPrecondition names the use). It is over, and this is how.
   void Open();
@@ -133,6 +141,7 @@ class DrivenCompute final : public Compute {
 
   const ProcessMark made_in_;
   const Measured given_;
+  std::vector<std::weak_ptr<const Measured>> again_;  // by their examples, under mutex_
   const size_t drivers_;
   std::function<bool()> interrupted_;
 

@@ -61,19 +61,6 @@ class DrivenEngine::Thread {
   std::thread thread_;
 };
 
-namespace {
-
-// What stands for a micro-batch that only its owner sees: one element, so that a pass has as many as it is
-// given.
-Batch Unseen() {
-  static float value = 0;
-  Batch batch;
-  batch.tensors = {{"unseen", {&value, ElementType::kFp32, {1}}}};
-  return batch;
-}
-
-}  // namespace
-
 DrivenEngine::DrivenEngine(std::shared_ptr<DrivenCompute> compute, std::unique_ptr<Thread> thread)
     : compute_(std::move(compute)), thread_(std::move(thread)) {}
 
@@ -83,7 +70,7 @@ absl::StatusOr<std::unique_ptr<DrivenEngine>> DrivenEngine::Create(Measured give
   auto made = std::unique_ptr<DrivenEngine>(new DrivenEngine(std::move(compute), std::make_unique<Thread>()));
   made->micro_batches_ = options.micro_batches;
   made->comm_ = options.comm;
-  options.example = Unseen();
+  options.example = DrivenCompute::Unseen();
   RETURN_IF_ERROR(made->thread_->Run<absl::Status>([&]() -> absl::Status {
     ASSIGN_OR_RETURN(made->engine_, Engine::Create(made->compute_, std::move(options)));
     return absl::OkStatus();
@@ -129,14 +116,14 @@ absl::Status DrivenEngine::Start(std::function<absl::StatusOr<StepResult>(Engine
 
 absl::Status DrivenEngine::Begin(StepOptions options) {
   return Start([batches = micro_batches_, options = std::move(options)](Engine& engine) {
-    return engine.Step(std::vector<Batch>(static_cast<size_t>(batches), Unseen()), options);
+    return engine.Step(std::vector<Batch>(static_cast<size_t>(batches), DrivenCompute::Unseen()), options);
   });
 }
 
 absl::Status DrivenEngine::BeginEvaluation() {
   return Start([](Engine& engine) -> absl::StatusOr<StepResult> {
     StepResult result;
-    ASSIGN_OR_RETURN(result.loss, engine.Evaluate({Unseen()}));
+    ASSIGN_OR_RETURN(result.loss, engine.Evaluate({DrivenCompute::Unseen()}));
     return result;
   });
 }
@@ -163,6 +150,12 @@ absl::Status DrivenEngine::Call(const std::function<absl::Status(Engine&)>& call
                                       if (!compute_->Interrupted()) return;
                                       comm_->Abort(absl::CancelledError("interrupted while it waited"));
                                     });
+}
+
+absl::Status DrivenEngine::Replan(Measured again) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  return Call(
+      [example = compute_->UnseenOf(std::move(again))](Engine& engine) { return engine.Replan(example); });
 }
 
 }  // namespace penstock::zero

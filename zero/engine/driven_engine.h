@@ -30,7 +30,7 @@ class DrivenEngine {
   // and are not looked at. `drivers` as DrivenCompute's.
   static absl::StatusOr<std::unique_ptr<DrivenEngine>> Create(Measured given, EngineOptions options,
                                                               int drivers = 1);
-  // A pass that is open fails: the last commit stands.
+  // A pass that is open fails: the last commit stands. Waits for a use that is entered, by whichever thread.
   ~DrivenEngine();
   DrivenEngine(const DrivenEngine&) = delete;
   DrivenEngine& operator=(const DrivenEngine&) = delete;
@@ -52,7 +52,9 @@ class DrivenEngine {
   // evaluations excepted (kFailedPrecondition). Over several ranks an interrupt of the caller's
   // (DrivenCompute::set_interrupted) ends the wait for the others, and with it the run, on all of them.
   absl::Status Call(const std::function<absl::Status(Engine&)>& call);
-  // Of what does not change.
+  // Engine::Replan, with what the owner has measured of the same model for other batches.
+  absl::Status Replan(Measured again);
+  // Of what does not change but by Replan.
   const EnginePlan& plan() const { return engine_->plan(); }
 
  private:

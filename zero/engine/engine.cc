@@ -179,6 +179,12 @@ absl::StatusOr<std::string> Engine::Keep() {
   impl_->Enter(absl::StrCat("keeping step ", impl_->step_));
   return impl_->BroadcastError(impl_->Keep());
 }
+absl::Status Engine::Replan(Batch example) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
+  impl_->Enter(absl::StrCat("another plan after step ", impl_->step_));
+  return impl_->Replan(std::move(example));
+}
 absl::Status Engine::usable() const {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   return impl_->broken_.ok() ? impl_->executor_->status() : impl_->broken_;
@@ -189,49 +195,31 @@ std::optional<int64_t> Engine::resumed_from() const { return impl_->resumed_from
 const nlohmann::json& Engine::run() const { return impl_->run_; }
 const nlohmann::json& Engine::last_description() const { return impl_->last_description_; }
 const EnginePlan& Engine::plan() const { return impl_->plan_; }
-tiering::Stall Engine::waiting_for() const { return impl_->executor_->waiting_for(); }
-const tiering::Usage& Engine::usage() const { return impl_->usage_; }
-aio::EngineStats Engine::io_stats() const {
-  return impl_->resources_->io() ? impl_->resources_->io()->stats() : aio::EngineStats();
+tiering::Stall Engine::waiting_for() const {
+  return impl_->executor_ != nullptr ? impl_->executor_->waiting_for() : tiering::Stall::kNone;
 }
+const tiering::Usage& Engine::usage() const { return impl_->usage_; }
+aio::EngineStats Engine::io_stats() const { return impl_->io_stats(); }
 std::string Engine::io_backend() const {
-  return impl_->resources_->io() ? impl_->resources_->io()->backend_name() : "none";
+  const RunResources* const resources = impl_->resources_.get();
+  return resources != nullptr && resources->io() != nullptr ? resources->io()->backend_name() : "none";
 }
 std::string Engine::arena_pages() const {
+  if (impl_->resources_ == nullptr) return "none";
   return std::string(aio::PageKindName(impl_->resources_->arena().page_kind()));
 }
 std::span<std::byte> Engine::arena() const {
+  if (impl_->resources_ == nullptr) return {};
   const aio::Arena& arena = impl_->resources_->arena();
   return {arena.data(), arena.bytes()};
 }
-int64_t Engine::peak_managed_bytes() const {
-  const Device& device = impl_->device();
-  const bool elsewhere =
-      device.has_own_memory() && device.tensors_are_host();  // what the host's allocator counts
-  return std::max(impl_->resources_->preparation_peak(),
-                  static_cast<int64_t>(impl_->resources_->arena().bytes()) +
-                      (elsewhere ? 0 : impl_->tensors_.Stats().peak_bytes));
-}
+int64_t Engine::peak_managed_bytes() const { return impl_->peak_managed_bytes(); }
 const Device& Engine::device() const { return impl_->device(); }
-Device::Traffic Engine::copied() const {
-  const Device::Traffic now = impl_->device().traffic(), before = impl_->resources_->traffic_before();
-  return {now.h2d_bytes - before.h2d_bytes, now.d2h_bytes - before.d2h_bytes};
-}
+Device::Traffic Engine::copied() const { return impl_->copied(); }
 bool Engine::gds() const { return impl_->plan_.plan.device.gds; }
 int64_t Engine::gds_read_bytes() const { return impl_->gds_read_bytes(); }
-int64_t Engine::peak_device_bytes() const {
-  if (!impl_->device().has_own_memory()) return 0;
-  const TensorScope scope(impl_->tensors_.pool());
-  return impl_->plan_.plan.device.arena_bytes + impl_->device().tensors().peak_bytes;
-}
-int64_t Engine::peak_pinned_bytes() const {
-  return impl_->resources_->pinned() ? static_cast<int64_t>(impl_->resources_->arena().bytes()) : 0;
-}
-void Engine::set_saturating_bytes_in_flight(uint64_t bytes) {
-  aio::Engine* io = impl_->resources_->io();
-  if (io == nullptr) return;
-  io->set_saturating_bytes_in_flight(bytes);
-  if (!impl_->options_.storage.io_depth_is_limit) io->RaiseCapsToSaturation();
-}
+int64_t Engine::peak_device_bytes() const { return impl_->peak_device_bytes(); }
+int64_t Engine::peak_pinned_bytes() const { return impl_->peak_pinned_bytes(); }
+void Engine::set_saturating_bytes_in_flight(uint64_t bytes) { impl_->set_saturating_bytes_in_flight(bytes); }
 
 }  // namespace penstock::zero

@@ -190,6 +190,19 @@ class Engine {
   // is there; kFailedPrecondition: another run has `parent`, or nothing was committed yet.
   absl::StatusOr<std::string> Checkpoint(const std::string& parent);
 
+  // Another plan for the same run, where batches become larger or smaller: from here on the engine is as one
+  // that was created for this example and has resumed, and so are its bits. Step, rates, order of the stages,
+  // description and what is counted go on; gradients of the last step are gone, and its time is no step's.
+  // What is pending is committed first, as by CommitDescription. Then all memory is given back, the model is
+  // measured and planned, and state comes from its drive again, whose speed is not measured anew; no other
+  // process gets at the run meanwhile. EngineHooks::planned is asked. Between steps: one that was announced
+  // starts over. kFailedPrecondition: the budget is too small, and says the least that works; the state is
+  // not on a drive; this engine only reads; or calls of a step are still to come. With one rank the engine
+  // then goes on as it was; where even that fails, usable() says why, and the last commit stands. Over
+  // several ranks all of them make this call, with examples of one shape, and a plan that is refused ends
+  // them all.
+  absl::Status Replan(Batch example);
+
   // OK: a call may follow, also after an error. Else why the engine is done for.
   absl::Status usable() const;
   int64_t step() const;            // last step that Step has finished, or that the resumed run had committed
@@ -199,10 +212,10 @@ class Engine {
   const nlohmann::json& last_description() const;  // of the last commit at resume; null if none
   const EnginePlan& plan() const;
   tiering::Stall waiting_for() const;
-  aio::EngineStats io_stats() const;  // empty without a drive
+  aio::EngineStats io_stats() const;  // empty without a drive; over all plans that there were
   std::string io_backend() const;
   std::string arena_pages() const;
-  // The memory that weights, gradients and transfers lie in, as long as the engine lives. For whoever
+  // The memory that weights, gradients and transfers lie in, until Replan or the end. For whoever
   // computes elsewhere, to pin it: its contents are the engine's.
   std::span<std::byte> arena() const;
   int64_t peak_managed_bytes() const;  // arena and tensors

@@ -5,6 +5,7 @@
 //   engine_evaluate.cc    forward passes alone
 //   engine_commit.cc      what a step decides, its commit, checkpoints
 //   engine_parameters.cc  one parameter's state, read and written
+//   engine_replan.cc      another plan for the same run, and what is counted over all of them
 #ifndef PENSTOCK_ZERO_ENGINE_ENGINE_IMPL_H_
 #define PENSTOCK_ZERO_ENGINE_ENGINE_IMPL_H_
 
@@ -19,6 +20,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "aio/engine.h"
 #include "swap/store.h"
 #include "tiering/program/executor.h"
@@ -51,7 +53,7 @@ class Engine::Impl {
   absl::StatusOr<std::vector<double>> EvaluateEach(const std::vector<Batch>& batches);
   int64_t EvaluatesAtOnce(const Batch& batch) const;
   absl::StatusOr<std::vector<std::vector<HostTensor>>> Infer(const std::vector<Batch>& batches);
-  std::vector<std::string> ParameterNames() const { return Access().Names(); }
+  std::vector<std::string> ParameterNames() const { return ParameterAccess::NamesOf(plan_.graph, layouts_); }
   absl::StatusOr<HostTensor> ReadState(std::string_view parameter, StateKind kind);
   absl::Status WriteState(std::string_view parameter, StateKind kind, const TensorView& value);
   absl::Status Flush();
@@ -59,7 +61,14 @@ class Engine::Impl {
   absl::Status CommitDescription();
   absl::Status CommitDescription(nlohmann::json description);
   absl::StatusOr<std::string> Checkpoint(const std::string& parent);
-  int64_t gds_read_bytes() const { return lanes_->past_host_bytes(); }
+  absl::Status Replan(Batch example);
+  aio::EngineStats io_stats() const;
+  Device::Traffic copied() const;
+  int64_t gds_read_bytes() const;
+  int64_t peak_managed_bytes() const;
+  int64_t peak_pinned_bytes() const;
+  int64_t peak_device_bytes() const;
+  void set_saturating_bytes_in_flight(uint64_t bytes);
   const Device& device() const { return *options_.device; }
 
   // The other ranks are told what this one does next.
@@ -86,7 +95,9 @@ class Engine::Impl {
   std::unique_ptr<tiering::Executor> executor_;
   std::unique_ptr<RunResources> resources_;
   DeviceExchange devices_;
-  absl::Status broken_;  // a written value, or a step that failed, is there in part
+  // A written value, or a step that failed, is there in part; or there is no plan any more: of executor_,
+  // resources_ and lanes_ there are none then.
+  absl::Status broken_;
 
  private:
   ArenaView& residency() const { return resources_->residency(); }
@@ -106,13 +117,20 @@ class Engine::Impl {
   // A disk that is full in the middle of it all: how much is missing, and what stands.
   absl::Status WithRoom(absl::Status status) const;
 
-  // A run is made or resumed (engine_open.cc).
-  // Measures and plans.
-  absl::Status Prepare();
+  // A run is made or resumed, and closed (engine_open.cc).
+  // Measures and plans. `asks`: EngineHooks::planned.
+  absl::Status Prepare(bool asks);
+  // What the plan says is there; the run of held_ is opened.
+  absl::Status MakeResources();
   absl::Status GroupParameters();
   absl::Status MakeCheckpointing();
   absl::Status Initialize();
   absl::Status Restore();
+  // Of the commit that the run goes on from; what was healed is told.
+  absl::StatusOr<nlohmann::json> PayloadOf(const swap::Recovered& recovered) const;
+  absl::Status DamagedPayload(const swap::Recovered& recovered, absl::string_view what) const;
+  // All that the plan has. The run stays locked, in held_.
+  void Close();
   // What programs run on.
   void MakeLanes();
   void WatchLanes();
@@ -172,6 +190,20 @@ class Engine::Impl {
 
   ParameterAccess Access() const;  // engine_parameters.cc
 
+  // Another plan (engine_replan.cc).
+  // Of the run that Close has left, at that commit.
+  absl::Status Reopen(const swap::CommitSeen& last, bool asks);
+  // What was counted under the plans before.
+  struct Counted {
+    aio::EngineStats io;
+    Device::Traffic copied;
+    int64_t gds_read_bytes = 0;
+    int64_t peak_managed_bytes = 0, peak_pinned_bytes = 0, peak_device_bytes = 0;
+  };
+  Counted earlier_;
+  std::optional<uint64_t> saturating_bytes_;  // as the caller has said it
+  swap::HeldFiles held_;                      // between two plans
+
   nlohmann::json identity_;
   GradientSums::Layouts layouts_;
   std::unique_ptr<HardwareLanes> lanes_;
@@ -198,9 +230,9 @@ class Engine::Impl {
   double evaluation_seconds_ = 0;
   int64_t owed_read_bytes_ = 0, owed_write_bytes_ = 0;
   double last_tick_ = 0;
-  StepTotals totals_;            // of the step whose norm was the last to be known
-  absl::Status pass_failure_;    // of the Compute, in the pass that is under way
-  bool gradients_lost_ = false;  // the last step failed
+  StepTotals totals_;                 // of the step whose norm was the last to be known
+  absl::Status pass_failure_;         // of the Compute, in the pass that is under way
+  absl::string_view gradients_lost_;  // of the last step: why; empty: they are there
 };
 
 }  // namespace penstock::zero

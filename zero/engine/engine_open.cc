@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "aio/engine.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
@@ -25,7 +26,9 @@ using tiering::Op;
 using tiering::OpId;
 
 Engine::Impl::Impl(std::shared_ptr<Compute> compute, EngineOptions options)
-    : compute_(std::move(compute)), options_(std::move(options)), decisions_(options_) {}
+    : compute_(std::move(compute)), options_(std::move(options)), decisions_(options_) {
+  options_.example = Kept(std::move(options_.example));  // for a Replan that comes to nothing
+}
 
 Engine::Impl::~Impl() {
   const TensorScope scope(tensors_.pool());
@@ -33,14 +36,20 @@ Engine::Impl::~Impl() {
     // Closed in the middle of a step: what waits for the other ranks would wait for ever.
     options_.comm->Abort(absl::CancelledError("the engine was closed in the middle of a step"));
   }
+  Close();
+  held_.clear();
+  compute_.reset();
+  if (options_.comm != nullptr) options_.comm->WatchStops(nullptr);
+}
+
+void Engine::Impl::Close() {
   if (executor_ != nullptr) executor_->Quiesce();
   checkpointing_.reset();
   watched_.reset();
   lanes_.reset();
   executor_.reset();
+  if (resources_ != nullptr && resources_->store() != nullptr) held_ = resources_->CloseStore();
   resources_.reset();
-  compute_.reset();
-  if (options_.comm != nullptr) options_.comm->WatchStops(nullptr);
 }
 
 absl::Status Engine::Impl::Create() {
@@ -49,14 +58,9 @@ absl::Status Engine::Impl::Create() {
   if (options_.trains && checkpoints.any() && options_.rank() == 0 && checkpoints.lock == nullptr) {
     ASSIGN_OR_RETURN(checkpoints.lock, swap::CheckpointLock::Take(checkpoints.parent));
   }
-  RETURN_IF_ERROR(Prepare());
+  RETURN_IF_ERROR(Prepare(/*asks=*/true));
   if (!options_.resumes()) RETURN_IF_ERROR(GroupParameters());  // before any file is there
-  ASSIGN_OR_RETURN(std::unique_ptr<RunResources> resources,
-                   RunResources::Create(plan_, options_, identity_.dump()));
-  resources_ = std::move(resources);
-  if (options_.trains && options_.storage.checkpoints.any()) {
-    RETURN_IF_ERROR(MakeCheckpointing());
-  }
+  RETURN_IF_ERROR(MakeResources());
   if (plan_.format.weights == kernels::DType::kFp16) {
     RETURN_IF_ERROR(decisions_.ScaleLoss());
   }
@@ -74,10 +78,18 @@ absl::Status Engine::Impl::Create() {
   return absl::OkStatus();
 }
 
-absl::Status Engine::Impl::Prepare() {
+absl::Status Engine::Impl::MakeResources() {
+  ASSIGN_OR_RETURN(resources_,
+                   RunResources::Create(plan_, options_, identity_.dump(), std::exchange(held_, {})));
+  return options_.trains && options_.storage.checkpoints.any() ? MakeCheckpointing() : absl::OkStatus();
+}
+
+absl::Status Engine::Impl::Prepare(bool asks) {
   TensorMemory::Trim();
   TensorMemory::SetLimit(0);
   TensorMemory::ResetPeak();
+  devices_ = DeviceExchange();  // of a plan before
+  options_.storage.io.device_transfers.reset();
   ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(*compute_, options_));
   plan_ = std::move(prepared.plan);
   layouts_ = std::move(prepared.layouts);
@@ -86,7 +98,7 @@ absl::Status Engine::Impl::Prepare() {
   if (!devices_.how.empty()) Log(absl::StrCat("weights and gradients go ", devices_.how));
   if (!prepared.storage.how.empty()) Log(prepared.storage.how);
   options_.storage.io.device_transfers = std::move(prepared.storage.transfers);
-  if (options_.hooks.planned) {
+  if (asks && options_.hooks.planned) {
     RETURN_IF_ERROR(options_.hooks.planned(plan_));
   }
   if (options_.trains && options_.storage.checkpoints.at_end && !plan_.plan.on_nvme) {
@@ -125,6 +137,7 @@ void Engine::Impl::MakeLanes() {
   executor_->set_stall_observer(options_.hooks.stall_observer);
   stage_order_.resize(plan_.graph.stages.size());
   std::iota(stage_order_.begin(), stage_order_.end(), 0);
+  gates_ = 0;
   MakeBuilder(/*first_id=*/0);
   last_end_ = lanes_->Now();
 }
@@ -175,26 +188,31 @@ absl::Status Engine::Impl::Restore() {
     loaded = std::move(from);
   }
   const swap::Recovered& recovered = store() != nullptr ? store()->recovered() : loaded;
-  for (const std::string& line : recovered.damage) Log(absl::StrCat("healed: ", line));
-  for (const std::string& line : recovered.cut_short) Log(absl::StrCat("cut short: ", line));
-  const nlohmann::json payload =
-      nlohmann::json::parse(recovered.payload, nullptr, /*allow_exceptions=*/false);
-  const auto damaged = [&](absl::string_view what) {
-    return absl::DataLossError(absl::StrCat("the commit record of step ", recovered.step, " in ",
-                                            options_.storage.state_dirs.front(), " has no valid ", what));
-  };
-  if (!payload.is_object() || !payload.contains("run") || !payload["run"].is_object())
-    return damaged("payload");
+  ASSIGN_OR_RETURN(const nlohmann::json payload, PayloadOf(recovered));
   run_ = payload["run"];
   run_.update(options_.resume.run_changes);
   last_description_ = payload.value("step", nlohmann::json());
   const absl::Status restored = decisions_.Restore(payload, static_cast<int64_t>(recovered.updates));
-  if (!restored.ok()) return damaged(restored.message());
+  if (!restored.ok()) return DamagedPayload(recovered, restored.message());
   RETURN_IF_ERROR(compute_->RestoreBuffers(payload.value("buffers", nlohmann::json())));
   step_ = static_cast<int64_t>(recovered.step);
   committed_step_ = step_;
   resumed_from_ = step_;
   return absl::OkStatus();
+}
+
+absl::StatusOr<nlohmann::json> Engine::Impl::PayloadOf(const swap::Recovered& recovered) const {
+  for (const std::string& line : recovered.damage) Log(absl::StrCat("healed: ", line));
+  for (const std::string& line : recovered.cut_short) Log(absl::StrCat("cut short: ", line));
+  nlohmann::json payload = nlohmann::json::parse(recovered.payload, nullptr, /*allow_exceptions=*/false);
+  if (!payload.is_object() || !payload.contains("run") || !payload["run"].is_object())
+    return DamagedPayload(recovered, "payload");
+  return payload;
+}
+
+absl::Status Engine::Impl::DamagedPayload(const swap::Recovered& recovered, absl::string_view what) const {
+  return absl::DataLossError(absl::StrCat("the commit record of step ", recovered.step, " in ",
+                                          options_.storage.state_dirs.front(), " has no valid ", what));
 }
 
 void Engine::Impl::MakeBuilder(OpId first_id) {

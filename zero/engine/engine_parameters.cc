@@ -24,6 +24,7 @@ ParameterAccess Engine::Impl::Access() const {
 }
 
 absl::StatusOr<HostTensor> Engine::Impl::ReadState(std::string_view parameter, StateKind kind) {
+  if (!broken_.ok()) return broken_;
   if (resources_->others() != nullptr) return OnePartOnly();
   RETURN_IF_ERROR(BroadcastError(Flush()));
   if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
@@ -31,9 +32,7 @@ absl::StatusOr<HostTensor> Engine::Impl::ReadState(std::string_view parameter, S
     return absl::FailedPreconditionError(
         absl::StrCat("step ", step_ + 1, " has more calls to come: its gradients are not final"));
   }
-  if (gradients_lost_) {
-    return absl::FailedPreconditionError("the last step failed, and its gradients are gone with it");
-  }
+  if (!gradients_lost_.empty()) return absl::FailedPreconditionError(gradients_lost_);
   if (last_result_.step == 0) {
     return absl::FailedPreconditionError("no step has been made since the run was opened: no gradient yet");
   }

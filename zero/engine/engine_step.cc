@@ -93,7 +93,7 @@ absl::StatusOr<StepResult> Engine::Impl::Step(std::vector<Batch> batches, const 
   result.loss = MeanOf(std::exchange(losses_, {}));
   Account(&result);
   last_result_ = result;
-  gradients_lost_ = false;
+  gradients_lost_ = {};
   return result;
 }
 
@@ -236,7 +236,7 @@ absl::Status Engine::Impl::GiveUpStep() {
                      absl::StrCat(why.message(), "; and the step could not be given up: ", status.message()));
     return broken_;
   }
-  gradients_lost_ = true;
+  gradients_lost_ = "the last step failed, and its gradients are gone with it";
   MakeBuilder(builder_->next_id());
   return why;
 }

@@ -37,11 +37,12 @@ absl::Status Take(int64_t bytes, absl::string_view what, HostBuffer* to) {
 
 }  // namespace
 
-std::vector<std::string> ParameterAccess::Names() const {
+std::vector<std::string> ParameterAccess::NamesOf(const tiering::ModelGraph& graph,
+                                                  const GradientSums::Layouts& layouts) {
   std::vector<std::string> names;
-  for (const tiering::BlockIndex b : layouts_.indices()) {
-    for (const Parameter& parameter : layouts_[b]->parameters)
-      names.push_back(absl::StrCat(graph_.blocks[b].name, ".", parameter.name));
+  for (const tiering::BlockIndex b : layouts.indices()) {
+    for (const Parameter& parameter : layouts[b]->parameters)
+      names.push_back(absl::StrCat(graph.blocks[b].name, ".", parameter.name));
   }
   return names;
 }
@@ -52,7 +53,7 @@ absl::StatusOr<ParameterAccess::Found> ParameterAccess::Find(std::string_view na
       if (absl::StrCat(graph_.blocks[b].name, ".", parameter.name) == name) return Found{b, &parameter};
     }
   }
-  const std::vector<std::string> names = Names();
+  const std::vector<std::string> names = NamesOf(graph_, layouts_);
   return absl::NotFoundError(
       absl::StrCat("there is no parameter ", std::string(name),
                    DidYouMean(name, std::vector<std::string_view>(names.begin(), names.end()))));

@@ -47,7 +47,8 @@ class ParameterAccess {
         frozen_(frozen) {}
 
   // Names of all parameters: the block's, a dot, the parameter's within it.
-  std::vector<std::string> Names() const;
+  static std::vector<std::string> NamesOf(const tiering::ModelGraph& graph,
+                                          const GradientSums::Layouts& layouts);
   // kNotFound: no such parameter (says which name is nearest). kFailedPrecondition: the optimizer has no such
   // state.
   absl::StatusOr<HostTensor> Read(std::string_view name, StateKind kind);

@@ -24,13 +24,14 @@ absl::Status TakeRegion(aio::Arena& arena, int64_t bytes, aio::Region* region) {
 
 absl::StatusOr<std::unique_ptr<RunResources>> RunResources::Create(const EnginePlan& plan,
                                                                    const EngineOptions& options,
-                                                                   const std::string& identity) {
+                                                                   const std::string& identity,
+                                                                   swap::HeldFiles held) {
   auto made = std::unique_ptr<RunResources>(new RunResources(plan, options));
   absl::Status status = made->MakeMemory();
   if (status.ok()) status = made->MakeDevice();
   const bool checkpoints = options.trains && options.storage.checkpoints.any();
   if (status.ok() && (plan.plan.on_nvme || options.resumes() || checkpoints)) status = made->MakeIo();
-  if (status.ok() && plan.plan.on_nvme) status = made->MakeStore(identity);
+  if (status.ok() && plan.plan.on_nvme) status = made->MakeStore(identity, std::move(held));
   if (status.ok() && plan.plan.input_scratch_bytes > 0) {
     absl::StatusOr<std::unique_ptr<ActivationSpill>> inputs =
         ActivationSpill::Create(*made->io_, plan.graph, plan.plan, options.storage.state_dirs);
@@ -43,6 +44,10 @@ absl::StatusOr<std::unique_ptr<RunResources>> RunResources::Create(const EngineP
   }
   if (!status.ok()) return status;
   return made;
+}
+
+swap::HeldFiles RunResources::CloseStore() {
+  return store_ != nullptr ? swap::Store::Close(std::move(store_)) : swap::HeldFiles();
 }
 
 RunResources::~RunResources() {
@@ -131,7 +136,7 @@ absl::Status RunResources::MakeIo() {
   return absl::OkStatus();
 }
 
-absl::Status RunResources::MakeStore(const std::string& identity) {
+absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFiles held) {
   swap::StoreOptions store_options;
   store_options.slots = static_cast<uint32_t>(plan_.versions);
   store_options.directories = options_.resumes() ? plan_.parts.front() : options_.storage.state_dirs;
@@ -153,7 +158,7 @@ absl::Status RunResources::MakeStore(const std::string& identity) {
   }
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> store,
                    options_.resumes()
-                       ? swap::Store::Open(*io_, store_options)
+                       ? swap::Store::Open(*io_, store_options, std::move(held))
                        : swap::Store::Create(*io_, store_options, LayoutOf(plan_.plan), identity));
   store_ = std::move(store);
   return options_.resumes() && options_.comm != nullptr ? GoBackTogether() : absl::OkStatus();

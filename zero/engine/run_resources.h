@@ -28,11 +28,15 @@ namespace penstock::zero {
 class RunResources {
  public:
   // Opens the store of a run that goes on, of all ranks at the newest commit that all have made, and makes
-  // that of a new one, with `identity` (swap/store.h). From here on tensors on the host are counted afresh,
-  // and bounded by what the arena leaves of the budget. Plan and options outlive it.
+  // that of a new one, with `identity` (swap/store.h). `held`: the store's files, where CloseStore gave them;
+  // taken. From here on tensors on the host are counted afresh, and bounded by what the arena leaves of the
+  // budget. Plan and options outlive it.
   static absl::StatusOr<std::unique_ptr<RunResources>> Create(const EnginePlan& plan,
                                                               const EngineOptions& options,
-                                                              const std::string& identity);
+                                                              const std::string& identity,
+                                                              swap::HeldFiles held = {});
+  // The run stays locked, and is opened by what is created next. Empty: no drive.
+  swap::HeldFiles CloseStore();
   // Nothing may be in flight. Tensors are bounded by nothing afterwards.
   ~RunResources();
   RunResources(const RunResources&) = delete;
@@ -68,7 +72,7 @@ class RunResources {
   absl::Status MakeMemory();
   absl::Status MakeDevice();
   absl::Status MakeIo();
-  absl::Status MakeStore(const std::string& identity);
+  absl::Status MakeStore(const std::string& identity, swap::HeldFiles held);
   absl::Status OpenOthers(swap::StoreOptions* own);
   absl::Status GoBackTogether();
   void Log(const std::string& line) const {

@@ -33,4 +33,16 @@ int64_t TensorView::elements() const {
   return product;
 }
 
+Batch Kept(Batch batch) {
+  if (batch.owner != nullptr) return batch;
+  auto memory = std::make_shared<std::vector<std::vector<std::byte>>>();
+  for (auto& [name, view] : batch.tensors) {
+    if (view.data == nullptr) continue;  // only its shape matters
+    const auto* const bytes = static_cast<const std::byte*>(view.data);
+    view.data = memory->emplace_back(bytes, bytes + view.bytes()).data();
+  }
+  batch.owner = std::move(memory);
+  return batch;
+}
+
 }  // namespace penstock::zero

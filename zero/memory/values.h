@@ -38,6 +38,9 @@ struct Batch {
   int64_t elements() const { return tensors.empty() ? 0 : tensors.front().second.elements(); }
 };
 
+// The same, in memory that it keeps, where the caller would have to.
+Batch Kept(Batch batch);
+
 // A value in host memory of its own.
 struct HostTensor {
   HostBuffer memory;

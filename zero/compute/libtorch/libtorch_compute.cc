@@ -60,6 +60,7 @@ absl::StatusOr<Measured> LibTorchCompute::Measure(const ComputeSetup& setup, con
   if (model_.blocks.empty() || model_.stages.empty())
     return absl::InvalidArgumentError("a model needs at least one block and one stage");
   RETURN_IF_ERROR(CheckBlocks(lowered_));
+  ForgetPass();
   setup_ = setup;
   measured_ = MeasuredModel();  // of a call before
   TensorBatch tensors;
@@ -97,13 +98,21 @@ absl::StatusOr<std::unique_ptr<InitialReader>> LibTorchCompute::Initial(tiering:
   return reader;
 }
 
-absl::Status LibTorchCompute::Begin(const PassInfo& pass, std::vector<Batch> batches) {
-  pass_ = pass;
-  const size_t count = batches.size();
-  // What a pass that failed has left goes before the new batches come.
+void LibTorchCompute::ForgetPass() {
   for (auto& saved : saved_) saved.clear();
   flowing_.clear();
   batches_.clear();
+  held_.clear();
+  outputs_.clear();
+  losses_.clear();
+  inner_losses_.clear();
+  borrowed_.clear();
+}
+
+absl::Status LibTorchCompute::Begin(const PassInfo& pass, std::vector<Batch> batches) {
+  pass_ = pass;
+  const size_t count = batches.size();
+  ForgetPass();  // before the new batches come
   held_ = std::move(batches);
   const bool given_up = std::exchange(buffers_changed_, pass.trains && buffers_.any());
   const absl::Status status = Guarded("batches", [&] {
@@ -117,7 +126,6 @@ absl::Status LibTorchCompute::Begin(const PassInfo& pass, std::vector<Batch> bat
   outputs_.assign(count, Values());
   losses_.assign(count, torch::Tensor());
   inner_losses_.assign(count, InnerLossesOf());
-  borrowed_.clear();
   for (size_t m = 0; m < count; ++m) {
     Saved& first = saved_.front()[m];
     first.values = InputsOf(batches_[m]);

@@ -89,6 +89,7 @@ class LibTorchCompute final : public Compute {
   Saved& saved(tiering::Position position, int micro_batch) {
     return saved_[position][static_cast<size_t>(micro_batch)];
   }
+  void ForgetPass();
   const StageSpec& stage(const StageUse& use) const;
   const StageRole& role(const StageUse& use) const;
   BlockModule& module(const StageUse& use) const;  // of the stage's own block

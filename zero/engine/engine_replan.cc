@@ -1,0 +1,132 @@
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "aio/engine.h"
+#include "base/status_macros.h"
+#include "zero/engine/engine_impl.h"
+#include "zero/memory/tensor_memory.h"
+
+namespace penstock::zero {
+
+absl::Status Engine::Impl::Replan(Batch example) {
+  if (!broken_.ok()) return broken_;
+  if (!options_.trains)
+    return absl::FailedPreconditionError("this engine only reads: another one is made for other batches");
+  if (store() == nullptr) {
+    return absl::FailedPreconditionError(
+        "the state is in memory and would go with the plan: keep a checkpoint (Engine::Checkpoint), and make "
+        "an engine that resumes from it");
+  }
+  if (calls_ > 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("step ", step_ + 1, " has more calls to come: a plan is made between steps"));
+  }
+  RETURN_IF_ERROR(BroadcastError(CommitDescription()));
+  const swap::CommitSeen last = {store()->uuid(), store()->committed_sequence()};
+  earlier_ = {io_stats(),          copied(),           gds_read_bytes(), peak_managed_bytes(),
+              peak_pinned_bytes(), peak_device_bytes()};
+  Close();
+  if (last_result_.step != 0 && gradients_lost_.empty()) {
+    gradients_lost_ =
+        "the plan was made anew after the last step, and its gradients went with the one before";
+  }
+  options_.resume.enabled = true;
+  options_.storage.overwrite = false;
+  options_.storage.overwrites_only.reset();
+  if (options_.hooks.machine) {
+    options_.hooks.machine = [machine = plan_.options.machine](int64_t, const std::function<void()>&) {
+      return machine;
+    };
+  }
+  example = std::exchange(options_.example, Kept(std::move(example)));
+  const absl::Status status = Reopen(last, /*asks=*/true);
+  if (status.ok()) return status;
+  Close();
+  if (options_.comm != nullptr) {
+    held_.clear();
+    return broken_ = BroadcastError(status);
+  }
+  options_.example = std::move(example);
+  const absl::Status back = Reopen(last, /*asks=*/false);
+  if (back.ok()) {
+    return absl::Status(status.code(),
+                        absl::StrCat(status.message(), "; the engine goes on with the plan that it had"));
+  }
+  Close();
+  held_.clear();
+  return broken_ = absl::Status(
+             back.code(), absl::StrCat(status.message(),
+                                       "; and the plan before could not be made again: ", back.message()));
+}
+
+absl::Status Engine::Impl::Reopen(const swap::CommitSeen& last, bool asks) {
+  RETURN_IF_ERROR(Prepare(asks));
+  RETURN_IF_ERROR(GroupParameters());
+  RETURN_IF_ERROR(MakeResources());
+  if (swap::CommitSeen{store()->uuid(), store()->committed_sequence()} != last) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        options_.storage.state_dirs.front(), ": another process has gone on with the run meanwhile"));
+  }
+  ASSIGN_OR_RETURN(const nlohmann::json payload, PayloadOf(store()->recovered()));
+  RETURN_IF_ERROR(compute_->RestoreBuffers(payload.value("buffers", nlohmann::json())));
+  RETURN_IF_ERROR(resources_->BoundDevice());
+  if (saturating_bytes_.has_value()) set_saturating_bytes_in_flight(*saturating_bytes_);
+  std::vector<int> order = std::move(stage_order_);
+  MakeLanes();
+  stage_order_ = std::move(order);
+  builder_->SetOrder(stage_order_);
+  return absl::OkStatus();
+}
+
+aio::EngineStats Engine::Impl::io_stats() const {
+  if (resources_ == nullptr || resources_->io() == nullptr) return earlier_.io;
+  aio::EngineStats stats = resources_->io()->stats();
+  stats.Merge(earlier_.io);
+  return stats;
+}
+
+Device::Traffic Engine::Impl::copied() const {
+  if (resources_ == nullptr) return earlier_.copied;
+  const Device::Traffic now = device().traffic(), before = resources_->traffic_before();
+  return {earlier_.copied.h2d_bytes + now.h2d_bytes - before.h2d_bytes,
+          earlier_.copied.d2h_bytes + now.d2h_bytes - before.d2h_bytes};
+}
+
+int64_t Engine::Impl::gds_read_bytes() const {
+  return earlier_.gds_read_bytes + (lanes_ != nullptr ? lanes_->past_host_bytes() : 0);
+}
+
+int64_t Engine::Impl::peak_managed_bytes() const {
+  if (resources_ == nullptr) return earlier_.peak_managed_bytes;
+  const bool elsewhere =
+      device().has_own_memory() && device().tensors_are_host();  // what the host's allocator counts
+  return std::max(
+      {earlier_.peak_managed_bytes, resources_->preparation_peak(),
+       static_cast<int64_t>(resources_->arena().bytes()) + (elsewhere ? 0 : tensors_.Stats().peak_bytes)});
+}
+
+int64_t Engine::Impl::peak_pinned_bytes() const {
+  if (resources_ == nullptr || !resources_->pinned()) return earlier_.peak_pinned_bytes;
+  return std::max(earlier_.peak_pinned_bytes, static_cast<int64_t>(resources_->arena().bytes()));
+}
+
+int64_t Engine::Impl::peak_device_bytes() const {
+  if (resources_ == nullptr || !device().has_own_memory()) return earlier_.peak_device_bytes;
+  const TensorScope scope(tensors_.pool());
+  return std::max(earlier_.peak_device_bytes, plan_.plan.device.arena_bytes + device().tensors().peak_bytes);
+}
+
+void Engine::Impl::set_saturating_bytes_in_flight(uint64_t bytes) {
+  saturating_bytes_ = bytes;
+  aio::Engine* const io = resources_ != nullptr ? resources_->io() : nullptr;
+  if (io == nullptr) return;
+  io->set_saturating_bytes_in_flight(bytes);
+  if (!options_.storage.io_depth_is_limit) io->RaiseCapsToSaturation();
+}
+
+}  // namespace penstock::zero
