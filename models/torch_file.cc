@@ -260,10 +260,6 @@ class Unpickler {
     stack_.push_back(Make(std::move(node)));
     return absl::OkStatus();
   }
-  absl::Status PushText(absl::StatusOr<std::string_view> text) {
-    RETURN_IF_ERROR(text.status());
-    return Push({.kind = Kind::kText, .text = std::string(*text)});
-  }
   absl::Status PushInt(int64_t value) { return Push({.kind = Kind::kInt, .integer = value}); }
   absl::StatusOr<uint32_t> Pop() {
     if (stack_.size() <= (marks_.empty() ? 0 : marks_.back())) return Wrong("takes more than there is");
@@ -286,71 +282,55 @@ class Unpickler {
     return Push({.kind = Kind::kList, .items = std::move(items)});
   }
 
+  // One instruction: a table of them, in the order of what they are about.
   absl::Status Do(char code) {
     switch (code) {
       case '\x80':  // PROTO
         return Take(1).status();
       case '\x95':  // FRAME
         return Take(8).status();
+      // Values.
       case 'N':
         return Push({});
       case '\x88':
       case '\x89':
         return Push({.kind = Kind::kBool, .integer = code == '\x88'});
-      case 'K': {
-        ASSIGN_OR_RETURN(const uint8_t value, Number<uint8_t>());
-        return PushInt(value);
-      }
-      case 'M': {
-        ASSIGN_OR_RETURN(const uint16_t value, Number<uint16_t>());
-        return PushInt(value);
-      }
-      case 'J': {
-        ASSIGN_OR_RETURN(const int32_t value, Number<int32_t>());
-        return PushInt(value);
-      }
-      case '\x8a': {  // LONG1
-        ASSIGN_OR_RETURN(const uint8_t bytes, Number<uint8_t>());
-        return Long(bytes);
-      }
-      case '\x8b': {  // LONG4
-        ASSIGN_OR_RETURN(const uint32_t bytes, Number<uint32_t>());
-        return Long(bytes);
-      }
-      case 'G': {
-        ASSIGN_OR_RETURN(const uint64_t bits, Number<uint64_t>());
-        return Push({.kind = Kind::kFloat, .number = std::bit_cast<double>(__builtin_bswap64(bits))});
-      }
+      case 'K':
+        return PushInteger<uint8_t>();
+      case 'M':
+        return PushInteger<uint16_t>();
+      case 'J':
+        return PushInteger<int32_t>();
+      case '\x8a':  // LONG1
+        return PushLong<uint8_t>();
+      case '\x8b':  // LONG4
+        return PushLong<uint32_t>();
+      case 'G':
+        return PushFloat();
       case 'X':
       case 'T':
-      case 'B': {
-        ASSIGN_OR_RETURN(const uint32_t bytes, Number<uint32_t>());
-        return PushText(Take(bytes));
-      }
+      case 'B':
+        return PushText<uint32_t>();
       case '\x8c':
       case 'U':
-      case 'C': {
-        ASSIGN_OR_RETURN(const uint8_t bytes, Number<uint8_t>());
-        return PushText(Take(bytes));
-      }
+      case 'C':
+        return PushText<uint8_t>();
       case '\x8d':
-      case '\x8e': {
-        ASSIGN_OR_RETURN(const uint64_t bytes, Number<uint64_t>());
-        return PushText(Take(bytes));
-      }
+      case '\x8e':
+        return PushText<uint64_t>();
+      // The stack, and its marks.
       case '(':
         marks_.push_back(stack_.size());
         return absl::OkStatus();
-      case '0': {  // POP
+      case '0':  // POP
         return Pop().status();
-      }
       case '1':  // POP_MARK
         return PopToMark().status();
-      case '2': {  // DUP
+      case '2':  // DUP
         RETURN_IF_ERROR(Top().status());
         stack_.push_back(stack_.back());
         return absl::OkStatus();
-      }
+      // Lists and dictionaries.
       case ']':
       case ')':
       case '\x8f':  // EMPTY_SET
@@ -367,76 +347,39 @@ class Unpickler {
       case '\x86':
       case '\x87':
         return Tuple(static_cast<size_t>(static_cast<unsigned char>(code)) - 0x84);
-      case 'a': {
-        ASSIGN_OR_RETURN(const uint32_t item, Pop());
-        return Append({item});
-      }
+      case 'a':
       case 'e':
-      case '\x90': {  // ADDITEMS
-        ASSIGN_OR_RETURN(const std::vector<uint32_t> items, PopToMark());
-        return Append(items);
-      }
-      case 's': {
-        ASSIGN_OR_RETURN(const uint32_t value, Pop());
-        ASSIGN_OR_RETURN(const uint32_t key, Pop());
-        return SetItems({key, value});
-      }
-      case 'u': {
-        ASSIGN_OR_RETURN(const std::vector<uint32_t> items, PopToMark());
-        return SetItems(items);
-      }
-      case 'd': {
-        ASSIGN_OR_RETURN(const std::vector<uint32_t> items, PopToMark());
-        RETURN_IF_ERROR(Push({.kind = Kind::kDict}));
-        return SetItems(items);
-      }
-      case 'q': {
-        ASSIGN_OR_RETURN(const uint8_t at, Number<uint8_t>());
-        return Remember(at);
-      }
-      case 'r': {
-        ASSIGN_OR_RETURN(const uint32_t at, Number<uint32_t>());
-        return Remember(at);
-      }
+      case '\x90':  // ADDITEMS
+        return AppendPopped(code == 'a');
+      case 's':
+      case 'u':
+      case 'd':
+        return SetPopped(code);
+      // What is remembered.
+      case 'q':
+        return RememberAt<uint8_t>();
+      case 'r':
+        return RememberAt<uint32_t>();
       case '\x94':  // MEMOIZE
         return Remember(static_cast<uint32_t>(memo_.size()));
-      case 'h': {
-        ASSIGN_OR_RETURN(const uint8_t at, Number<uint8_t>());
-        return Recall(at);
-      }
-      case 'j': {
-        ASSIGN_OR_RETURN(const uint32_t at, Number<uint32_t>());
-        return Recall(at);
-      }
-      case 'c': {
-        ASSIGN_OR_RETURN(const std::string_view module, Line());
-        ASSIGN_OR_RETURN(const std::string_view name, Line());
-        return Name(module, name);
-      }
-      case '\x93': {  // STACK_GLOBAL
-        ASSIGN_OR_RETURN(const uint32_t name, Pop());
-        ASSIGN_OR_RETURN(const uint32_t module, Pop());
-        if (nodes_[name].kind != Kind::kText || nodes_[module].kind != Kind::kText)
-          return Wrong("names something by what is no text");
-        RETURN_IF_ERROR(Spend(0, 2 * (nodes_[module].text.size() + nodes_[name].text.size())));
-        return Name(std::string(nodes_[module].text), std::string(nodes_[name].text));
-      }
+      case 'h':
+        return RecallAt<uint8_t>();
+      case 'j':
+        return RecallAt<uint32_t>();
+      // Objects.
+      case 'c':
+      case '\x93':  // STACK_GLOBAL
+        return code == 'c' ? NameOfLines() : NameOfStack();
       case 'Q': {  // BINPERSID
         ASSIGN_OR_RETURN(const uint32_t id, Pop());
         return PushStorage(id);
       }
-      case 'R':
-      case '\x81': {  // NEWOBJ
-        ASSIGN_OR_RETURN(const uint32_t arguments, Pop());
-        ASSIGN_OR_RETURN(const uint32_t callee, Pop());
-        ASSIGN_OR_RETURN(const uint32_t made, Call(callee, arguments));
-        stack_.push_back(made);
-        return absl::OkStatus();
-      }
-      case '\x92': {  // NEWOBJ_EX: what it is made of, without names
+      case '\x92':  // NEWOBJ_EX: what it is made of, without names
         RETURN_IF_ERROR(Pop().status());
-        return Do('\x81');
-      }
+        return CallPopped();
+      case 'R':
+      case '\x81':  // NEWOBJ
+        return CallPopped();
       case 'b': {  // BUILD
         ASSIGN_OR_RETURN(const uint32_t state, Pop());
         return Build(state);
@@ -447,6 +390,78 @@ class Unpickler {
     }
   }
 
+  template <typename T>
+  absl::Status PushInteger() {
+    ASSIGN_OR_RETURN(const T value, Number<T>());
+    return PushInt(value);
+  }
+  absl::Status PushFloat() {
+    ASSIGN_OR_RETURN(const uint64_t bits, Number<uint64_t>());
+    return Push({.kind = Kind::kFloat, .number = std::bit_cast<double>(__builtin_bswap64(bits))});
+  }
+  // A text, or the digits of a number, behind its length.
+  template <typename T>
+  absl::Status PushText() {
+    ASSIGN_OR_RETURN(const T bytes, Number<T>());
+    ASSIGN_OR_RETURN(const std::string_view text, Take(bytes));
+    return Push({.kind = Kind::kText, .text = std::string(text)});
+  }
+  template <typename T>
+  absl::Status PushLong() {
+    ASSIGN_OR_RETURN(const T bytes, Number<T>());
+    return Long(bytes);
+  }
+  template <typename T>
+  absl::Status RememberAt() {
+    ASSIGN_OR_RETURN(const T at, Number<T>());
+    return Remember(at);
+  }
+  template <typename T>
+  absl::Status RecallAt() {
+    ASSIGN_OR_RETURN(const T at, Number<T>());
+    return Recall(at);
+  }
+  absl::Status AppendPopped(bool one) {
+    if (one) {
+      ASSIGN_OR_RETURN(const uint32_t item, Pop());
+      return Append({item});
+    }
+    ASSIGN_OR_RETURN(const std::vector<uint32_t> items, PopToMark());
+    return Append(items);
+  }
+  // 's': one key with its value; 'u': those since the mark; 'd': of a new dictionary.
+  absl::Status SetPopped(char code) {
+    if (code == 's') {
+      ASSIGN_OR_RETURN(const uint32_t value, Pop());
+      ASSIGN_OR_RETURN(const uint32_t key, Pop());
+      return SetItems({key, value});
+    }
+    ASSIGN_OR_RETURN(const std::vector<uint32_t> items, PopToMark());
+    if (code == 'd') {
+      RETURN_IF_ERROR(Push({.kind = Kind::kDict}));
+    }
+    return SetItems(items);
+  }
+  absl::Status NameOfLines() {
+    ASSIGN_OR_RETURN(const std::string_view module, Line());
+    ASSIGN_OR_RETURN(const std::string_view name, Line());
+    return Name(module, name);
+  }
+  absl::Status NameOfStack() {
+    ASSIGN_OR_RETURN(const uint32_t name, Pop());
+    ASSIGN_OR_RETURN(const uint32_t module, Pop());
+    if (nodes_[name].kind != Kind::kText || nodes_[module].kind != Kind::kText)
+      return Wrong("names something by what is no text");
+    RETURN_IF_ERROR(Spend(0, 2 * (nodes_[module].text.size() + nodes_[name].text.size())));
+    return Name(std::string(nodes_[module].text), std::string(nodes_[name].text));
+  }
+  absl::Status CallPopped() {
+    ASSIGN_OR_RETURN(const uint32_t arguments, Pop());
+    ASSIGN_OR_RETURN(const uint32_t callee, Pop());
+    ASSIGN_OR_RETURN(const uint32_t made, Call(callee, arguments));
+    stack_.push_back(made);
+    return absl::OkStatus();
+  }
   absl::Status Long(uint64_t bytes) {
     ASSIGN_OR_RETURN(const std::string_view digits, Take(bytes));
     if (bytes > 8) return Push({.kind = Kind::kObject, .text = "a number of more than 64 bits"});
