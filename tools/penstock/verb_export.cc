@@ -54,12 +54,12 @@ nlohmann::ordered_json PublishedConfig(const models::LanguageModel& model, const
   return json;
 }
 
-absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::optional<std::string>& word) {
-  if (!word.has_value()) return std::nullopt;
-  const absl::StatusOr<int64_t> bytes = ParseSize(*word);
+absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::optional<std::string>& text) {
+  if (!text.has_value()) return std::nullopt;
+  const absl::StatusOr<int64_t> bytes = ParseSize(*text);
   if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
   return absl::InvalidArgumentError(
-      absl::StrCat(flag, " ", *word, ": must be a size above 0, as 512M or 4GiB"));
+      absl::StrCat(flag, " ", *text, ": must be a size above 0, as 512M or 4GiB"));
 }
 
 // What others need besides weights and config: the tokenizer of the directory that the model came from.
@@ -154,78 +154,94 @@ absl::Status CheckApart(const models::FrozenWeights& base, const std::string& ou
   return absl::OkStatus();
 }
 
-absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
-  if (flags.dtype != "fp32" && flags.dtype != "bf16") {
-    return absl::InvalidArgumentError(absl::StrCat("--dtype ", flags.dtype, ": must be fp32 or bf16"));
-  }
-  ASSIGN_OR_RETURN(const std::optional<uint64_t> budget, SizeOf("--host-memory", flags.host_memory));
-  ASSIGN_OR_RETURN(const std::optional<uint64_t> max_shard, SizeOf("--max-shard", flags.max_shard));
-  ASSIGN_OR_RETURN(const FoundState state, FindState(flags.dirs));
-  const swap::Inspection* const inspection = &state.inspections.front();
+// A state or checkpoint as its record describes it, and what of it is written.
+struct Source {
+  FoundState state;
   std::vector<swap::Geometry> geometries;
-  for (const swap::Inspection& part : state.inspections) {
-    ASSIGN_OR_RETURN(swap::Geometry geometry, swap::Geometry::Make(part.shape));
-    geometries.push_back(std::move(geometry));
-  }
-  const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
-  const auto foreign = [&](const std::string& why) {
+  std::shared_ptr<const models::LanguageModel> model;
+  Export what;
+  kernels::DType weights = kernels::DType::kFp32;
+  bool apart = false;           // its adapters go to weights that lie elsewhere
+  nlohmann::json run;           // the run's record
+  std::string model_directory;  // of its tokenizer
+
+  const swap::Inspection& inspection() const { return state.inspections.front(); }
+  absl::Status Foreign(const std::string& why) const {
     return absl::FailedPreconditionError(
         absl::StrCat(state.name(), ": not a model of penstock train (", why, "): cannot be exported"));
-  };
+  }
+};
+
+absl::StatusOr<Source> FindSource(const Flags& flags) {
+  Source source;
+  ASSIGN_OR_RETURN(source.state, FindState(flags.dirs));
+  for (const swap::Inspection& part : source.state.inspections) {
+    ASSIGN_OR_RETURN(swap::Geometry geometry, swap::Geometry::Make(part.shape));
+    source.geometries.push_back(std::move(geometry));
+  }
+  const nlohmann::json identity = ParseOrNull(source.inspection().shape.identity);
   if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype") ||
       !identity.contains("block_elements")) {
-    return foreign("its identity has no model");
+    return source.Foreign("its identity has no model");
   }
-  if (identity.contains("ranks") && state.parts.size() == 1)
-    return foreign("it is one rank's part of a run of several");
-  const auto described = models::ModelFromJson(identity["model"]);
-  if (!described.ok()) return foreign(std::string(described.status().message()));
-  const models::LanguageModel& model = **described;
-  const bool apart = zero::JsonField<bool>(identity, "frozen_elsewhere").value_or(false);
-  if (apart && model.lora() == nullptr) return foreign("its weights lie elsewhere, and it has no adapters");
-  ASSIGN_OR_RETURN(const Export what, Choose(flags, model, apart));
-  const models::ModelLayout& layout = what.written;
-  if (identity["block_elements"] != nlohmann::json(layout.block_elements)) {
-    return foreign("its blocks have other sizes");
-  }
+  if (identity.contains("ranks") && source.state.parts.size() == 1)
+    return source.Foreign("it is one rank's part of a run of several");
+  auto described = models::ModelFromJson(identity["model"]);
+  if (!described.ok()) return source.Foreign(std::string(described.status().message()));
+  source.model = *std::move(described);
+  source.apart = zero::JsonField<bool>(identity, "frozen_elsewhere").value_or(false);
+  if (source.apart && source.model->lora() == nullptr)
+    return source.Foreign("its weights lie elsewhere, and it has no adapters");
+  ASSIGN_OR_RETURN(source.what, Choose(flags, *source.model, source.apart));
+  if (identity["block_elements"] != nlohmann::json(source.what.written.block_elements))
+    return source.Foreign("its blocks have other sizes");
   const std::optional<kernels::DType> weights =
       identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
-  if (!weights.has_value()) return foreign("its weights are of no known type");
+  if (!weights.has_value()) return source.Foreign("its weights are of no known type");
+  source.weights = *weights;
+  const nlohmann::json payload = ParseOrNull(source.inspection().record.payload);
+  if (payload.is_object()) source.run = payload.value("run", nlohmann::json());
+  source.model_directory = zero::JsonField<std::string>(source.run, "model_directory").value_or("");
+  RETURN_IF_ERROR(TakeModel(flags, &source.run, &source.model_directory));
+  return source;
+}
 
+// The config that lies beside the weights, and within a single file's metadata.
+nlohmann::ordered_json ConfigFor(const Flags& flags, const Source& source) {
+  return source.what.adapters_alone
+             ? models::AdapterConfigOf(*source.model, BaseDirectoryOf(source.run, source.model_directory))
+             : PublishedConfig(*source.model, flags.dtype);
+}
+
+models::ExportOptions OptionsFor(const Flags& flags, const Source& source, uint64_t max_shard_bytes,
+                                 bool into_directory, const nlohmann::ordered_json& config) {
   models::ExportOptions options;
   options.dtype = flags.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
   options.overwrite = flags.overwrite;
-  options.max_shard_bytes = max_shard.value_or(0);
-  const nlohmann::json payload = ParseOrNull(inspection->record.payload);
-  nlohmann::json run = payload.is_object() ? payload.value("run", nlohmann::json()) : nlohmann::json();
-  std::string model_directory = zero::JsonField<std::string>(run, "model_directory").value_or("");
-  RETURN_IF_ERROR(TakeModel(flags, &run, &model_directory));
-  const nlohmann::ordered_json published =
-      what.adapters_alone ? models::AdapterConfigOf(model, BaseDirectoryOf(run, model_directory))
-                          : PublishedConfig(model, flags.dtype);
-  const std::string config = published.dump(2);
-  const bool into_directory = what.adapters_alone || IsDirectory(flags.out);
-  options.path = into_directory ? absl::StrCat(flags.out, "/", what.weights) : flags.out;
+  options.max_shard_bytes = max_shard_bytes;
+  options.path = into_directory ? absl::StrCat(flags.out, "/", source.what.weights) : flags.out;
   options.metadata = {{"format", "pt"},
-                      {"penstock_step", absl::StrCat(inspection->record.step)},
-                      {"penstock_run", swap::UuidText(inspection->shape.uuid)}};
-  if (!what.adapters_alone) options.metadata["config"] = published.dump();
-  if (flags.merge) options.adapters = AdaptersIn(what.all, model.lora()->scaling());
-  LoraBase base;
-  aio::Engine* engine = nullptr;  // there before anything is read
-  if (apart && flags.merge) {
-    if (!run.is_object() || !run.contains(kBaseKey))
-      return foreign("it does not say what its adapters go to");
-    ASSIGN_OR_RETURN(
-        base, ReopenBase(run[kBaseKey], "", model, kernels::DType::kFp32, BaseCheck::kBytes, flags.quiet));
-    RETURN_IF_ERROR(CheckApart(*base.weights, flags.out, into_directory));
-    options.elsewhere = [&](int block, int64_t first, int64_t elements, float* to) {
-      return zero::ReadFrozenNow(*base.weights, *engine, tiering::BlockIndex(block), first, elements,
-                                 reinterpret_cast<std::byte*>(to));
-    };
-  }
-  const models::ExportMemory needs = models::MemoryForExport(geometries, layout, options, *weights);
-  // The arena takes whole huge pages.
+                      {"penstock_step", absl::StrCat(source.inspection().record.step)},
+                      {"penstock_run", swap::UuidText(source.inspection().shape.uuid)}};
+  if (!source.what.adapters_alone) options.metadata["config"] = config.dump();
+  if (flags.merge) options.adapters = AdaptersIn(source.what.all, source.model->lora()->scaling());
+  return options;
+}
+
+// The weights that adapters are merged into, where they lie elsewhere; else none.
+absl::StatusOr<LoraBase> BaseToMerge(const Flags& flags, const Source& source, bool into_directory) {
+  if (!source.apart || !flags.merge) return LoraBase();
+  if (!source.run.is_object() || !source.run.contains(kBaseKey))
+    return source.Foreign("it does not say what its adapters go to");
+  ASSIGN_OR_RETURN(LoraBase base, ReopenBase(source.run[kBaseKey], "", *source.model, kernels::DType::kFp32,
+                                             BaseCheck::kBytes, flags.quiet));
+  RETURN_IF_ERROR(CheckApart(*base.weights, flags.out, into_directory));
+  return base;
+}
+
+// Of the arena, which takes whole huge pages; `budget`: --host-memory.
+absl::StatusOr<uint64_t> ArenaBytes(const Flags& flags, const models::ExportMemory& needs,
+                                    std::optional<uint64_t> budget) {
   constexpr uint64_t kHugePage = uint64_t{2} << 20;
   const uint64_t least = (needs.least_bytes + kHugePage - 1) / kHugePage * kHugePage;
   const uint64_t given = budget.value_or(std::max(kDefaultMemoryBytes, least + needs.beside_bytes));
@@ -236,43 +252,76 @@ absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
                      least + needs.beside_bytes, " bytes)"));
   }
   const uint64_t most = given - needs.beside_bytes;
-  const uint64_t memory = std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
-  ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
-                   StateReader::Open(state, memory, [&](const std::string& line) {
-                     if (!flags.quiet) err << line << "\n" << std::flush;
-                   }));
-  engine = &reader->engine();
+  return std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
+}
+
+// Adapters have a directory of their own, and no config is replaced that nobody said to replace.
+absl::Status PrepareOutput(const Flags& flags, const Export& what, const std::string& weights_path,
+                           bool into_directory) {
+  std::error_code error;
   if (what.adapters_alone) {
-    std::error_code error;
     std::filesystem::create_directory(flags.out, error);
     if (error)
       return absl::InvalidArgumentError(absl::StrCat(flags.out, ": cannot be made: ", error.message()));
   }
-  if (into_directory && !flags.overwrite) {
-    const std::string path = absl::StrCat(flags.out, "/", what.config);
-    std::error_code error;
-    // Of the weights ExportWeights says so itself.
-    const bool weights_there = std::filesystem::exists(options.path, error) ||
-                               std::filesystem::exists(options.path + ".index.json", error);
-    if (!weights_there && std::filesystem::exists(path, error)) {
-      return absl::AlreadyExistsError(absl::StrCat(path, " is there already: use --overwrite to replace it"));
-    }
+  if (!into_directory || flags.overwrite) return absl::OkStatus();
+  // Of the weights ExportWeights says so itself.
+  if (std::filesystem::exists(weights_path, error) ||
+      std::filesystem::exists(weights_path + ".index.json", error))
+    return absl::OkStatus();
+  const std::string path = absl::StrCat(flags.out, "/", what.config);
+  if (!std::filesystem::exists(path, error)) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(path, " is there already: use --overwrite to replace it"));
+}
+
+// What lies beside the weights in a directory.
+absl::Status WriteConfig(const Flags& flags, const Source& source, const nlohmann::ordered_json& config) {
+  const std::string path = absl::StrCat(flags.out, "/", source.what.config);
+  std::ofstream file(path, std::ios::trunc);
+  file << config.dump(2) << "\n";
+  file.close();
+  if (!file) return StreamError(absl::StrCat(path, ": write"));
+  if (!source.what.adapters_alone) CopyTokenizer(source.model_directory, flags.out);
+  return absl::OkStatus();
+}
+
+absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
+  if (flags.dtype != "fp32" && flags.dtype != "bf16") {
+    return absl::InvalidArgumentError(absl::StrCat("--dtype ", flags.dtype, ": must be fp32 or bf16"));
   }
+  ASSIGN_OR_RETURN(const std::optional<uint64_t> budget, SizeOf("--host-memory", flags.host_memory));
+  ASSIGN_OR_RETURN(const std::optional<uint64_t> max_shard, SizeOf("--max-shard", flags.max_shard));
+  ASSIGN_OR_RETURN(const Source source, FindSource(flags));
+  const models::ModelLayout& layout = source.what.written;
+  const bool into_directory = source.what.adapters_alone || IsDirectory(flags.out);
+  const nlohmann::ordered_json config = ConfigFor(flags, source);
+  models::ExportOptions options = OptionsFor(flags, source, max_shard.value_or(0), into_directory, config);
+  ASSIGN_OR_RETURN(const LoraBase base, BaseToMerge(flags, source, into_directory));
+  aio::Engine* engine = nullptr;  // there before anything is read
+  if (base.weights != nullptr) {
+    options.elsewhere = [&](int block, int64_t first, int64_t elements, float* to) {
+      return zero::ReadFrozenNow(*base.weights, *engine, tiering::BlockIndex(block), first, elements,
+                                 reinterpret_cast<std::byte*>(to));
+    };
+  }
+  const models::ExportMemory needs =
+      models::MemoryForExport(source.geometries, layout, options, source.weights);
+  ASSIGN_OR_RETURN(const uint64_t memory, ArenaBytes(flags, needs, budget));
+  ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
+                   StateReader::Open(source.state, memory, [&](const std::string& line) {
+                     if (!flags.quiet) err << line << "\n" << std::flush;
+                   }));
+  engine = &reader->engine();
+  RETURN_IF_ERROR(PrepareOutput(flags, source.what, options.path, into_directory));
   int files = 0;
   {
     ByteProgress progress("exporting", flags.quiet);
     options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
-    ASSIGN_OR_RETURN(const int written,
-                     models::ExportWeights(reader->parts(), layout, *weights, reader->memory(), options));
-    files = written;
+    ASSIGN_OR_RETURN(
+        files, models::ExportWeights(reader->parts(), layout, source.weights, reader->memory(), options));
   }
   if (into_directory) {
-    const std::string path = absl::StrCat(flags.out, "/", what.config);
-    std::ofstream file(path, std::ios::trunc);
-    file << config << "\n";
-    file.close();
-    if (!file) return StreamError(absl::StrCat(path, ": write"));
-    if (!what.adapters_alone) CopyTokenizer(model_directory, flags.out);
+    RETURN_IF_ERROR(WriteConfig(flags, source, config));
   }
   if (!flags.quiet) {
     out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s%s\n",
