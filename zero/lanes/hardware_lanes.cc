@@ -1,16 +1,12 @@
 #include "zero/lanes/hardware_lanes.h"
 
 #include <chrono>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/index.h"
 #include "base/status_macros.h"
-#include "kernels/checksum.h"
-#include "kernels/float16.h"
 #include "zero/compute/seed.h"
-#include "zero/compute/tile_version.h"
 #include "zero/memory/guarded.h"
 #include "zero/memory/tensor_memory.h"
 
@@ -31,42 +27,24 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
       residency_(residency),
       layouts_(std::move(layouts)),
       compute_(compute),
-      sums_(layouts_, options.format.weights, *device),
-      store_(store),
-      inputs_(inputs),
+      compute_lane_(plan, residency, layouts_, compute, *device, lanes,
+                    {options.format.weights, options.seed, options.rank, options.world}),
+      has_store_(store != nullptr),
       device_(lanes),
       options_(options),
       hooks_(std::move(hooks)),
-      squares_(plan.blocks.size()) {
-  int64_t tiles = 0;
-  for (const tiering::BlockPlan& block : plan_.blocks) {
-    first_tile_.push_back(tiles - block.tiles_elsewhere());
-    tiles += std::ssize(block.tiles) - block.tiles_elsewhere();
-    auto& of_block = tiles_.emplace_back();
-    auto& spill = spills_.emplace_back(std::make_unique<Spill>());
-    spill->lanes = this;
-    sums_transfers_.emplace_back().lanes = this;
-    if (store_ == nullptr) continue;
-    for (size_t t = 0; t < block.tiles.size(); ++t) {
-      auto& transfers = of_block.emplace_back(std::make_unique<TileTransfers>());
-      transfers->checksums.resize(plan_.precision.segment_bytes.size());
-      for (Transfer* transfer : {&transfers->weights, &transfers->there, &transfers->state,
-                                 &transfers->gradient, &transfers->write}) {
-        transfer->lanes = this;
-        transfer->io.set_on_complete(&HardwareLanes::OnTransferDone, transfer);
-      }
-      transfers->spill.io.set_on_complete(&HardwareLanes::OnSpillDone, spill.get());
-      if (!block.in_store(tiering::TileIndex(t))) transfers->frozen = options_.frozen->MakeRead();
-    }
-  }
-  for (const tiering::Position position : plan_.all_positions()) {
-    auto& of_position = input_transfers_.emplace_back();
-    for (int m = 0; plan_.SpillsInput(position) && m < plan_.micro_batches; ++m) {
-      of_position.push_back(std::make_unique<InputTransfer>());
-      of_position.back()->lanes = this;
-    }
-  }
-  commit_.set_on_complete(&HardwareLanes::OnCommitDone, this);
+      squares_(plan.blocks.size()),
+      drive_(plan, residency, lanes,
+             {.store = store,
+              .inputs = inputs,
+              .sums = options.sums,
+              .frozen = options.frozen,
+              .now = [this] { return Now(); }},
+             [this](tiering::OpId id, const Op& op, absl::Status status, double start) {
+               Report({id, &op}, std::move(status), start);
+             }) {
+  for (const tiering::Position position : plan_.all_positions())
+    refused_inputs_.emplace_back(plan_.SpillsInput(position) ? plan_.micro_batches : 0, false);
   TensorPool* const tensors = TensorMemory::Here();  // of the engine whose lanes these are
   threads_.emplace_back([this, tensors] {
     const TensorScope scope(tensors);
@@ -126,11 +104,7 @@ double HardwareLanes::Now() const {
 
 std::string HardwareLanes::PlaceOf(const Op& op) const {
   const bool drive = op.lane == Lane::kRead || op.lane == Lane::kWrite || op.lane == Lane::kCommit;
-  if (drive && store_ != nullptr) {
-    if (op.block.valid() && IsElsewhere(op)) return options_.frozen->PlaceOf(op.block);
-    const bool of_tile = op.block.valid() && op.tile.valid();
-    return store_->path(of_tile ? StoreTile(op.block, op.tile) : 0);
-  }
+  if (drive && has_store_) return drive_.PlaceOf(op);
   const bool host = drive || op.lane == Lane::kUpdate || device_ == nullptr;
   return host ? "the processor" : device_->device().Describe();
 }
@@ -146,17 +120,13 @@ void HardwareLanes::FailPass(const Op& op) {
 }
 
 void HardwareLanes::ForgetFailedPass() {
-  compute_failed_ = false;
-  {
-    const std::lock_guard<std::mutex> lock(compute_error_mutex_);
-    compute_error_ = absl::OkStatus();
-  }
+  compute_lane_.ForgetFailure();
   failed_step_ = 0;
   evaluation_failed_ = false;
 }
 
 void HardwareLanes::ForgetSums() {
-  for (const tiering::BlockIndex block : layouts_.indices()) sums_.Taken(block);
+  for (const tiering::BlockIndex block : layouts_.indices()) compute_lane_.SumsTaken(block);
 }
 
 bool HardwareLanes::Skips(const Op& op) const {
@@ -209,12 +179,10 @@ void HardwareLanes::Start(tiering::OpId id, const Op& op) {
     }
     case Lane::kRead:
     case Lane::kWrite: {
-      if (op.kind == OpKind::kWriteGradient) return StartSpill(task);
-      if (UndoesWrite(op)) return Report(task, store_->DropWritten(StoreTile(op.block, op.tile)), Now());
       const double start = Now();
+      if (UndoesWrite(op)) return Report(task, drive_.DropWritten(op), start);
       const bool input = op.kind == OpKind::kWriteInput || op.kind == OpKind::kReadInput;
-      const bool sums = op.kind == OpKind::kWriteSums || op.kind == OpKind::kReadSums;
-      absl::Status status = input ? StartInput(task) : sums ? StartSums(task) : StartTransfer(task);
+      absl::Status status = input ? StartInput(task) : drive_.Start(id, op);
       if (!status.ok()) Report(task, std::move(status), start);
       return;
     }
@@ -231,68 +199,13 @@ void HardwareLanes::Start(tiering::OpId id, const Op& op) {
     }
     case Lane::kCommit: {
       const double start = Now();
-      if (store_ == nullptr || !op.durable) return Report(task, absl::OkStatus(), start);
-      if (absl::Status status = StartCommit(task); !status.ok()) Report(task, std::move(status), start);
+      if (!has_store_ || !op.durable) return Report(task, absl::OkStatus(), start);
+      absl::Status status = drive_.StartCommit(id, op, hooks_.describe_commit(op));
+      if (!status.ok()) Report(task, std::move(status), start);
       return;
     }
     default:
       return Report(task, absl::InternalError("an operation was started on a lane that is not there"), Now());
-  }
-}
-
-absl::Status HardwareLanes::StartTransfer(const Task& task) {
-  const Op& op = *task.op;
-  TileTransfers& transfers = this->transfers(op);
-  if (IsElsewhere(op)) {
-    const tiering::Tile& place = plan_.blocks[op.block].tiles[op.tile];
-    Transfer& transfer = transfers.weights;
-    transfer.task = task;
-    transfer.start = Now();
-    const TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
-    return options_.frozen->Start(store_->engine(), transfers.frozen.get(), op.block, place.offset,
-                                  place.elements, static_cast<std::byte*>(memory.weights),
-                                  &HardwareLanes::OnFrozenDone, &transfer);
-  }
-  const uint32_t tile = StoreTile(op.block, op.tile);
-  const TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
-  const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
-  auto begin = [&](Transfer* transfer) {
-    // The store refuses one that is in flight, whose task must stay what it is.
-    if (!transfer->io.pending()) {
-      transfer->task = task;
-      transfer->start = Now();
-    }
-    return &transfer->io;
-  };
-  // An update that is made again starts from what the last commit holds.
-  const swap::VersionChoice choice =
-      op.replay ? swap::VersionChoice::kCommitted : swap::VersionChoice::kNewest;
-  switch (op.kind) {
-    case OpKind::kReadWeights: {
-      void* const destination[] = {op.device_weight_slot.valid() ? device_->weights(op) : memory.weights};
-      return store_->ReadSegments(begin(&WeightsTransfer(op)), tile, 0, 1, destination,
-                                  aio::Priority::kDemand, choice);
-    }
-    case OpKind::kReadState:
-      return store_->ReadSegments(begin(&transfers.state), tile, 1, segments - 1, memory.state,
-                                  aio::Priority::kPrefetch, choice);
-    case OpKind::kReadGradient:
-      return store_->ReadScratch(begin(&transfers.gradient), tile, 0, memory.gradient,
-                                 static_cast<uint64_t>(op.bytes), aio::Priority::kPrefetch);
-    case OpKind::kWriteTile:
-    case OpKind::kWriteState:
-    case OpKind::kWriteWeights: {
-      if (store_->geometry().slots() == 1 && !store_->overwriting()) {
-        RETURN_IF_ERROR(store_->OverwriteNow());
-      }
-      std::vector<const void*> sources = {memory.weights};
-      sources.insert(sources.end(), memory.state.begin(), memory.state.end());
-      const auto [first, count] = WrittenSegments(op);
-      return store_->WriteSegments(begin(&transfers.write), tile, VersionAfter(op.step), first,
-                                   std::span(sources).subspan(first, count), aio::Priority::kWriteBehind);
-    }
-    default:
-      return absl::InternalError(absl::StrCat("not a transfer: ", std::string(tiering::OpKindName(op.kind))));
   }
 }
 
@@ -301,106 +214,15 @@ bool HardwareLanes::UndoesWrite(const Op& op) const {
   return op.kind == OpKind::kWriteTile && op.replay && DecisionFor(op.step).skip;
 }
 
-std::pair<uint32_t, uint32_t> HardwareLanes::WrittenSegments(const Op& op) const {
-  const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
-  if (op.kind == OpKind::kWriteState) return {1, segments - 1};
-  return {0, op.kind == OpKind::kWriteWeights ? 1 : segments};
-}
-
-void HardwareLanes::StartSpill(const Task& task) {
-  const Op& op = *task.op;
-  const tiering::BlockPlan& block = plan_.blocks[op.block];
-  Spill& spill = *spills_[op.block];
-  spill.task = task;
-  spill.start = Now();
-  int tiles = 0, submitted = 0;
-  for (const tiering::TileIndex t : block.tiles.indices()) tiles += block.updates(t) ? 1 : 0;
-  // One more than the transfers, taken off at the end: none of them may report before all are submitted.
-  spill.outstanding.store(tiles + 1, std::memory_order_relaxed);
-  spill.refused = absl::OkStatus();
-  for (const tiering::TileIndex t : block.tiles.indices()) {
-    if (!spill.refused.ok()) break;
-    if (!block.updates(t)) continue;
-    const int64_t bytes = block.tiles[t].elements * plan_.precision.gradient_bytes;
-    spill.refused = store_->WriteScratch(&tiles_[op.block][t]->spill.io, StoreTile(op.block, t), 0,
-                                         residency_.GradientOf(op.block, t, op.gradient_slot),
-                                         static_cast<uint64_t>(bytes), aio::Priority::kWriteBehind);
-    if (spill.refused.ok()) ++submitted;
-  }
-  const int missing = tiles - submitted;
-  if (spill.outstanding.fetch_sub(missing + 1) == missing + 1) Report(task, absl::OkStatus(), spill.start);
-}
-
-absl::Status HardwareLanes::StartSums(const Task& task) {
-  const Op& op = *task.op;
-  SumsTransfer& transfer = sums_transfers_[op.block];
-  transfer.task = task;
-  transfer.start = Now();
-  void* const sums = op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot)
-                                                 : residency_.gradient(op.gradient_slot);
-  return op.kind == OpKind::kReadSums
-             ? options_.sums->Read(op.block, sums, &HardwareLanes::OnSumsDone, &transfer)
-             : options_.sums->Write(op.block, sums, &HardwareLanes::OnSumsDone, &transfer);
-}
-
-void HardwareLanes::OnSumsDone(void* context) {
-  auto* const transfer = static_cast<SumsTransfer*>(context);
-  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
-}
-
 absl::Status HardwareLanes::StartInput(const Task& task) {
   const Op& op = *task.op;
-  InputTransfer& transfer = *input_transfers_[op.position][At(op.micro_batch)];
-  transfer.task = task;
-  transfer.start = Now();
-  const bool reads = op.kind == OpKind::kReadInput;
-  absl::StatusOr<std::span<const TensorView>> values = std::span<const TensorView>();
-  if (compute_failed_) {
-    values = ComputeError();
-  } else {
-    values = reads ? compute_->RestoreInputs(op.position, op.micro_batch)
-                   : compute_->SavedInputs(op.position, op.micro_batch);
-  }
-  transfer.refused = !values.ok();
-  if (transfer.refused) return FailCompute(values.status());
-  if (device_ != nullptr) {
-    return device_->StartInput(op, *values, [this, task, start = transfer.start](absl::Status status) {
-      ReportInOrder(task, std::move(status), start);
-    });
-  }
-  return reads ? inputs_->Read(op.position, op.micro_batch, *values, &HardwareLanes::OnInputDone, &transfer)
-               : inputs_->Write(op.position, op.micro_batch, *values, &HardwareLanes::OnInputDone, &transfer);
-}
-
-void HardwareLanes::OnInputDone(void* context) {
-  auto* transfer = static_cast<InputTransfer*>(context);
-  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
-}
-
-absl::Status HardwareLanes::StartCommit(const Task& task) {
-  commit_task_ = task;
-  commit_start_ = Now();
-  return store_->Commit(&commit_, hooks_.describe_commit(*task.op));
-}
-
-void HardwareLanes::OnTransferDone(swap::TileIo&, void* context) {
-  auto* transfer = static_cast<Transfer*>(context);
-  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
-}
-
-void HardwareLanes::OnFrozenDone(void* context) {
-  auto* transfer = static_cast<Transfer*>(context);
-  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
-}
-
-void HardwareLanes::OnSpillDone(swap::TileIo&, void* context) {
-  auto* spill = static_cast<Spill*>(context);
-  if (spill->outstanding.fetch_sub(1) == 1) spill->lanes->Report(spill->task, absl::OkStatus(), spill->start);
-}
-
-void HardwareLanes::OnCommitDone(swap::CommitIo&, void* context) {
-  auto* lanes = static_cast<HardwareLanes*>(context);
-  lanes->Report(lanes->commit_task_, absl::OkStatus(), lanes->commit_start_);
+  const absl::StatusOr<std::span<const TensorView>> values = compute_lane_.Inputs(op);
+  refused_inputs_[op.position][At(op.micro_batch)] = !values.ok();
+  RETURN_IF_ERROR(values.status());
+  if (device_ == nullptr) return drive_.StartInput(task.id, op, *values);
+  return device_->StartInput(op, *values, [this, task, start = Now()](absl::Status status) {
+    ReportInOrder(task, std::move(status), start);
+  });
 }
 
 absl::Status HardwareLanes::Settle(const Done& done) {
@@ -408,51 +230,31 @@ absl::Status HardwareLanes::Settle(const Done& done) {
   absl::Status status = done.status;
   if (!status.ok()) return status;
   switch (op.kind) {
-    case OpKind::kReadWeights:
-      if (IsElsewhere(op)) return status;  // kVerify says how it ended
-      status = WeightsTransfer(op).io.status();
-      if (!op.device_weight_slot.valid()) return status;
-      if (status.ok()) past_host_bytes_ += op.bytes;
-      return status.ok()
-                 ? status
-                 : absl::Status(status.code(),
-                                absl::StrCat(std::string(status.message()),
-                                             "; without aio.use_gds it would go by way of host memory"));
-    case OpKind::kReadState:
-      return transfers(op).state.io.status();
-    case OpKind::kReadGradient:
-      return transfers(op).gradient.io.status();
     case OpKind::kWriteTile:
     case OpKind::kWriteState:
-    case OpKind::kWriteWeights: {
-      if (UndoesWrite(op)) return status;
-      const auto [first, count] = WrittenSegments(op);
-      return store_->NoteWritten(&transfers(op).write.io,
-                                 std::span(transfers(op).checksums).subspan(first, count));
-    }
+    case OpKind::kWriteWeights:
+      return UndoesWrite(op) ? status : drive_.Ended(op);
+    case OpKind::kReadWeights:
+    case OpKind::kReadState:
+    case OpKind::kReadGradient:
     case OpKind::kWriteGradient:
-      status = spills_[op.block]->refused;  // the tiles that were not taken have their last status
-      for (const tiering::TileIndex t : tiles_[op.block].indices()) {
-        if (plan_.blocks[op.block].updates(t)) status.Update(tiles_[op.block][t]->spill.io.status());
-      }
-      return status;
-    case OpKind::kWriteInput:
-      compute_->DropInputs(op.position, op.micro_batch);
-      return device_ == nullptr ? inputs_->Written(op.position, op.micro_batch) : status;
-    case OpKind::kReadInput:
-      return device_ == nullptr ? inputs_->TakeRead(op.position, op.micro_batch) : status;
     case OpKind::kWriteSums:
     case OpKind::kReadSums:
-      return options_.sums->Ended(op.block);
+      return drive_.Ended(op);
+    case OpKind::kWriteInput:
+      compute_->DropInputs(op.position, op.micro_batch);
+      return device_ == nullptr ? drive_.Ended(op) : status;
+    case OpKind::kReadInput:
+      return device_ == nullptr ? drive_.Ended(op) : status;
     case OpKind::kCommit:
-      if (store_ != nullptr && op.durable) status = store_->FinishCommit(&commit_);
+      if (has_store_ && op.durable) status = drive_.FinishCommit();
       // Over several ranks a step is committed when all have.
       if (status.ok() && ranks_ == nullptr) status = hooks_.committed(op);
       return status;
     case OpKind::kAgree:
       return hooks_.committed(op);
     case OpKind::kRoundGradient:
-      sums_.Taken(op.block);
+      compute_lane_.SumsTaken(op.block);
       return status;
     default:
       return status;
@@ -500,47 +302,6 @@ void HardwareLanes::Work(std::deque<Task>* queue, bool computes) {
   }
 }
 
-StageUse HardwareLanes::UseOf(const Op& op) const {
-  const int in_step = op.micro_batch + (op.evaluates ? 0 : first_micro_batch_);
-  const auto number = static_cast<uint64_t>(in_step) * static_cast<uint64_t>(options_.world) +
-                      static_cast<uint64_t>(options_.rank);
-  return {.stage = op.stage,
-          .position = op.position,
-          .micro_batch = op.micro_batch,
-          .last = op.position + 1 == tiering::Position(plan_.positions),
-          .trains = !op.evaluates,
-          .seed = MixSeed(options_.seed, static_cast<uint64_t>(op.step), number,
-                          static_cast<uint64_t>(op.stage.value()))};
-}
-
-// Of a block that is trained, kAccumulateGradient takes what it leaves.
-absl::Status HardwareLanes::RunBackward(const Op& op) {
-  const Weights weights = WeightsOf(op);
-  absl::Status status = compute_->Backward(UseOf(op), {&weights, 1});
-  if (!status.ok() || !plan_.blocks[op.block].trains) compute_->Release(UseOf(op));
-  return status;
-}
-
-absl::Status HardwareLanes::RunAccumulate(const Op& op) {
-  GradientPlace place;
-  if (device_ != nullptr) {
-    place = device_->place(op);
-  } else if (op.accumulator_slot.valid() && plan_.accumulator_bytes(op.block) == 4) {
-    place.accumulator = residency_.accumulator(op.accumulator_slot);
-  } else if (op.accumulator_slot.valid()) {
-    place.gradient = residency_.accumulator(op.accumulator_slot);  // one addend, on its way to other ranks
-  } else {
-    place.gradient = residency_.gradient(op.gradient_slot);
-  }
-  place.first = plan_.blocks[op.block].trained_from;
-  const StageUse use = UseOf(op);
-  const absl::StatusOr<std::span<const Gradient>> gradients = compute_->Gradients(use, op.block);
-  absl::Status status = gradients.status();
-  if (status.ok()) status = sums_.Add(op.block, *gradients, place);
-  compute_->Release(use);
-  return status;
-}
-
 bool HardwareLanes::IsOfCompute(const Op& op) const {
   switch (op.kind) {
     case OpKind::kForward:
@@ -549,34 +310,10 @@ bool HardwareLanes::IsOfCompute(const Op& op) const {
       return true;
     case OpKind::kWriteInput:
     case OpKind::kReadInput:
-      return input_transfers_[op.position][At(op.micro_batch)]->refused;
+      return refused_inputs_[op.position][At(op.micro_batch)];
     default:
       return false;
   }
-}
-
-absl::Status HardwareLanes::RunCompute(const Op& op) {
-  if (compute_failed_) return ComputeError();
-  absl::Status status;
-  if (op.kind == OpKind::kForward) {
-    const Weights weights = WeightsOf(op);
-    status = compute_->Forward(UseOf(op), {&weights, 1});
-  } else {
-    status = op.kind == OpKind::kBackward ? RunBackward(op) : RunAccumulate(op);
-  }
-  return status.ok() ? status : FailCompute(std::move(status));
-}
-
-absl::Status HardwareLanes::FailCompute(absl::Status status) {
-  const std::lock_guard<std::mutex> lock(compute_error_mutex_);
-  compute_error_.Update(std::move(status));
-  compute_failed_ = true;
-  return compute_error_;
-}
-
-absl::Status HardwareLanes::ComputeError() {
-  const std::lock_guard<std::mutex> lock(compute_error_mutex_);
-  return compute_error_;
 }
 
 absl::Status HardwareLanes::Run(const Op& op) {
@@ -584,10 +321,8 @@ absl::Status HardwareLanes::Run(const Op& op) {
     case OpKind::kForward:
     case OpKind::kBackward:
     case OpKind::kAccumulateGradient:
-      return RunCompute(op);
     case OpKind::kRoundOnDevice:
-      return sums_.Round(op.block, device_->place(op).accumulator,
-                         device_->gradient(op.device_gradient_slot));
+      return compute_lane_.Run(op);
     case OpKind::kSquareGradient:
       return Guarded("squares of a gradient", [&] {
         device_->device().SquarePartials(options_.format.weights, device_->gradient(op.device_gradient_slot),
@@ -597,28 +332,17 @@ absl::Status HardwareLanes::Run(const Op& op) {
     case OpKind::kUpdateOnDevice:
       return RunUpdateOnDevice(op);
     case OpKind::kVerify:
-      return RunVerify(op);
+      return drive_.Verify(op);
     case OpKind::kUpdate:
       return RunUpdate(op);
     case OpKind::kChecksumTile:
-      Seal(op);
+      drive_.ChecksumTile(op);
       return absl::OkStatus();
     case OpKind::kRoundGradient:
-      return RunFinalize(op);
+      return RunRoundGradient(op);
     default:
       return absl::InternalError(absl::StrCat("no worker for: ", std::string(tiering::OpKindName(op.kind))));
   }
-}
-
-absl::Status HardwareLanes::RunVerify(const Op& op) {
-  if (IsElsewhere(op)) return options_.frozen->Finish(transfers(op).frozen.get());
-  if (op.device_weight_slot.valid()) {
-    const swap::TileIo& io = transfers(op).there.io;
-    const swap::Store::ChecksumOf of = store_->ChecksumFor(io, 0);
-    absl::StatusOr<uint64_t> checksum = device_->device().Checksum(device_->weights(op), of.bytes, of.seed);
-    return checksum.ok() ? store_->VerifyChecksum(io, 0, *checksum) : checksum.status();
-  }
-  return store_->VerifyRead(op.checks_state ? transfers(op).state.io : transfers(op).weights.io);
 }
 
 uint64_t HardwareLanes::SeedOf(const UpdateDecision& decision, tiering::BlockIndex block) {
@@ -644,43 +368,21 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
   const tiering::Tile& tile = plan_.blocks[op.block].tiles[op.tile];
   // What was read for this update is checked before it is changed. Weights or state that were in memory
   // already have been checked when they came, or were written from here.
-  if (op.checks_weights) {
-    RETURN_IF_ERROR(store_->VerifyRead(transfers(op).weights.io));
-  }
-  if (op.checks_state) {
-    RETURN_IF_ERROR(store_->VerifyRead(transfers(op).state.io));
-  }
+  RETURN_IF_ERROR(drive_.VerifyBeforeUpdate(op));
   const UpdateDecision& decision = op.speculative_update ? assumed_[op.step & 1] : DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
   if (op.gradient_slot.valid()) {
     memory.gradient = residency_.GradientOf(op.block, op.tile, op.gradient_slot);
   } else {
-    const auto bytes = static_cast<size_t>(memory.elements * plan_.precision.gradient_bytes);
-    if (kernels::Checksum(memory.gradient, bytes) != transfers(op).gradient_checksum) {
-      return absl::DataLossError(
-          absl::StrCat("gradient of tile ", op.tile.value(), " of block ", op.block.value(), ", ", bytes,
-                       " bytes: what came back from the drive is not what was written; the last "
-                       "commit is whole: continue with --resume, and mistrust the drive"));
-    }
+    RETURN_IF_ERROR(drive_.VerifyGradient(op, memory));
   }
   UpdateTile(options_.format, decision, SeedOf(decision, op.block), *layouts_[op.block],
              residency_.InRun(op.block, tile), memory);
-  if (store_ != nullptr && !op.preview && !plan_.written_at_checkpoint(op.block, op.tile)) Seal(op);
+  if (has_store_ && !op.preview && !plan_.written_at_checkpoint(op.block, op.tile)) drive_.ChecksumTile(op);
   return absl::OkStatus();
 }
 
-void HardwareLanes::Seal(const Op& op) {
-  const TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
-  std::vector<uint64_t>& checksums = transfers(op).checksums;
-  const uint32_t id = StoreTile(op.block, op.tile);
-  const uint64_t version = VersionAfter(op.step);
-  checksums[0] = store_->SegmentChecksum(id, 0, version, memory.weights);
-  for (size_t s = 1; s < checksums.size(); ++s) {
-    checksums[s] = store_->SegmentChecksum(id, static_cast<uint32_t>(s), version, memory.state[s - 1]);
-  }
-}
-
-absl::Status HardwareLanes::RunFinalize(const Op& op) {
+absl::Status HardwareLanes::RunRoundGradient(const Op& op) {
   const auto n = static_cast<size_t>(plan_.blocks[op.block].gradient_elements());
   void* gradient = residency_.gradient(op.gradient_slot);
   kernels::SumOfSquares& squares = squares_[op.block];
@@ -696,14 +398,7 @@ absl::Status HardwareLanes::RunFinalize(const Op& op) {
   squares = FinishGradient(
       options_.format.weights,
       op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot) : nullptr, gradient, n);
-  if (block.gradient_slot.valid()) return absl::OkStatus();
-  for (const tiering::TileIndex t : block.tiles.indices()) {
-    if (!block.updates(t)) continue;
-    const auto width = static_cast<size_t>(plan_.precision.gradient_bytes);
-    tiles_[op.block][t]->gradient_checksum =
-        kernels::Checksum(residency_.GradientOf(op.block, t, op.gradient_slot),
-                          static_cast<size_t>(block.tiles[t].elements) * width);
-  }
+  if (!block.gradient_slot.valid()) drive_.ChecksumGradient(op);
   return absl::OkStatus();
 }
 

@@ -12,7 +12,6 @@
 #define PENSTOCK_ZERO_LANES_HARDWARE_LANES_H_
 
 #include <array>
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -31,9 +30,10 @@
 #include "zero/compute/device.h"
 #include "zero/compute/frozen_source.h"
 #include "zero/compute/gradient_sums.h"
-#include "zero/compute/tile_version.h"
 #include "zero/compute/update.h"
+#include "zero/lanes/compute_lane.h"
 #include "zero/lanes/device_lanes.h"
+#include "zero/lanes/drive_lanes.h"
 #include "zero/lanes/rank_lanes.h"
 #include "zero/memory/activation_spill.h"
 #include "zero/memory/arena_view.h"
@@ -96,7 +96,7 @@ class HardwareLanes : public tiering::Lanes {
   // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
   void Abandon(int64_t step) { abandoned_step_ = step; }
   // Of the micro-batches of the call that comes, in their step. Set while nothing computes.
-  void set_first_micro_batch(int number) { first_micro_batch_ = number; }
+  void set_first_micro_batch(int number) { compute_lane_.set_first_micro_batch(number); }
   // Sums that wait for more calls of their step are of no use any more. Set while nothing computes.
   void ForgetSums();
   // The pass of this operation has failed. Of an evaluation: what is left of its compute becomes nothing. Of
@@ -107,10 +107,10 @@ class HardwareLanes : public tiering::Lanes {
   void ForgetFailedPass();
   // Of a tile's part of a finished gradient that waits on the drive.
   uint64_t gradient_checksum(tiering::BlockIndex block, tiering::TileIndex tile) const {
-    return tiles_[block][tile]->gradient_checksum;
+    return drive_.gradient_checksum(block, tile);
   }
   // Of weights that were read to a device past host memory.
-  int64_t past_host_bytes() const { return past_host_bytes_; }
+  int64_t past_host_bytes() const { return drive_.past_host_bytes(); }
   // What all ranks' gradients, losses and wishes come to, once they are final.
   StepTotals totals() const { return ranks_ != nullptr ? ranks_->totals() : OwnTotals(); }
 
@@ -119,112 +119,38 @@ class HardwareLanes : public tiering::Lanes {
     tiering::OpId id = 0;
     const tiering::Op* op = nullptr;
   };
-  // One transfer object for each tile and purpose, reused every step.
-  struct Transfer {
-    swap::TileIo io;
-    HardwareLanes* lanes = nullptr;
-    Task task;
-    double start = 0;
-  };
   struct Done {
     Task task;
     absl::Status status;
     double start = 0;
     double end = 0;
   };
-  struct TileTransfers {
-    // `there`: weights past host memory to the device, maybe while they come to host memory for an update.
-    Transfer weights, there, state, gradient, write, spill;
-    std::unique_ptr<FrozenSource::Read> frozen;  // of one that is not in the store
-    std::vector<uint64_t> checksums;             // of the new version, by segment
-    uint64_t gradient_checksum = 0;              // of the tile's part of a spilled gradient
-  };
-  struct InputTransfer {
-    HardwareLanes* lanes = nullptr;
-    Task task;
-    double start = 0;
-    bool refused = false;  // by the Compute: nothing was transferred
-  };
-  // A block's sums between the calls of a step.
-  struct SumsTransfer {
-    HardwareLanes* lanes = nullptr;
-    Task task;
-    double start = 0;
-  };
-  // A block's gradient on its way to the drive: one transfer per tile.
-  struct Spill {
-    std::atomic<int> outstanding{0};
-    absl::Status refused;  // of what the store did not take
-    HardwareLanes* lanes = nullptr;
-    Task task;
-    double start = 0;
-  };
-
-  TileTransfers& transfers(const tiering::Op& op) const { return *tiles_[op.block][op.tile]; }
-  // Of weights that kReadWeights reads and kVerify checks.
-  Transfer& WeightsTransfer(const tiering::Op& op) const {
-    return op.device_weight_slot.valid() ? transfers(op).there : transfers(op).weights;
-  }
-  // Of one that is there.
-  uint32_t StoreTile(tiering::BlockIndex block, tiering::TileIndex tile) const {
-    return static_cast<uint32_t>(first_tile_[block] + tile.value());
-  }
-  bool IsElsewhere(const tiering::Op& op) const {
-    return op.tile.valid() && !plan_.blocks[op.block].in_store(op.tile);
-  }
   // The newest of its parity: of `step` once its norm is known.
   const UpdateDecision& DecisionFor(int64_t step) const { return decisions_[step & 1]; }
   StepTotals OwnTotals() const;
   bool UndoesWrite(const tiering::Op& op) const;
-  // Of the tile's segments those that the operation writes: first, and how many.
-  std::pair<uint32_t, uint32_t> WrittenSegments(const tiering::Op& op) const;
   void Report(const Task& task, absl::Status status, double start);
   // The same for a lane of the device, which takes up an operation when it has finished the one before.
   void ReportInOrder(const Task& task, absl::Status status, double start);
-  absl::Status StartTransfer(const Task& task);
-  void StartSpill(const Task& task);
   absl::Status StartInput(const Task& task);
-  absl::Status StartSums(const Task& task);
   // An error of this operation is one that the Compute has returned.
   bool IsOfCompute(const tiering::Op& op) const;
-  absl::Status FailCompute(absl::Status status);  // returns the first error
-  absl::Status ComputeError();
-  absl::Status StartCommit(const Task& task);
-  // What a stage computes with, where it computes.
-  Weights WeightsOf(const tiering::Op& op) const {
-    void* const run =
-        device_ != nullptr ? device_->run(op.device_weight_slot) : residency_.run(op.weight_slot);
-    return {op.block, static_cast<std::byte*>(run)};
-  }
-  StageUse UseOf(const tiering::Op& op) const;
-  absl::Status RunBackward(const tiering::Op& op);
-  absl::Status RunAccumulate(const tiering::Op& op);
   absl::Status Run(const tiering::Op& op);  // on a worker
-  absl::Status RunCompute(const tiering::Op& op);
-  absl::Status RunVerify(const tiering::Op& op);
   absl::Status RunUpdate(const tiering::Op& op);
   absl::Status RunUpdateOnDevice(const tiering::Op& op);
-  void Seal(const tiering::Op& op);  // the checksums that a tile is written with
-  absl::Status RunFinalize(const tiering::Op& op);
+  absl::Status RunRoundGradient(const tiering::Op& op);
   // What compact states of a block are rounded with in an update.
   static uint64_t SeedOf(const UpdateDecision& decision, tiering::BlockIndex block);
   // What is left to do for a finished operation on the executor's thread.
   absl::Status Settle(const Done& done);
   void Work(std::deque<Task>* queue, bool computes);
-  static void OnTransferDone(swap::TileIo& io, void* context);
-  static void OnFrozenDone(void* transfer);
-  static void OnSpillDone(swap::TileIo& io, void* context);
-  static void OnCommitDone(swap::CommitIo& io, void* context);
-  static void OnInputDone(void* context);
-  static void OnSumsDone(void* context);
 
   const tiering::Plan& plan_;
   const ArenaView& residency_;
   const GradientSums::Layouts layouts_;
   Compute* const compute_;
-  GradientSums sums_;
-  swap::Store* const store_;
-  ActivationSpill* const inputs_;
+  ComputeLane compute_lane_;
+  const bool has_store_;
   DeviceLanes* const device_;
   const Options options_;
   const LaneHooks hooks_;
@@ -234,26 +160,12 @@ class HardwareLanes : public tiering::Lanes {
   // which then writes what there was.
   std::array<UpdateDecision, 2> decisions_;
   std::array<UpdateDecision, 2> assumed_;
-  int first_micro_batch_ = 0;
   int64_t abandoned_step_ = 0;
   int64_t failed_step_ = 0;  // from which on nothing is made any more
   bool evaluation_failed_ = false;
-  // The Compute has failed: of this pass it is asked nothing any more. Set by the thread that heard of it
-  // first, since the next operation may be queued behind the one that failed.
-  std::atomic<bool> compute_failed_{false};
-  absl::Status compute_error_;  // the first: who finds the flag may report before who set it
-  std::mutex compute_error_mutex_;
   tiering::PerBlock<kernels::SumOfSquares> squares_;
-  tiering::PerBlock<int64_t> first_tile_;  // number in the store that its tile 0 has, or would
-  tiering::PerBlock<tiering::PerTile<std::unique_ptr<TileTransfers>>> tiles_;
-  tiering::PerBlock<std::unique_ptr<Spill>> spills_;
-  tiering::PerBlock<SumsTransfer> sums_transfers_;
-  tiering::PerPosition<std::vector<std::unique_ptr<InputTransfer>>> input_transfers_;  // [micro_batch]
-  swap::CommitIo commit_;
-  Task commit_task_;
-  double commit_start_ = 0;
-  int computes_ = 0;  // started and not completed, executor's thread
-  int64_t past_host_bytes_ = 0;
+  tiering::PerPosition<std::vector<bool>> refused_inputs_;  // [micro_batch], by the Compute
+  int computes_ = 0;                                        // started and not completed, executor's thread
 
   std::mutex mutex_;
   std::condition_variable work_there_;
@@ -263,6 +175,7 @@ class HardwareLanes : public tiering::Lanes {
   std::deque<Done> done_;
   std::array<double, tiering::kLanes> idle_since_{};  // lanes of the device
   bool stopping_ = false;
+  DriveLanes drive_;  // behind what its reports need
   std::vector<std::thread> threads_;
   std::unique_ptr<RankLanes> ranks_;  // null: one rank
 };
