@@ -179,6 +179,8 @@ TEST_F(ReplanModelsTest, BuffersThatChangeGoOnWhereTheyWere) {
     options.storage.offload = OffloadDevice::kNvme;
     options.storage.state_dirs = {scratch_ + "/state"};
     options.storage.overwrite = true;
+    // Also where commits have a description: that of a new run is not written over before the first step.
+    options.hooks.describe = [](const StepResult& result) { return nlohmann::json{{"step", result.step}}; };
     WideLosses& losses = both.emplace_back();
     std::unique_ptr<Engine> engine;
     int64_t until = 0;
@@ -194,6 +196,10 @@ TEST_F(ReplanModelsTest, BuffersThatChangeGoOnWhereTheyWere) {
         auto made = CreateEngine(model, options);
         ASSERT_TRUE(made.ok()) << made.status();
         engine = *std::move(made);
+        if (replans) {
+          const absl::Status planned = engine->Replan(options.example);
+          ASSERT_TRUE(planned.ok()) << planned;
+        }
       }
       losses.Append(TrainWide(*engine, now, until += 2));
       ASSERT_TRUE(engine->Flush().ok());

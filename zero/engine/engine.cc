@@ -187,7 +187,9 @@ absl::Status Engine::Replan(Batch example) {
 }
 absl::Status Engine::usable() const {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
-  return impl_->broken_.ok() ? impl_->executor_->status() : impl_->broken_;
+  if (!impl_->broken_.ok()) return impl_->broken_;
+  // Null while Replan makes another one and asks hooks.
+  return impl_->executor_ != nullptr ? impl_->executor_->status() : absl::OkStatus();
 }
 int64_t Engine::step() const { return impl_->step_; }
 int64_t Engine::committed_step() const { return impl_->committed_step_; }

@@ -123,7 +123,9 @@ absl::StatusOr<std::string> Engine::Impl::Keep() {
 
 absl::Status Engine::Impl::CommitDescription() {
   RETURN_IF_ERROR(Flush());
-  if (store() == nullptr || last_result_.step != step_ || !options_.hooks.describe) return absl::OkStatus();
+  // Before the first step there is none that this process has made: what a new run begins with stands.
+  if (store() == nullptr || last_result_.step == 0 || last_result_.step != step_ || !options_.hooks.describe)
+    return absl::OkStatus();
   return CommitAgainWhereItDiffers(Payload(&decisions_.applied()));
 }
 
