@@ -13,12 +13,14 @@ def on_the_processor(request, monkeypatch):
     """Tests compare with what the processor computes, also where there is a GPU; those of test_device.py choose."""
     if request.path.name == "test_device.py":
         return
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of children
     try:
         import torch
         from penstock._engine import _engine
     except ImportError:  # the test says so
         return
+    if torch.cuda.is_available():
+        torch.cuda.init()  # before the next line, which is for children
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(_engine, "choose_device", lambda wanted: torch.device("cpu"))
 
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import penstock  # noqa: E402
 from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
-from penstock._engine import _engine  # noqa: E402
+from penstock._engine import _engine, _weights  # noqa: E402
 from penstock._engine._device import choose_device  # noqa: E402
 
 # Products of a GPU have other last bits than those that plain PyTorch makes there with whole batches of kernels.
@@ -143,6 +143,72 @@ def test_an_error_in_a_block_gives_up_its_step(tmp_path, device):
         hook.remove()
         losses += [step(engine, batch) for batch in data[1:]]
     assert losses == expected
+
+
+def test_a_device_without_room_leaves_the_engine_as_it_was(tmp_path, device, monkeypatch):
+    data = batches(3)
+    with make(net(), tmp_path / "whole", device=device) as engine:
+        expected = [step(engine, batch) for batch in data]
+
+    def full(*_):
+        raise RuntimeError("out of memory")
+
+    with make(net(), tmp_path / "tried", device=device) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(_weights, "DeviceMemory", full)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                engine(**data[0])
+        assert [step(engine, batch) for batch in data] == expected
+
+
+# As after an assertion on a GPU: every call of the device fails from then on.
+def test_a_device_that_fails_gives_the_run_back(tmp_path, device, monkeypatch):
+    data = batches(4)
+    with make(net(), tmp_path / "whole", device=device) as engine:
+        expected = [step(engine, batch) for batch in data]
+
+    def broken(*_):
+        raise RuntimeError("device-side assert")
+
+    engine = make(net(), tmp_path / "broken", device=device)
+    losses = [step(engine, batch) for batch in data[:2]]
+    engine.flush()
+    with monkeypatch.context() as patch:
+        for name in ("bring", "leave", "close"):
+            patch.setattr(_weights.DeviceMemory, name, broken)
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            engine(**data[2])
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            engine.close()
+    with make(net(), tmp_path / "broken", device=device, resume=True) as engine:
+        assert losses + [step(engine, batch) for batch in data[2:]] == expected
+
+
+def test_on_another_stream(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU here")
+    data = batches(6)
+    losses = []
+    for name, stream in (("first", torch.cuda.current_stream()), ("other", torch.cuda.Stream())):
+        with make(net(dropout=0.3), tmp_path / name, device="cuda", gradient_accumulation_steps=2) as engine, torch.cuda.stream(stream):
+            torch.manual_seed(3)
+            losses.append([engine.train_batch(data[at : at + 2]).item() for at in (0, 2, 4)])
+    assert losses[0] == losses[1]
+
+
+def test_a_default_device_of_torchs_is_not_where_states_are_read(tmp_path, device):
+    with make(net(), tmp_path, device=device) as engine:
+        step(engine, batches(1)[0])
+        expected = engine.state_dict()
+        before = torch.get_default_device() if hasattr(torch, "get_default_device") else None
+        if before is None:
+            pytest.skip("this torch has no default device")
+        torch.set_default_device("meta")
+        try:
+            value = engine.read_state(engine.module.norm.weight)
+        finally:
+            torch.set_default_device(before)
+        assert torch.equal(value, expected["norm.weight"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -128,12 +128,12 @@ def find_blocks(model: nn.Module, names: Optional[Sequence[str]] = None, has_val
     for block in blocks.values():
         _check(block)
     if has_values:
-        _check_memory([each for block in blocks.values() for each in block.parameters])
+        check_memory([each for block in blocks.values() for each in block.parameters])
     return list(blocks.values())
 
 
-# Parameters that are one object are tied, and stay so; others that share memory would part.
-def _check_memory(parameters: Sequence[Tuple[str, nn.Parameter]]) -> None:
+def check_memory(parameters: Sequence[Tuple[str, nn.Parameter]]) -> None:
+    """ValueError where two share memory: parameters that are one object are tied, and stay so; others would part."""
     places = []
     for name, parameter in parameters:
         if parameter.numel():

@@ -76,15 +76,26 @@ class DeviceMemory:
         self._on_gpu = device.type == "cuda"
         with torch.inference_mode(False):
             self._buffers = [_Buffer(block_bytes, device) for _ in range(2)]
-            self._gradients = torch.empty(block_bytes, dtype=torch.uint8, pin_memory=self._on_gpu)
+            self._gradients = torch.empty(block_bytes, dtype=torch.uint8, device="cpu")
         self._inside: Optional[_Buffer] = None  # of the block that is entered
         self._last = self._buffers[0]
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
-        self._arena = arena[0]
-        # Copies of memory that is not pinned are right as well, and slower.
-        self.pinned = self._on_gpu and int(torch.cuda.cudart().cudaHostRegister(arena[0], arena[1], 0)) == 0
+        self._pinned: List[int] = []  # addresses
+        if self._on_gpu:
+            self._pin(*arena)
+            self._pin(self._gradients.data_ptr(), block_bytes)
         self.h2d_bytes = 0
         self.d2h_bytes = 0
+
+    # Copies of memory that is not pinned are right as well, and slower.
+    def _pin(self, address: int, size: int) -> None:
+        if size and int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+            self._pinned.append(address)
+            return
+        try:  # CUDA has kept the error, for whoever asks next
+            torch.zeros(1, device=self.device)
+        except RuntimeError:
+            pass
 
     def begin_pass(self) -> None:
         """The values of weights are others from here on."""
@@ -130,7 +141,7 @@ class DeviceMemory:
             if at + size <= self._gradients.numel():
                 place = self._gradients[at : at + size].view(gradient.dtype).view(gradient.shape)
             else:  # of a wider type than the weights
-                place = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=self._on_gpu)
+                place = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu")
             place.copy_(gradient, non_blocking=self._on_gpu)
             found.append(place)
             at += (size + 7) // 8 * 8
@@ -146,12 +157,15 @@ class DeviceMemory:
 
     def close(self) -> None:
         """The engine's memory goes: nothing is copied from it any more."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self.device)
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._arena)
-            self.pinned = False
-        self._buffers = []
+        try:
+            if self._on_gpu:
+                torch.cuda.synchronize(self.device)
+        finally:
+            for address in self._pinned:
+                torch.cuda.cudart().cudaHostUnregister(address)
+            self._pinned = []
+            self._buffers, self._inside = [], None
+            del self._last, self._gradients
 
 
 @contextlib.contextmanager

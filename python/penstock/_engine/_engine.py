@@ -24,7 +24,7 @@ from torch import nn
 from .. import _core
 from .._buffers import truth, whole_number
 from ._accumulation import Accumulation
-from ._blocks import Block, find_blocks
+from ._blocks import Block, check_memory, find_blocks
 from ._device import choose_device, has_own_memory
 from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
 from ._interrupts import deferred
@@ -170,9 +170,11 @@ class Engine:
 
     # Once more with the first forward: until then a script may tie, replace or cast them.
     def _look_at_parameters(self) -> None:
-        for parameter in self.module.parameters():
-            if parameter.device.type == "cuda" and not self._values_are_gone:
-                parameter.data = parameter.data.cpu()  # the engine takes them from there
+        if not self._values_are_gone:
+            check_memory([each for each in self.module.named_parameters() if each[1].device.type == "cuda"])
+            for parameter in self.module.parameters():
+                if parameter.device.type == "cuda":
+                    parameter.data = parameter.data.cpu()  # the engine takes them from there
         self._blocks: List[Block] = find_blocks(self.module, self._names_of_blocks, has_values=not self._values_are_gone)
         self._dtypes = {id(parameter): parameter.dtype for parameter in self.module.parameters()}
         for name, parameter in self.module.named_parameters():
@@ -408,12 +410,12 @@ class Engine:
             if goes_on:
                 self._restored()
             watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples, self._ranks)
+            weights = Weights(self._blocks, DTYPES[settings.dtype], places, self.device, core.arena(), self._apart)
         except BaseException:
             core.close()  # or the state stays locked, by ourselves
             self._core = None
             self._made = not options["resume"]
             raise
-        weights = Weights(self._blocks, DTYPES[settings.dtype], places, self.device, core.arena(), self._apart)
         weights.hide_all()
         trains = [[trains for trains, _ in mark] for mark in marks]
         self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains)
@@ -817,7 +819,7 @@ class Engine:
         """
         self._ready()
         self._describe()
-        value = torch.empty(parameter.shape, dtype=torch.float32)
+        value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         self._core.read(self._names[id(parameter)], kind, value.data_ptr(), value.numel() * 4)
         return value
 
@@ -1069,13 +1071,14 @@ class Engine:
                 self._watch.close()
             self._last_report = self._report_of(self._runtime)
         finally:
-            self._runtime.let_go()
-            move_buffers(self.module, torch.device("cpu"))
-            self._core.close()
-            self._ranks.close()
             for name in ("state_dict", "load_state_dict"):
                 self.module.__dict__.pop(name, None)
             self.module.forward = _closed_forward  # type: ignore[method-assign]
+            with contextlib.ExitStack() as all_of_it:  # from the last to the first, whatever a broken device says to one of them
+                all_of_it.callback(self._ranks.close)
+                all_of_it.callback(self._core.close)
+                all_of_it.callback(move_buffers, self.module, torch.device("cpu"))
+                all_of_it.callback(self._runtime.let_go)
         if self._watch is not None:
             self._watch.complain()
 

@@ -22,13 +22,18 @@ def deferred() -> Iterator[None]:
         yield
         return
     heard: List[Any] = []
-    signal.signal(signal.SIGINT, lambda *arguments: heard.append(arguments))
+
+    def hear(*arguments: Any) -> None:
+        heard.append(arguments)
+
+    signal.signal(signal.SIGINT, hear)
     _deferring.append((before, heard))
     try:
         yield
     finally:
         _deferring.pop()
-        signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is hear:  # else what was computed within has set its own
+            signal.signal(signal.SIGINT, before)
         if heard:
             before(*heard[0])
 
@@ -47,4 +52,5 @@ def not_deferred() -> Iterator[None]:
             before(*heard.pop(0))
         yield
     finally:
-        signal.signal(signal.SIGINT, defers)
+        if signal.getsignal(signal.SIGINT) is before:
+            signal.signal(signal.SIGINT, defers)

@@ -217,9 +217,9 @@ class Meeting:
         with torch.no_grad():
             for tensor in tensors:
                 values = tensor.detach()
-                if values.device.type != "cpu" or values.numel() == 0:
+                if values.device.type == "meta" or values.numel() == 0:
                     continue
-                whole = values.contiguous()
+                whole = values.cpu().contiguous()
                 for part in whole.view(-1).view(torch.uint8).split(_PIECE):  # bytes: gloo does not know every type
                     self._dist.broadcast(part, 0, group=self._group)
                 if self.rank > 0 and whole.data_ptr() != values.data_ptr():

@@ -246,15 +246,18 @@ class Runtime:
         self._drivers = []
         self._local.driver = None
         self._core.fail(why)
-        self._weights.hide_all()
-        for block in self._blocks:
-            for _, parameter in block.parameters:
-                parameter.grad = None
         try:
-            self._core.finish()
-        except (OSError, RuntimeError, ValueError) as error:
-            return error  # the next pass says whether the engine can go on
-        return None
+            self._weights.hide_all()
+        finally:  # also where the device has failed
+            for block in self._blocks:
+                for _, parameter in block.parameters:
+                    parameter.grad = None
+            try:
+                self._core.finish()
+                cause: Optional[BaseException] = None
+            except (OSError, RuntimeError, ValueError) as error:
+                cause = error  # the next pass says whether the engine can go on
+        return cause
 
     @contextlib.contextmanager
     def _given_up_on_error(self) -> Iterator[None]:
@@ -724,10 +727,12 @@ class Runtime:
         baton = threading.Lock()
         errors: List[BaseException] = []
 
+        here = contextlib.nullcontext if self.device.type == "cpu" else functools.partial(torch.cuda.stream, torch.cuda.current_stream(self.device))
+
         def run(driver: Driver, begin: Work) -> None:
             if driver.number > 0:
                 drivers[driver.number - 1].came.wait()
-            with baton:
+            with baton, here():  # a thread of its own would begin with the first device's default stream
                 try:
                     driver.random.restore()  # type: ignore[union-attr]
                     self._local.driver, self._local.awaited = driver, True
@@ -737,8 +742,8 @@ class Runtime:
                     if len(errors) == 1:
                         self._core.fail(f"{type(error).__name__}: {error}")
                 finally:
+                    driver.came.set()  # who waits for it has the baton after this
                     driver.random = RandomState.now()
-                    driver.came.set()
 
         self._baton = baton
         threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(drivers, work)]

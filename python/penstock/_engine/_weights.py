@@ -59,8 +59,11 @@ class Weights:
 
     def close(self) -> None:
         """The engine's memory is not read any more. The parameters stay without values, in host memory."""
-        if self.on_device is not None:
+        if self.on_device is None:
+            return
+        try:
             self.on_device.close()
+        finally:
             self._views.clear()
             self._hide_on(torch.device("cpu"))
             self.hide_all()
