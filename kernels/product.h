@@ -6,16 +6,15 @@
 //   y[r][n] = sum over k of x[r][k] * w[n][k],    r < rows, n < outputs, k < columns
 //
 // Definition. The weights are widened to fp32, exactly; x and y are fp32. There is at least one column; row
-// by row the columns are filled up with zeros to a multiple of 16.
-//   row by row        lane j of 16 begins with +0 and takes the terms of k = j, j + 16, ... in that order, each
-//                     by one fused multiply-add; then s[j] += s[j + 8] for j < 8, s[j] += s[j + 4] for j < 4,
-//                     s[j] += s[j + 2] for j < 2, and s[0] + s[1] (as kernels/reduce.h)
-//   column by column  begins with +0 and takes the terms in the order of k, each by one fused multiply-add
-//   packed bf16       rows and weights are bf16, filled up with zeros to a multiple of 32. Lane j of 16 begins
-//                     with +0 and takes for i = 0, 32, ... the term of k = i + 2 j + 1 and then that of
-//                     i + 2 j, each by one fused multiply-add; then as row by row. What is smaller than 2^-126
-//                     counts as zero everywhere. (AVX-512's VDPBF16PS does so, and is used where a sample of
-//                     its results has these bits.)
+// by row the columns are filled up with zeros to a multiple of 16. Every term is one fused multiply-add.
+//   row by row        lane j of 16 begins with +0 and takes the terms of k = j, j + 16, ... in that order;
+//                     then s[j] += s[j + 8] for j < 8, s[j] += s[j + 4] for j < 4, s[j] += s[j + 2] for
+//                     j < 2, and s[0] + s[1] (as kernels/reduce.h)
+//   column by column  begins with +0 and takes the terms in the order of k
+//   packed bf16       rows and weights are bf16, filled up with zeros to a multiple of 32. Lane j of 16
+//                     begins with +0 and takes for i = 0, 32, ... the term of k = i + 2 j + 1 and then that
+//                     of i + 2 j; then as row by row. What is smaller than 2^-126 counts as zero.
+//                     AVX-512's VDPBF16PS does so, and is used where a sample of it has these bits.
 //
 // On the calling thread; whoever has several gives each some of the outputs. Nothing is allocated but by
 // PackedRows (40 KiB of stack). Any alignment of weights; thread-safe. No overlap of y with the rest.
