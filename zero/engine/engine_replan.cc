@@ -44,7 +44,7 @@ absl::Status Engine::Impl::Replan(Batch example) {
     };
   }
   example = std::exchange(options_.example, Kept(std::move(example)));
-  const absl::Status status = Reopen(last, /*asks=*/true);
+  absl::Status status = Reopen(last, /*asks=*/true);
   if (status.ok()) return status;
   Close();
   if (options_.comm != nullptr) {
