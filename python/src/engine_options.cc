@@ -16,6 +16,8 @@
 #include "zero/compute/tile_format.h"
 #include "zero/config/config.h"
 #include "zero/engine/config_options.h"
+#include "zero/memory/thread_times.h"
+#include "zero/ranks/comm.h"
 
 namespace penstock::python {
 namespace {
@@ -282,7 +284,10 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
     given.Refuse(absl::StrCat("optimizer_states: there is no ", states));
   }
   given.Take("optimizer", &optimizer);
-  given.Take("update_threads", &options.optimizer.workers);
+  bool device_computes = false;  // to which who owns the model copies
+  given.Take("device_computes", &device_computes);
+  options.optimizer.workers = zero::DefaultUpdateThreads(
+      device_computes, options.comm != nullptr ? options.comm->environment().local_world : 1);
   given.Take("restore_from", &made.restore_from);
   RETURN_IF_ERROR(given.Done());
   ASSIGN_OR_RETURN(options.optimizer.algorithm, MakeOptimizer(optimizer));

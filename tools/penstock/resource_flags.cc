@@ -1,6 +1,5 @@
 #include "tools/penstock/resource_flags.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -17,11 +16,9 @@
 namespace penstock::tools {
 namespace {
 
-// Where a device computes the processor has little to do but updates: two cores are left to what moves.
-int64_t UpdateThreads(const zero::EngineOptions& engine) {
-  if (!engine.device->has_own_memory()) return 1;
-  const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
-  return std::max<int64_t>(1, int64_t{zero::DefaultIntraOpThreads()} / sharing - 2);
+// Processes on this host that train together.
+int Sharing(const zero::EngineOptions& engine) {
+  return engine.comm != nullptr ? engine.comm->environment().local_world : 1;
 }
 
 }  // namespace
@@ -39,7 +36,7 @@ absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config
   } else if (config.penstock.host_memory_budget_bytes.has_value()) {
     engine.memory.host_memory_budget_bytes = *config.penstock.host_memory_budget_bytes;
   } else if (engine.storage.offload == zero::OffloadDevice::kNvme) {
-    const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
+    const int sharing = Sharing(engine);
     engine.memory.host_memory_budget_bytes = DefaultHostMemory(sharing, engine.intra_op_threads);
     settings->notes.push_back(
         absl::StrCat("no --host-memory given: ", sharing == 1 ? "" : "a rank's share of ",
@@ -70,7 +67,8 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
          "one thread drives a device at its full speed"}}) {
     if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
   }
-  engine.optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(UpdateThreads(engine)));
+  engine.optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(
+      zero::DefaultUpdateThreads(engine.device->has_own_memory(), Sharing(engine))));
   return absl::OkStatus();
 }
 

@@ -19,6 +19,10 @@ int DefaultIntraOpThreads() {
   return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
+int DefaultUpdateThreads(bool device_computes, int sharing) {
+  return device_computes ? std::max(1, DefaultIntraOpThreads() / sharing - 2) : 1;
+}
+
 ThreadTimes ThreadTimes::Now() {
   ThreadTimes now;
   std::error_code error;

@@ -9,6 +9,10 @@ namespace penstock::zero {
 
 // One for each processor that this process may use.
 int DefaultIntraOpThreads();
+// Of the optimizer, by default, in each of the `sharing` processes of one host that train together. Where a
+// device computes the processors have little to do but updates: two are left to what moves. Else they
+// compute.
+int DefaultUpdateThreads(bool device_computes, int sharing);
 
 // How long each thread of this process has had a processor since it began, and how long it was ready to run
 // while other work had them all: Linux's schedstat, of which nothing is known where the kernel does not say

@@ -113,7 +113,6 @@ class Engine:
         self._values_are_gone = state == "closed"
         #: Where the model is computed, and its outputs are.
         self.device = settings.device
-        self._apart = settings.apart
         if model.__dict__.get("forward") is _closed_forward:
             model.__dict__.pop("forward")
         self._names_of_blocks = blocks
@@ -352,7 +351,7 @@ class Engine:
             "clip": settings.clip,
             "optimizer": self._described,
             "optimizer_states": settings.optimizer_states,
-            "update_threads": self._update_threads(),
+            "device_computes": self.device.type != "cpu",
             "resume": resume,
             "overwrite": (self._overwrite or self._made) and not resume,
             "restore_from": self._restore_from,
@@ -365,14 +364,6 @@ class Engine:
         with deferred():
             self._hand_over(described, stages, uses, options, marks, known)
         del held
-
-    # Where a device computes, the processors are free for updates, but for the one that drives it and the one that drives I/O. Else
-    # torch computes with them.
-    def _update_threads(self) -> int:
-        if self.device.type == "cpu":
-            return 1
-        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._ranks.world > 1 else 1
-        return max(1, len(os.sched_getaffinity(0)) // max(1, sharing) - 2)
 
     def _places(self) -> List[str]:
         return [os.path.realpath(directory) for directory in self._own_dirs()]
@@ -410,7 +401,7 @@ class Engine:
             if goes_on:
                 self._restored()
             watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples, self._ranks)
-            weights = Weights(self._blocks, DTYPES[settings.dtype], places, self.device, core.arena(), self._apart)
+            weights = Weights(self._blocks, DTYPES[settings.dtype], places, self.device, core.arena(), has_own_memory(self.device))
         except BaseException:
             core.close()  # or the state stays locked, by ourselves
             self._core = None
@@ -472,7 +463,7 @@ class Engine:
     def _alike(self, options: Dict[str, Any], described: Sequence[Any]) -> Dict[str, Any]:
         if self._ranks.world == 1:
             return {}
-        places = ("state_dirs", "host_memory", "run", "run_changes", "config", "update_threads")
+        places = ("state_dirs", "host_memory", "run", "run_changes", "config", "device_computes")
         settings = self._settings
         return {
             **{name: value for name, value in options.items() if name not in places},
@@ -1217,7 +1208,6 @@ def initialize(
         world,
     )
     settings.device = choose_device(device)
-    settings.apart = has_own_memory(settings.device)
     settings.progress = None if progress is None else truth(progress, "progress")
     overwrite = truth(overwrite, "overwrite")
     if resume != "auto":

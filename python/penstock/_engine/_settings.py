@@ -43,7 +43,6 @@ class Settings:
     flops_profiler: Dict[str, Any] = field(default_factory=lambda: {"enabled": False})
     progress: Optional[bool] = None  # whether a line is drawn; None: where somebody sees it
     device: torch.device = torch.device("cpu")  # that computes forward and backward
-    apart: bool = False  # it has memory of its own
     world: int = 1  # processes that train together
     rank_timeout: float = 30.0  # seconds without a sign of life of one of them
     notes: List[str] = field(default_factory=list)

@@ -40,7 +40,7 @@ class Weights:
             max((place + parameter.numel() for place, parameter in zip(places_of, parameters)), default=0) * self._width
             for places_of, parameters in zip(places, self._parameters)
         ]
-        #: Null where the model is computed in the engine's memory.
+        #: None where the model is computed in the engine's memory.
         self.on_device = DeviceMemory(device, max(self._bytes, default=0), arena) if apart else None
         self._spans: Dict[int, Tuple[int, int]] = {}
         self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
