@@ -27,7 +27,9 @@ void Ours(benchmark::State& state, const generate::StoredMatrix& matrix, int64_t
                                                    : columns * kernels::BytesPerElement(matrix.type);
   const size_t bytes = row_bytes * static_cast<size_t>(kOutputs);
   const std::vector<std::byte> weights(bytes * kMatrices, std::byte{1});
-  const torch::Tensor x = torch::ones({rows, kColumns});
+  // As a pass computes: in bf16 where the matrix is stored so.
+  const bool narrow = matrix.type == kernels::DType::kBf16 && !matrix.code.has_value() && !matrix.turned;
+  const torch::Tensor x = torch::ones({rows, kColumns}, narrow ? torch::kBFloat16 : torch::kFloat32);
   const generate::ProductRows single = {.single = rows, .chunks = {}};
   generate::ProductScratch scratch(2);
   size_t next = 0;

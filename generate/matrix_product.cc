@@ -27,21 +27,9 @@ size_t RowBytes(const StoredMatrix& matrix) {
 // kFp32 or kBf16.
 DType TypeOf(const Tensor& x) { return x.scalar_type() == torch::kBFloat16 ? DType::kBf16 : DType::kFp32; }
 
-// Rows that are multiplied each by itself, in one of the two forms.
-struct SingleRows {
-  const Tensor& wide;                                // fp32; undefined where there are packed ones
-  const std::optional<kernels::PackedRows>& packed;  // bf16
-};
-
-// By whose rows packed ones are multiplied.
+// Whose rows in bf16 are packed.
 bool IsPlainBf16(const StoredMatrix& matrix) {
   return matrix.type == DType::kBf16 && !matrix.code.has_value() && !matrix.turned;
-}
-
-kernels::PackedRows Packed(const Tensor& x) {
-  const Tensor rows = x.contiguous();
-  const auto columns = static_cast<size_t>(rows.size(1));
-  return {static_cast<const uint16_t*>(rows.data_ptr()), static_cast<size_t>(rows.size(0)), columns, columns};
 }
 
 // Of outputs [0, rows) of a stored matrix; `y`: [rows of x, outputs of the whole], from `first_row` on.
@@ -74,16 +62,22 @@ void MultiplySingle(const SingleRows& x, const StoredMatrix& matrix, const std::
 
 }  // namespace
 
+SingleRows::SingleRows(const Tensor& x, const StoredMatrix& matrix) {
+  if (TypeOf(x) != DType::kBf16 || !IsPlainBf16(matrix)) {
+    wide = x.to(torch::kFloat32).contiguous();
+    return;
+  }
+  const Tensor rows = x.contiguous();
+  const auto columns = static_cast<size_t>(rows.size(1));
+  packed.emplace(static_cast<const uint16_t*>(rows.data_ptr()), static_cast<size_t>(rows.size(0)), columns,
+                 columns);
+}
+
 MatrixProduct::MatrixProduct(Tensor x, const ProductRows& rows, const StoredMatrix& matrix,
                              ProductScratch* scratch)
     : x_(std::move(x)), rows_(rows), matrix_(matrix), scratch_(*scratch) {
   if (rows_.single > 0 || rows_.chunks.empty()) {
-    const Tensor single = x_.narrow(0, 0, rows_.single);
-    if (TypeOf(x_) == DType::kBf16 && IsPlainBf16(matrix_)) {
-      packed_x_.emplace(Packed(single));
-    } else {
-      single_x_ = single.to(torch::kFloat32).contiguous();
-    }
+    single_x_.emplace(x_.narrow(0, 0, rows_.single), matrix_);
     single_y_ = torch::empty({rows_.single, matrix_.rows}, torch::kFloat32);
   }
   if (!rows_.chunks.empty()) y_ = torch::empty({x_.size(0), matrix_.rows}, x_.options());
@@ -157,7 +151,7 @@ void MatrixProduct::AddWholeRows(const std::byte* memory, int64_t first_row, int
 
 void MatrixProduct::AddToSingle(const std::byte* memory, int64_t first_row, int64_t rows) {
   if (rows_.single > 0)
-    MultiplySingle({single_x_, packed_x_}, matrix_, memory, rows, first_row, single_y_, &scratch_.pool);
+    MultiplySingle(*single_x_, matrix_, memory, rows, first_row, single_y_, &scratch_.pool);
 }
 
 void MatrixProduct::AddToChunks(const Tensor& weights, int64_t first_row) {
@@ -175,22 +169,17 @@ double MeasureProduct(const StoredMatrix& matrix, int64_t rows, ProductScratch* 
   };
   // Not LibTorch's memory, which belongs to what is planned.
   std::vector<std::byte> weights(static_cast<size_t>(matrix.rows) * RowBytes(matrix));
-  std::vector<float> in(static_cast<size_t>(rows * matrix.columns), 1.0F);
+  // In the type that a pass computes in where all is stored so.
+  const DType type = IsPlainBf16(matrix) ? DType::kBf16 : DType::kFp32;
+  std::vector<std::byte> in(static_cast<size_t>(rows * matrix.columns) * kernels::BytesPerElement(type));
   std::vector<float> out(static_cast<size_t>(rows * matrix.rows));
-  const Tensor x = torch::from_blob(in.data(), {rows, matrix.columns});
+  const SingleRows x(torch::from_blob(in.data(), {rows, matrix.columns}, zero::TorchDtype(type)), matrix);
   const Tensor y = torch::from_blob(out.data(), {rows, matrix.rows});
-  // In the type that a pass computes in, which is that of plain weights.
-  std::optional<kernels::PackedRows> packed;
-  if (IsPlainBf16(matrix)) {
-    const std::vector<uint16_t> narrow(static_cast<size_t>(rows * matrix.columns), kernels::FloatToBf16(1));
-    const auto columns = static_cast<size_t>(matrix.columns);
-    packed.emplace(narrow.data(), static_cast<size_t>(rows), columns, columns);
-  }
   double best = 1e9;
   for (int turn = 0; turn < kTurns; ++turn) {
     kernels::EvictFromCaches(weights.data(), weights.size());
     const double from = now();
-    MultiplySingle({x, packed}, matrix, weights.data(), matrix.rows, 0, y, &scratch->pool);
+    MultiplySingle(x, matrix, weights.data(), matrix.rows, 0, y, &scratch->pool);
     best = std::min(best, now() - from);
   }
   return best;

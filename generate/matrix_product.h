@@ -48,6 +48,14 @@ struct ProductScratch {
   at::Tensor decoded;  // of coded weights
 };
 
+// Rows that are multiplied each by itself, in the form that their matrix takes.
+struct SingleRows {
+  // `x`: fp32 or bf16. Packed where both are bf16 and the matrix is plain, else in fp32.
+  SingleRows(const at::Tensor& x, const StoredMatrix& matrix);
+  at::Tensor wide;
+  std::optional<kernels::PackedRows> packed;
+};
+
 class MatrixProduct {
  public:
   // `x`: [rows, columns], fp32 or bf16, the type of the result. `rows`, `matrix` and `scratch` outlive it.
@@ -68,12 +76,10 @@ class MatrixProduct {
   const ProductRows& rows_;
   const StoredMatrix& matrix_;
   ProductScratch& scratch_;
-  // Of the rows that are multiplied each by itself.
-  std::optional<kernels::PackedRows> packed_x_;  // where x and the matrix are bf16
-  at::Tensor single_x_;                          // else, in fp32
-  at::Tensor single_y_;                          // fp32
-  at::Tensor y_;                                 // where there are others
-  std::vector<std::byte> carried_;               // the beginning of a row that the next part goes on with
+  std::optional<SingleRows> single_x_;
+  at::Tensor single_y_;             // fp32
+  at::Tensor y_;                    // where there are others
+  std::vector<std::byte> carried_;  // the beginning of a row that the next part goes on with
 };
 
 // How long the products of `rows` rows with such a matrix take here, in seconds: the best of some turns, the
