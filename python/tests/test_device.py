@@ -38,6 +38,12 @@ def trained(engine, steps):
     return losses
 
 
+def undisturbed(directory, device, data):
+    """Losses of a run to which nothing happens."""
+    with make(net(), directory, device=device) as engine:
+        return [step(engine, batch) for batch in data]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_losses_are_plain_pytorchs(tmp_path, device, tied, dropout):
@@ -110,8 +116,7 @@ def test_a_model_that_was_closed_goes_on_in_another_engine(tmp_path, device):
     assert all(parameter.device.type == "cpu" and parameter.isnan().all() for parameter in model.parameters())
     with make(model, tmp_path, device=device, resume=True) as engine:
         losses += [step(engine, batch) for batch in data[2:]]
-    with make(net(), tmp_path / "whole", device=device) as engine:
-        assert [step(engine, batch) for batch in data] == losses
+    assert undisturbed(tmp_path / "whole", device, data) == losses
 
 
 def test_what_is_written_in_gathered_is_trained_on(tmp_path, device):
@@ -133,8 +138,7 @@ def test_what_is_written_in_gathered_is_trained_on(tmp_path, device):
 def test_an_error_in_a_block_gives_up_its_step(tmp_path, device):
     data = batches(3)
     model = net()
-    with make(net(), tmp_path / "whole", device=device) as engine:
-        expected = [step(engine, batch) for batch in data]
+    expected = undisturbed(tmp_path / "whole", device, data)
     with make(model, tmp_path / "broken", device=device) as engine:
         losses = [step(engine, data[0])]
         hook = model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -147,8 +151,7 @@ def test_an_error_in_a_block_gives_up_its_step(tmp_path, device):
 
 def test_a_device_without_room_leaves_the_engine_as_it_was(tmp_path, device, monkeypatch):
     data = batches(3)
-    with make(net(), tmp_path / "whole", device=device) as engine:
-        expected = [step(engine, batch) for batch in data]
+    expected = undisturbed(tmp_path / "whole", device, data)
 
     def full(*_):
         raise RuntimeError("out of memory")
@@ -164,8 +167,7 @@ def test_a_device_without_room_leaves_the_engine_as_it_was(tmp_path, device, mon
 # As after an assertion on a GPU: every call of the device fails from then on.
 def test_a_device_that_fails_gives_the_run_back(tmp_path, device, monkeypatch):
     data = batches(4)
-    with make(net(), tmp_path / "whole", device=device) as engine:
-        expected = [step(engine, batch) for batch in data]
+    expected = undisturbed(tmp_path / "whole", device, data)
 
     def broken(*_):
         raise RuntimeError("device-side assert")

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "plain_compute.h"
+#include "tests/zero/failing_compute.h"
 #include "tests/zero/plain_batch.h"
 #include "tests/zero/plain_owner.h"
 #include "zero/engine/driven_engine.h"
@@ -17,6 +18,7 @@
 namespace penstock::zero {
 namespace {
 
+using testing_support::FailingCompute;
 using testing_support::Owner;
 using testing_support::PlainBatch;
 
@@ -30,17 +32,6 @@ struct Mode {
   double clip = 1;
   bool least = false;  // of memory
   bool previews = false;
-};
-
-// Fails in the backward of its first stage when it is told to.
-class Failing final : public plain::PlainCompute {
- public:
-  using PlainCompute::PlainCompute;
-  bool fails = false;
-  absl::Status Backward(const StageUse& use, std::span<const Weights> weights) override {
-    if (fails && use.stage.value() == 0) return absl::AbortedError("made to fail");
-    return PlainCompute::Backward(use, weights);
-  }
 };
 
 class CallsOfAStepTest : public testing::TestWithParam<Mode> {
@@ -72,7 +63,7 @@ class CallsOfAStepTest : public testing::TestWithParam<Mode> {
     return options;
   }
   std::unique_ptr<Engine> Open(const EngineOptions& options) {
-    compute_ = std::make_shared<Failing>(kShape);
+    compute_ = std::make_shared<FailingCompute>(kShape);
     auto engine = Engine::Create(compute_, options);
     EXPECT_TRUE(engine.ok()) << engine.status();
     return engine.ok() ? *std::move(engine) : nullptr;
@@ -124,7 +115,7 @@ class CallsOfAStepTest : public testing::TestWithParam<Mode> {
   static constexpr int64_t kSteps = 5;
   const std::string directory_ =
       (std::filesystem::current_path() / ("calls-" + std::to_string(getpid()))).string();
-  std::shared_ptr<Failing> compute_;
+  std::shared_ptr<FailingCompute> compute_;
 };
 
 TEST_P(CallsOfAStepTest, TheyHaveTheBitsOfOneCall) {
@@ -180,10 +171,10 @@ TEST_P(CallsOfAStepTest, AStepWhoseCallFailsBeginsAgain) {
   Run run;
   for (int failing = 0; failing < 3; ++failing) {
     for (int call = 0; call <= failing; ++call) {
-      compute_->fails = call == failing;
+      if (call == failing) compute_->fails_in = 0;
       EXPECT_EQ(Call(*engine, engine->step() + 1, call, 3, true).ok(), call < failing);
     }
-    compute_->fails = false;
+    compute_->fails_in.reset();
     const Run part = Train(*engine, 3, engine->step() + 1);
     run.losses.insert(run.losses.end(), part.losses.begin(), part.losses.end());
     run.norms.insert(run.norms.end(), part.norms.begin(), part.norms.end());

@@ -40,10 +40,10 @@ class DrivenComputeTest : public testing::Test {
     for (int m = 0; m < kMicroBatches; ++m) batches.push_back(PlainBatch(shape_, kMicroBatches * step + m));
     return batches;
   }
-  std::unique_ptr<DrivenEngine> Open(Owner& owner, const EngineOptions& options) {
+  std::unique_ptr<DrivenEngine> Open(Owner& owner, const EngineOptions& options, int drivers = 1) {
     absl::StatusOr<Measured> measured = owner.Measure();
     EXPECT_TRUE(measured.ok()) << measured.status();
-    auto engine = DrivenEngine::Create(*std::move(measured), options);
+    auto engine = DrivenEngine::Create(*std::move(measured), options, drivers);
     EXPECT_TRUE(engine.ok()) << engine.status();
     return engine.ok() ? *std::move(engine) : nullptr;
   }
@@ -130,13 +130,11 @@ TEST_F(DrivenComputeTest, AForwardWithoutABackwardIsNamedAndNothingHangs) {
 TEST_F(DrivenComputeTest, AUseThatIsDroppedAnErrorAndAnInterruptEndThePass) {
   const auto ends = [&](absl::StatusCode code, const std::function<void(DrivenCompute&)>& how) {
     Owner owner(shape_, kMicroBatches);
-    absl::StatusOr<Measured> measured = owner.Measure();
-    ASSERT_TRUE(measured.ok());
-    auto driven = DrivenEngine::Create(*std::move(measured), owner.Options(directory_), /*drivers=*/2);
-    ASSERT_TRUE(driven.ok()) << driven.status();
-    ASSERT_TRUE((*driven)->Begin().ok());
-    how((*driven)->compute());
-    EXPECT_EQ((*driven)->Finish().status().code(), code);
+    auto driven = Open(owner, owner.Options(directory_), /*drivers=*/2);
+    ASSERT_NE(driven, nullptr);
+    ASSERT_TRUE(driven->Begin().ok());
+    how(driven->compute());
+    EXPECT_EQ(driven->Finish().status().code(), code);
   };
   ends(absl::StatusCode::kCancelled, [](DrivenCompute& compute) {
     const auto entered = compute.Enter(Direction::kForward, StageIndex(0), 0);
@@ -222,12 +220,10 @@ TEST_F(DrivenComputeTest, ItIsClosedInTheMiddleOfAPassAndTheRunGoesOn) {
 TEST_F(DrivenComputeTest, TheEngineGoesWhileDriversAreInside) {
   for (int round = 0; round < 8; ++round) {
     Owner owner(shape_, kMicroBatches);
-    absl::StatusOr<Measured> measured = owner.Measure();
-    ASSERT_TRUE(measured.ok());
-    auto driven = DrivenEngine::Create(*std::move(measured), owner.Options(directory_), /*drivers=*/2);
-    ASSERT_TRUE(driven.ok()) << driven.status();
-    ASSERT_TRUE((*driven)->Begin().ok());
-    const std::shared_ptr<DrivenCompute> compute = (*driven)->compute().shared_from_this();
+    auto driven = Open(owner, owner.Options(directory_), /*drivers=*/2);
+    ASSERT_NE(driven, nullptr);
+    ASSERT_TRUE(driven->Begin().ok());
+    const std::shared_ptr<DrivenCompute> compute = driven->compute().shared_from_this();
     std::promise<void> inside;
     std::atomic<bool> left{false};
     std::thread computes([&, compute] {
@@ -244,7 +240,7 @@ TEST_F(DrivenComputeTest, TheEngineGoesWhileDriversAreInside) {
     std::thread waits(
         [compute] { EXPECT_FALSE(compute->Enter(Direction::kForward, StageIndex(0), 1).ok()); });
     inside.get_future().wait();
-    driven->reset();
+    driven.reset();
     EXPECT_TRUE(left);
     computes.join();
     waits.join();
@@ -412,16 +408,14 @@ TEST_F(DrivenComputeTest, ACheckpointThatIsAskedForIsGoneOnWithElsewhere) {
 TEST_F(DrivenComputeTest, DriversEnterTheirOwnMicroBatches) {
   constexpr int kDrivers = 2;
   Owner owner(shape_, kDrivers);
-  absl::StatusOr<Measured> measured = owner.Measure();
-  ASSERT_TRUE(measured.ok());
-  auto driven = DrivenEngine::Create(*std::move(measured), owner.Options(directory_), kDrivers);
-  ASSERT_TRUE(driven.ok()) << driven.status();
-  ASSERT_TRUE((*driven)->Begin().ok());
+  auto driven = Open(owner, owner.Options(directory_), kDrivers);
+  ASSERT_NE(driven, nullptr);
+  ASSERT_TRUE(driven->Begin().ok());
   std::vector<absl::Status> ended(kDrivers);
   std::vector<std::thread> drivers;
   for (int m = 0; m < kDrivers; ++m) {
     drivers.emplace_back([&, m] {
-      DrivenCompute& compute = (*driven)->compute();
+      DrivenCompute& compute = driven->compute();
       const auto use = [&](Direction direction, int stage) {
         auto entered = compute.Enter(direction, StageIndex(stage), m);
         if (!entered.ok()) return entered.status();
@@ -439,7 +433,7 @@ TEST_F(DrivenComputeTest, DriversEnterTheirOwnMicroBatches) {
   }
   for (std::thread& driver : drivers) driver.join();
   for (const absl::Status& status : ended) EXPECT_TRUE(status.ok()) << status;
-  const auto result = (*driven)->Finish();
+  const auto result = driven->Finish();
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->grad_norm, 0);
 }

@@ -14,6 +14,7 @@
 #include "plain_compute.h"
 #include "swap/inspect.h"
 #include "tests/leaks.h"
+#include "tests/zero/failing_compute.h"
 #include "tests/zero/plain_batch.h"
 #include "tests/zero/plain_owner.h"
 #include "zero/engine/driven_engine.h"
@@ -23,6 +24,7 @@ namespace penstock::zero {
 namespace {
 
 using testing::HasSubstr;
+using testing_support::FailingCompute;
 using testing_support::Owner;
 using testing_support::PlainBatch;
 using tiering::StageIndex;
@@ -42,16 +44,6 @@ struct Trained {
   std::vector<double> losses, norms;
   std::vector<float> state;  // of every parameter: masters and moments
   bool operator==(const Trained&) const = default;
-};
-
-class Failing final : public plain::PlainCompute {
- public:
-  using PlainCompute::PlainCompute;
-  bool fails = false;
-  absl::Status Backward(const StageUse& use, std::span<const Weights> weights) override {
-    if (fails && use.stage.value() == 1) return absl::AbortedError("made to fail");
-    return PlainCompute::Backward(use, weights);
-  }
 };
 
 class ReplanTest : public testing::Test {
@@ -79,7 +71,7 @@ class ReplanTest : public testing::Test {
     return plan.ok() ? plan->plan.least_host_memory_bytes : 0;
   }
   std::unique_ptr<Engine> Open(const EngineOptions& options) {
-    compute_ = std::make_shared<Failing>(kShape);
+    compute_ = std::make_shared<FailingCompute>(kShape);
     auto engine = Engine::Create(compute_, options);
     EXPECT_TRUE(engine.ok()) << engine.status();
     return engine.ok() ? *std::move(engine) : nullptr;
@@ -125,7 +117,7 @@ class ReplanTest : public testing::Test {
 
   const std::string directory_ =
       (std::filesystem::current_path() / ("replan-" + std::to_string(getpid()))).string();
-  std::shared_ptr<Failing> compute_;
+  std::shared_ptr<FailingCompute> compute_;
 };
 
 TEST_F(ReplanTest, TheBitsAreThoseOfARunThatIsClosedAndGoesOn) {
@@ -285,9 +277,9 @@ TEST_F(ReplanTest, AStepThatFailedAndGradientsAreForgotten) {
               HasSubstr("no step has been made"));
   Train(*engine, {8, 2}, &ours);
   EXPECT_TRUE(engine->ReadState(name, StateKind::kGradient).ok());
-  compute_->fails = true;
+  compute_->fails_in = 1;
   EXPECT_EQ(engine->Step(Batches(3, 8), Next::kTrain).status().code(), absl::StatusCode::kAborted);
-  compute_->fails = false;
+  compute_->fails_in.reset();
   ASSERT_TRUE(engine->Replan(Example(32)).ok());
   EXPECT_EQ(engine->ReadState(name, StateKind::kGradient).status().code(),
             absl::StatusCode::kFailedPrecondition);
