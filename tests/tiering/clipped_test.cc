@@ -56,8 +56,8 @@ double LowerBoundOf(const ModelGraph& graph, const Plan& plan, const MachineMode
   for (const BlockPlan& block : plan.blocks) {
     for (const TileIndex t : block.tiles.indices()) {
       const int64_t elements = block.tiles[t].elements;
-      const auto weights =
-          static_cast<double>(block.private_run_slot.valid() ? 0 : elements * plan.precision.weight_bytes());
+      const auto weights = static_cast<double>(
+          block.private_weight_slot.valid() ? 0 : elements * plan.precision.weight_bytes());
       const auto state = static_cast<double>(block.private_tile_slot[t].valid()
                                                  ? 0
                                                  : plan.precision.UnpaddedBytes(elements) -

@@ -19,7 +19,7 @@ MeaningLanes::MeaningLanes(const Plan& plan, const MachineModel& machine, Replay
         device_state_[tile] = 0;
         continue;
       }
-      run_[{plan.blocks[b].private_run_slot, tile.second}] = {tile.first, 0};
+      run_[{plan.blocks[b].private_weight_slot, tile.second}] = {tile.first, 0};
       if (plan.trains && !plan.blocks[b].weights_alone(t))
         state_[plan.blocks[b].private_tile_slot[t]] = {tile, 0};
     }

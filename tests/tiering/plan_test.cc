@@ -153,8 +153,8 @@ TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {
   options.bounds.placement = Placement::kCpu;
   options.bounds.persistent_block_elements = 100'000;
   Plan small = *MakePlan(graph, options);
-  EXPECT_TRUE(small.blocks[BlockIndex(3)].private_run_slot.valid());
-  EXPECT_TRUE(small.blocks[BlockIndex(7)].private_run_slot.valid());
+  EXPECT_TRUE(small.blocks[BlockIndex(3)].private_weight_slot.valid());
+  EXPECT_TRUE(small.blocks[BlockIndex(7)].private_weight_slot.valid());
   EXPECT_EQ(ResidentElements(small), 80 * kElementAlignment);
   options.bounds.persistent_elements = 40 * kElementAlignment;
   small = *MakePlan(graph, options);

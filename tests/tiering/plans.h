@@ -87,7 +87,8 @@ inline void FreezeSome(uint64_t seed, ModelGraph* graph) {
 // Elements of the blocks whose weights have places of their own, and tiles whose state has.
 inline int64_t ResidentElements(const Plan& plan) {
   int64_t elements = 0;
-  for (const BlockPlan& block : plan.blocks) elements += block.private_run_slot.valid() ? block.elements : 0;
+  for (const BlockPlan& block : plan.blocks)
+    elements += block.private_weight_slot.valid() ? block.elements : 0;
   return elements;
 }
 inline int64_t ResidentTiles(const Plan& plan) {

@@ -41,7 +41,7 @@ struct BlockPlan {
   // moves so many bytes for all of them. 0: all of it is in the store.
   int64_t elsewhere_to = 0;
   int64_t elsewhere_bytes = 0;
-  WeightSlot private_run_slot;          // its weights never leave host memory
+  WeightSlot private_weight_slot;       // its weights never leave host memory
   PerTile<TileSlot> private_tile_slot;  // per tile, none: streams. Its state never leaves host memory
   // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
   // are finite, and made again if they are (see tiering/program/program.h). Otherwise in the next forward.
@@ -175,7 +175,7 @@ struct Plan {
   // The tile never leaves host memory, or the device, and is written only when a step is persisted.
   bool written_at_checkpoint(BlockIndex block, TileIndex tile) const {
     const BlockPlan& of = blocks[block];
-    const bool in_memory = of.private_run_slot.valid() && of.private_tile_slot[tile].valid();
+    const bool in_memory = of.private_weight_slot.valid() && of.private_tile_slot[tile].valid();
     return on_nvme && !commits_every_step && (in_memory || on_device(block));
   }
   // What backward leaves of a block has more than one addend.

@@ -274,8 +274,8 @@ void PlanLayout::LayOut(Plan* plan) const {
     for (int i = 0; i < cls.slots; ++i) plan->weight_slots.push_back({0, cls.bytes});
   }
   for (BlockPlan& block : plan->blocks) {
-    if (!block.private_run_slot.valid()) continue;
-    block.private_run_slot = plan->weight_slots.end_index();
+    if (!block.private_weight_slot.valid()) continue;
+    block.private_weight_slot = plan->weight_slots.end_index();
     plan->weight_slots.push_back(
         {0, block.elements * plan->shards_in_memory() * plan->precision.weight_bytes()});
   }
@@ -327,7 +327,7 @@ void PlanLayout::MakeAllPrivate(Plan* plan) {
   for (const BlockIndex b : plan->blocks.indices()) {
     if (plan->on_device(b)) continue;
     BlockPlan& block = plan->blocks[b];
-    block.private_run_slot = WeightSlot(0);  // numbered by LayOut
+    block.private_weight_slot = WeightSlot(0);  // numbered by LayOut
     for (const TileIndex t : block.tiles.indices()) {
       if (plan->trains && !block.weights_alone(t)) block.private_tile_slot[t] = TileSlot(0);
     }

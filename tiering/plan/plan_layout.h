@@ -40,7 +40,8 @@ class PlanLayout {
   Plan Build(const Level& level, int resident_gradients, int64_t budget) const;
 
   // Numbers the slots and gives each its place: shared runs by class, private runs, tiles, gradients,
-  // accumulators. A block's private_run_slot, and a private_tile_slot, of 0 or more asks for one of its own.
+  // accumulators. A block's private_weight_slot, and a private_tile_slot, of 0 or more asks for one of its
+  // own.
   void LayOut(Plan* plan) const;
 
   // Of everything that is not on a device: nothing is shared.

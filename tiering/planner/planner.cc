@@ -154,7 +154,7 @@ class Planner {
   static int64_t StayingBytes(const Plan& plan) {
     int64_t bytes = 0;
     for (const BlockPlan& block : plan.blocks) {
-      if (block.private_run_slot.valid()) bytes += plan.weight_slots[block.private_run_slot].bytes;
+      if (block.private_weight_slot.valid()) bytes += plan.weight_slots[block.private_weight_slot].bytes;
       for (const TileSlot slot : block.private_tile_slot) {
         if (slot.valid()) bytes += plan.tile_slots[slot].bytes;
       }
@@ -364,7 +364,7 @@ class Planner {
     for (const WeightClass& cls : plan.weight_classes)
       signature.insert(signature.end(), {cls.bytes, cls.slots});
     for (const BlockPlan& block : plan.blocks) {
-      signature.push_back(block.private_run_slot.valid());
+      signature.push_back(block.private_weight_slot.valid());
       signature.push_back(block.gradient_slot.valid());
       signature.push_back(block.accumulator_slot.valid());
       signature.push_back(std::count_if(block.private_tile_slot.begin(), block.private_tile_slot.end(),
@@ -436,7 +436,7 @@ class Planner {
     }
     for (const BlockIndex b : plan.blocks.indices()) {
       BlockPlan& block = plan.blocks[b];
-      if (weights[b] != 0) block.private_run_slot = WeightSlot(0);  // numbered by LayOut
+      if (weights[b] != 0) block.private_weight_slot = WeightSlot(0);  // numbered by LayOut
       if (plan.on_device(b)) continue;
       for (const TileIndex t : block.tiles.indices()) {
         if (block.updates(t) && (whole[b] != 0 || tiles-- > 0)) block.private_tile_slot[t] = TileSlot(0);
@@ -452,7 +452,7 @@ class Planner {
     int64_t state = 0;
     for (const BlockPlan& block : plan.blocks) {
       gradients += block.gradient_slot.valid() ? 1 : 0;
-      weights += block.private_run_slot.valid() ? 1 : 0;
+      weights += block.private_weight_slot.valid() ? 1 : 0;
       for (const TileSlot slot : block.private_tile_slot) state += slot.valid() ? 1 : 0;
     }
     int runs = 0;

@@ -105,7 +105,7 @@ double EvenPreviews(const ModelGraph& graph, const MachineModel& machine, const 
   double forward = 0, backward = 0, less = 0, more = 0;  // bytes, and what previews change
   for (const BlockIndex b : plan.blocks.indices()) {
     const BlockPlan& of = plan.blocks[b];
-    const bool stays = of.private_run_slot.valid();
+    const bool stays = of.private_weight_slot.valid();
     for (const TileIndex t : of.tiles.indices()) {
       const int64_t elements = of.tiles[t].elements;
       const auto weights = static_cast<double>(elements * plan.precision.weight_bytes());

@@ -74,7 +74,7 @@ bool DeviceWeights::IsCurrent(BlockIndex block, DeviceWeightSlot device_slot) co
 
 bool DeviceWeights::IsInHostMemory(BlockIndex block) const {
   // A place of its own has them from their first use on.
-  return plan_.blocks[block].private_run_slot.valid() || slots_.FindWeights(block).valid();
+  return plan_.blocks[block].private_weight_slot.valid() || slots_.FindWeights(block).valid();
 }
 
 DeviceWeightSlot DeviceWeights::FetchResident(BlockIndex block, UseIndex use) {

@@ -114,7 +114,7 @@ void ProgramBuilder::Parts::Persist() {
     }
     for (const TileIndex t : block.tiles.indices()) {
       if (!plan.written_at_checkpoint(b, t)) continue;
-      writer.WriteChecksummed({b, t, block.private_run_slot, block.private_tile_slot[t]}, step);
+      writer.WriteChecksummed({b, t, block.private_weight_slot, block.private_tile_slot[t]}, step);
     }
   }
   writer.Commit(step, /*durable=*/true);

@@ -19,14 +19,14 @@ SlotAllocator::SlotAllocator(const Plan& plan, const UseOrder& uses)
   std::vector<int> sharing(plan.weight_classes.size(), 0);
   for (const BlockPlan& block : plan.blocks) {
     // Those that live on a device count: theirs pass through the shared slots on their way.
-    if (!block.private_run_slot.valid()) ++sharing[At(block.weight_class)];
+    if (!block.private_weight_slot.valid()) ++sharing[At(block.weight_class)];
   }
   for (const BlockIndex b : plan.blocks.indices()) {
     const BlockPlan& block = plan.blocks[b];
     const size_t c = At(block.weight_class);
-    stays_.push_back(block.private_run_slot.valid() || sharing[c] <= plan.weight_classes[c].slots ? 1 : 0);
-    if (!block.private_run_slot.valid()) continue;
-    Weights& own = Held(block.private_run_slot);
+    stays_.push_back(block.private_weight_slot.valid() || sharing[c] <= plan.weight_classes[c].slots ? 1 : 0);
+    if (!block.private_weight_slot.valid()) continue;
+    Weights& own = Held(block.private_weight_slot);
     for (PerTile<OpId>* ids : {&own.ready, &own.writes, &own.copies}) ids->assign(block.tiles.size(), -1);
     // Without a drive everything is in place before the first pass.
     if (!plan.on_nvme) own.block = b;
@@ -47,8 +47,8 @@ SlotAllocator::Weights& SlotAllocator::Held(WeightSlot slot) { return weights_[s
 
 WeightSlot SlotAllocator::FindWeights(BlockIndex block) const {
   const BlockPlan& bp = plan_.blocks[block];
-  if (bp.private_run_slot.valid()) {
-    return weights_[bp.private_run_slot].block == block ? bp.private_run_slot : WeightSlot();
+  if (bp.private_weight_slot.valid()) {
+    return weights_[bp.private_weight_slot].block == block ? bp.private_weight_slot : WeightSlot();
   }
   const WeightClass& cls = plan_.weight_classes[At(bp.weight_class)];
   for (const WeightSlot slot : cls.indices()) {
@@ -60,7 +60,7 @@ WeightSlot SlotAllocator::FindWeights(BlockIndex block) const {
 WeightSlot SlotAllocator::TakeWeightSlot(BlockIndex block, UseIndex use, Edges* former) {
   PENSTOCK_CHECK(!FindWeights(block).valid(), "a second slot for the same weights");
   const BlockPlan& bp = plan_.blocks[block];
-  WeightSlot slot = bp.private_run_slot;
+  WeightSlot slot = bp.private_weight_slot;
   if (!slot.valid()) {
     slot = uses_.SlotToGiveUp(plan_.weight_classes[At(bp.weight_class)], use,
                               [this](WeightSlot of) { return weights_[of].block; });

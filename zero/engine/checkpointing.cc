@@ -38,11 +38,11 @@ std::vector<void*> PlacesIn(const TileMemory& memory) {
 }
 
 // Of a plan that has everything in memory.
-std::vector<void*> PlacesOf(const tiering::Plan& plan, const ArenaView& residency, const DeviceState* device,
+std::vector<void*> PlacesOf(const tiering::Plan& plan, const ArenaView& arena_view, const DeviceState* device,
                             tiering::BlockIndex block, tiering::TileIndex tile) {
   if (device != nullptr && device->has(block)) return PlacesIn(device->staged(block, tile));
   const tiering::BlockPlan& of = plan.blocks[block];
-  return PlacesIn(residency.tile(block, tile, of.private_run_slot, of.private_tile_slot[tile]));
+  return PlacesIn(arena_view.tile(block, tile, of.private_weight_slot, of.private_tile_slot[tile]));
 }
 
 // A tile was read to its places: on to the device, where it lives there.
@@ -192,7 +192,7 @@ absl::Status CheckPlace(const std::string& parent, int64_t bytes, int rank) {
                                                    " are free: make room, or give another --checkpoint-dir"));
 }
 
-swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView& residency,
+swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView& arena_view,
                                       const DeviceState* device, const std::string& identity, int64_t step,
                                       int64_t updates, std::string payload) {
   swap::CheckpointSource source;
@@ -202,14 +202,14 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView
   source.step = static_cast<uint64_t>(step);
   source.updates = static_cast<uint64_t>(updates);
   source.payload = std::move(payload);
-  source.fetch = [&plan, &residency, device, step, numbers = TileNumbers(plan)](
+  source.fetch = [&plan, &arena_view, device, step, numbers = TileNumbers(plan)](
                      const swap::Store& target, uint32_t tile, aio::Priority, swap::CheckpointTile* to) {
     const auto [block, of_block] = numbers[tile];
     if (device != nullptr && device->has(block)) {
       absl::Status read = device->Read(block, of_block, device->staged(block, of_block));
       if (!read.ok()) return read;
     }
-    const std::vector<void*> places = PlacesOf(plan, residency, device, block, of_block);
+    const std::vector<void*> places = PlacesOf(plan, arena_view, device, block, of_block);
     to->version = VersionAfter(step);
     for (size_t s = 0; s < places.size(); ++s) {
       to->data[s] = places[s];
@@ -222,7 +222,7 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView
 
 static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const ShardDirectories& parts,
                                                  const tiering::ModelGraph& graph, const tiering::Plan& plan,
-                                                 const ArenaView& residency, const DeviceState* device) {
+                                                 const ArenaView& arena_view, const DeviceState* device) {
   ASSIGN_OR_RETURN(std::vector<swap::Inspection> inspections, InspectShards(parts));
   std::vector<int64_t> elements;
   for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
@@ -237,8 +237,8 @@ static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const ShardDir
                    ShardedState::Open(io, parts, inspections, elements, plan.precision,
                                       {static_cast<std::byte*>(start), bytes}));
   for (const auto& [block, tile] : TileNumbers(plan)) {
-    const tiering::Tile range = residency.InRun(block, plan.blocks[block].tiles[tile]);
-    const std::vector<void*> places = PlacesOf(plan, residency, device, block, tile);
+    const tiering::Tile range = arena_view.InWholeBlock(block, plan.blocks[block].tiles[tile]);
+    const std::vector<void*> places = PlacesOf(plan, arena_view, device, block, tile);
     absl::Status read = reader->Read(block, range.offset, range.elements, places);
     if (read.ok()) read = HandOn(device, block, tile);
     if (!read.ok()) return read;
@@ -248,10 +248,10 @@ static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const ShardDir
 
 absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirectories& parts,
                                                const tiering::ModelGraph& graph, const tiering::Plan& plan,
-                                               const ArenaView& residency, const DeviceState* device,
+                                               const ArenaView& arena_view, const DeviceState* device,
                                                int rank) {
   if (static_cast<int>(parts.size()) != plan.world)
-    return LoadParts(io, parts, graph, plan, residency, device);
+    return LoadParts(io, parts, graph, plan, arena_view, device);
   const std::vector<std::string>& directories = parts[static_cast<size_t>(rank)];
   absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectShards(parts);
   if (!inspections.ok()) return inspections.status();
@@ -266,17 +266,18 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirec
                                             " tiles, its model ", numbers.size()));
   }
   for (uint32_t tile = 0; tile < numbers.size(); ++tile) {
-    const size_t places = PlacesOf(plan, residency, device, numbers[tile].first, numbers[tile].second).size();
+    const size_t places =
+        PlacesOf(plan, arena_view, device, numbers[tile].first, numbers[tile].second).size();
     // What is frozen has its weights alone there, and more here.
     if (store->geometry().segments(tile) >= places) continue;
     store.reset();
-    return LoadParts(io, parts, graph, plan, residency, device);
+    return LoadParts(io, parts, graph, plan, arena_view, device);
   }
   // One ahead: the next tile is on its way while this one is checked.
   swap::TileIo ios[2];
   const auto read = [&](uint32_t tile) {
     const std::vector<void*> places =
-        PlacesOf(plan, residency, device, numbers[tile].first, numbers[tile].second);
+        PlacesOf(plan, arena_view, device, numbers[tile].first, numbers[tile].second);
     return store->ReadSegments(&ios[tile % 2], tile, 0, static_cast<uint32_t>(places.size()), places,
                                aio::Priority::kDemand, swap::VersionChoice::kCommitted);
   };

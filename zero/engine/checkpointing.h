@@ -104,10 +104,10 @@ class Checkpointing {
 // does direct I/O. A checkpoint that is found impossible after the training comes too late.
 absl::Status CheckPlace(const std::string& parent, int64_t bytes, int rank);
 
-// State in memory as a checkpoint's source: the tiles of `plan` where `residency` or `device` (null: none is
+// State in memory as a checkpoint's source: the tiles of `plan` where `arena_view` or `device` (null: none is
 // apart) has them, as the update of `step` left them. All of it stays as it is until the end of the
 // copy, which has the use of the device's staging memory.
-swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView& residency,
+swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView& arena_view,
                                       const DeviceState* device, const std::string& identity, int64_t step,
                                       int64_t updates, std::string payload);
 
@@ -115,7 +115,7 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView
 // checks it. Of as many ranks as there are now, with their tiles, or of another number of them.
 absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirectories& parts,
                                                const tiering::ModelGraph& graph, const tiering::Plan& plan,
-                                               const ArenaView& residency, const DeviceState* device,
+                                               const ArenaView& arena_view, const DeviceState* device,
                                                int rank);
 
 }  // namespace penstock::zero

@@ -192,7 +192,7 @@ absl::Status Engine::Impl::BeginOfMemory(int64_t step) {
 swap::CheckpointSource Engine::Impl::SourceOf(int64_t step) {
   const StepOutcome::Decided& applied = decisions_.applied();
   commit_payload_ = Payload(&applied);
-  swap::CheckpointSource source = SourceOfMemory(plan_.plan, residency(), DeviceStateOrNull(),
+  swap::CheckpointSource source = SourceOfMemory(plan_.plan, arena_view(), DeviceStateOrNull(),
                                                  identity_.dump(), step, applied.updates, commit_payload_);
   source.uuid = checkpoint_uuid_;
   return source;

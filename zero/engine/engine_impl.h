@@ -100,7 +100,7 @@ class Engine::Impl {
   absl::Status broken_;
 
  private:
-  ArenaView& residency() const { return resources_->residency(); }
+  ArenaView& arena_view() const { return resources_->arena_view(); }
   swap::Store* store() const { return resources_ != nullptr ? resources_->store() : nullptr; }
   const DeviceState* DeviceStateOrNull() const {
     return resources_->device_lanes() != nullptr ? &resources_->device_lanes()->state() : nullptr;

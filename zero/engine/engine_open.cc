@@ -126,7 +126,7 @@ void Engine::Impl::MakeLanes() {
   hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
   hooks.committed = [this](const Op& op) { return Applied(op); };
   hooks.failed = [this](const Op& op, const absl::Status& why) { return PassFailed(op, why); };
-  lanes_ = std::make_unique<HardwareLanes>(plan_.plan, residency(), layouts_, compute_.get(),
+  lanes_ = std::make_unique<HardwareLanes>(plan_.plan, arena_view(), layouts_, compute_.get(),
                                            options_.device.get(), store(), resources_->inputs(),
                                            resources_->device_lanes(), lane_options, std::move(hooks));
   WatchLanes();
@@ -170,7 +170,7 @@ absl::Status Engine::Impl::MakeCheckpointing() {
 
 absl::Status Engine::Impl::Initialize() {
   run_ = options_.resume.run;
-  absl::Status status = InitializeState(*compute_, options_, plan_, residency(), DeviceStateOrNull(),
+  absl::Status status = InitializeState(*compute_, options_, plan_, arena_view(), DeviceStateOrNull(),
                                         layouts_, store(), [this](const std::string& line) { Log(line); });
   if (!status.ok()) return status;
   ASSIGN_OR_RETURN(first_buffers_, compute_->Buffers());
@@ -183,7 +183,7 @@ absl::Status Engine::Impl::Restore() {
   swap::Recovered loaded;
   if (store() == nullptr) {
     ASSIGN_OR_RETURN(swap::Recovered from,
-                     LoadIntoMemory(*resources_->io(), plan_.parts, plan_.graph, plan_.plan, residency(),
+                     LoadIntoMemory(*resources_->io(), plan_.parts, plan_.graph, plan_.plan, arena_view(),
                                     DeviceStateOrNull(), options_.rank()));
     loaded = std::move(from);
   }

@@ -19,7 +19,7 @@ absl::Status OnePartOnly() {
 
 ParameterAccess Engine::Impl::Access() const {
   return {plan_.graph,          layouts_, plan_.plan,          plan_.format,
-          residency(),          store(),  DeviceStateOrNull(), options_.comm.get(),
+          arena_view(),         store(),  DeviceStateOrNull(), options_.comm.get(),
           options_.frozen.get()};
 }
 

@@ -22,13 +22,13 @@ constexpr uint64_t kInitializationSalt = 0x696e6974;  // keeps initial values ap
 class Initialization {
  public:
   Initialization(Compute& compute, const EngineOptions& options, const EnginePlan& plan,
-                 const ArenaView& residency, const DeviceState* device, const GradientSums::Layouts& layouts,
+                 const ArenaView& arena_view, const DeviceState* device, const GradientSums::Layouts& layouts,
                  swap::Store* store)
       : compute_(compute),
         options_(options),
         plan_(plan.plan),
         format_(plan.format),
-        residency_(residency),
+        arena_view_(arena_view),
         device_(device),
         layouts_(layouts) {
     if (store != nullptr)
@@ -85,18 +85,18 @@ class Initialization {
                      HostBuffer::Of(tile.elements * static_cast<int64_t>(sizeof(float)),
                                     "memory for a tile's initial values"));
     auto* const values = reinterpret_cast<float*>(masters.data());
-    const int64_t first = residency_.InRun(number, tile).offset;
+    const int64_t first = arena_view_.InWholeBlock(number, tile).offset;
     RETURN_IF_ERROR(Values(number, first, tile.elements, reader, values));
     // The same values wherever they are kept: also where what is frozen has a master.
     RoundToWeights(values, std::clamp<int64_t>(layouts_[number]->trained_from - first, 0, tile.elements));
-    const tiering::WeightSlot weight_slot = block.private_run_slot.valid()
-                                                ? block.private_run_slot
+    const tiering::WeightSlot weight_slot = block.private_weight_slot.valid()
+                                                ? block.private_weight_slot
                                                 : plan_.weight_classes[At(block.weight_class)].first_slot;
     if (ring_ != nullptr) {
       ASSIGN_OR_RETURN(const size_t slot, ring_->Next());
       const tiering::TileSlot tile_slot =
           block.weights_alone(t) ? tiering::TileSlot() : tiering::TileSlot(slot);
-      const TileMemory memory = residency_.tile(number, t, weight_slot, tile_slot);
+      const TileMemory memory = arena_view_.tile(number, t, weight_slot, tile_slot);
       FillTile(format_, values, memory);
       std::vector<const void*> segments = {memory.weights};
       segments.insert(segments.end(), memory.state.begin(), memory.state.end());
@@ -104,7 +104,7 @@ class Initialization {
     }
     const bool staged = device_ != nullptr && device_->has(number);
     const TileMemory memory = staged ? device_->staged(number, t)
-                                     : residency_.tile(number, t, weight_slot, block.private_tile_slot[t]);
+                                     : arena_view_.tile(number, t, weight_slot, block.private_tile_slot[t]);
     FillTile(format_, values, memory);
     return staged ? device_->Write(number, t, memory) : absl::OkStatus();
   }
@@ -113,7 +113,7 @@ class Initialization {
   const EngineOptions& options_;
   const tiering::Plan& plan_;
   const TileFormat& format_;
-  const ArenaView& residency_;
+  const ArenaView& arena_view_;
   const DeviceState* const device_;
   const GradientSums::Layouts& layouts_;
   std::unique_ptr<TileRing> ring_;  // null: nothing lives on a drive
@@ -122,10 +122,10 @@ class Initialization {
 }  // namespace
 
 absl::Status InitializeState(Compute& compute, const EngineOptions& options, const EnginePlan& plan,
-                             const ArenaView& residency, const DeviceState* device,
+                             const ArenaView& arena_view, const DeviceState* device,
                              const GradientSums::Layouts& layouts, swap::Store* store,
                              const std::function<void(const std::string&)>& log) {
-  Initialization initialization(compute, options, plan, residency, device, layouts, store);
+  Initialization initialization(compute, options, plan, arena_view, device, layouts, store);
   const size_t blocks = plan.graph.blocks.size();
   for (const tiering::BlockIndex block : plan.graph.blocks.indices()) {
     RETURN_IF_ERROR(initialization.Block(block));

@@ -19,7 +19,7 @@ namespace penstock::zero {
 // them: into the store as version 1 of every tile (not committed), or into their resident places, in host
 // memory or on `device` (null: none is apart). Holds one tile, beside what the Compute holds of a block.
 absl::Status InitializeState(Compute& compute, const EngineOptions& options, const EnginePlan& plan,
-                             const ArenaView& residency, const DeviceState* device,
+                             const ArenaView& arena_view, const DeviceState* device,
                              const GradientSums::Layouts& layouts, swap::Store* store,
                              const std::function<void(const std::string&)>& log);
 

@@ -72,7 +72,7 @@ absl::Status ParameterAccess::ForEachTile(
   const Parameter& parameter = *found.parameter;
   const tiering::PerTile<tiering::Tile>& tiles = plan_.blocks[found.block].tiles;
   for (const tiering::TileIndex t : tiles.indices()) {
-    const tiering::Tile tile = residency_.InRun(found.block, tiles[t]);
+    const tiering::Tile tile = arena_view_.InWholeBlock(found.block, tiles[t]);
     const int64_t begin = std::max(parameter.offset, tile.offset);
     const int64_t end = std::min(parameter.offset + parameter.elements, tile.offset + tile.elements);
     if (begin >= end) continue;
@@ -172,7 +172,7 @@ absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(tiering::BlockInde
   const tiering::BlockPlan& bp = plan_.blocks[block];
   Loaded loaded;
   if (store_ == nullptr && !OnDeviceAlone(block)) {
-    loaded.memory = residency_.tile(block, tile, bp.private_run_slot, bp.private_tile_slot[tile]);
+    loaded.memory = arena_view_.tile(block, tile, bp.private_weight_slot, bp.private_tile_slot[tile]);
     return loaded;
   }
   const int64_t elements = bp.tiles[tile].elements;
@@ -256,7 +256,7 @@ absl::StatusOr<HostTensor> ParameterAccess::ReadGradient(
       RETURN_IF_ERROR(device_->ReadGradient(found.block, cut.offset, cut.elements, place));
       gradient = place;
     } else if (bp.gradient_slot.valid()) {
-      gradient = residency_.GradientOf(found.block, tile, bp.gradient_slot);
+      gradient = arena_view_.GradientOf(found.block, tile, bp.gradient_slot);
     } else {
       const auto bytes = static_cast<size_t>(cut.elements * width);
       std::byte* place = nullptr;

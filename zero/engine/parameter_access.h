@@ -34,13 +34,13 @@ class ParameterAccess {
   // Everything passed in outlives this. `store` is null where nothing lives on a drive, `device` where none
   // is apart, `comm` where there is one rank, `frozen` where the state has all that is frozen.
   ParameterAccess(const tiering::ModelGraph& graph, const GradientSums::Layouts& layouts,
-                  const tiering::Plan& plan, const TileFormat& format, const ArenaView& residency,
+                  const tiering::Plan& plan, const TileFormat& format, const ArenaView& arena_view,
                   swap::Store* store, const DeviceState* device, Comm* comm, FrozenSource* frozen = nullptr)
       : graph_(graph),
         layouts_(layouts),
         plan_(plan),
         format_(format),
-        residency_(residency),
+        arena_view_(arena_view),
         store_(store),
         device_(device),
         comm_(comm),
@@ -107,7 +107,7 @@ class ParameterAccess {
   const GradientSums::Layouts& layouts_;
   const tiering::Plan& plan_;
   const TileFormat format_;
-  const ArenaView& residency_;
+  const ArenaView& arena_view_;
   swap::Store* const store_;
   const DeviceState* const device_;
   Comm* const comm_;

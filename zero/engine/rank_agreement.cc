@@ -223,7 +223,7 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
   add(plan.device.accumulator_slots);
   for (const tiering::BlockPlan& block : plan.blocks) {
     numbers.insert(numbers.end(),
-                   {block.elements, block.trains, block.trained_from, block.private_run_slot.value(),
+                   {block.elements, block.trains, block.trained_from, block.private_weight_slot.value(),
                     block.gradient_slot.value(), block.accumulator_slot.value()});
     for (const tiering::TileIndex t : block.tiles.indices()) {
       numbers.insert(numbers.end(), {block.tiles[t].elements, block.private_tile_slot[t].value(),

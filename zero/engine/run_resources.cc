@@ -79,7 +79,7 @@ absl::Status RunResources::MakeMemory() {
   aio::Region slots;
   absl::Status status = TakeRegion(*arena_, std::max<int64_t>(plan_.plan.slot_bytes, 1), &slots);
   if (!status.ok()) return status;
-  residency_ = std::make_unique<ArenaView>(plan_.plan, std::move(slots), options_.rank());
+  arena_view_ = std::make_unique<ArenaView>(plan_.plan, std::move(slots), options_.rank());
   if (plan_.plan.checkpoint_bytes > 0) {
     status = TakeRegion(*arena_, plan_.plan.checkpoint_bytes, &tile_memory_);
     if (!status.ok()) return status;
@@ -102,7 +102,7 @@ absl::Status RunResources::MakeDevice() {
   Device& device = *options_.device;
   if (!device.has_own_memory()) return absl::OkStatus();
   ASSIGN_OR_RETURN(std::unique_ptr<DeviceLanes> lanes,
-                   DeviceLanes::Create(plan_.plan, *residency_, device, tile_memory()));
+                   DeviceLanes::Create(plan_.plan, *arena_view_, device, tile_memory()));
   device_lanes_ = std::move(lanes);
   absl::Status status = device.RegisterHost(arena_->data(), static_cast<int64_t>(arena_->bytes()));
   registered_ = status.ok();

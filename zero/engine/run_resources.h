@@ -48,7 +48,7 @@ class RunResources {
 
   const aio::Arena& arena() const { return *arena_; }
   bool pinned() const { return registered_ || arena_->locked(); }  // the arena, by a device or by mlock
-  ArenaView& residency() const { return *residency_; }
+  ArenaView& arena_view() const { return *arena_view_; }
   // Plan::checkpoint_bytes and Plan::network_bytes of the arena; empty: none are planned.
   std::span<std::byte> tile_memory() const { return {tile_memory_.data(), tile_memory_.bytes()}; }
   std::span<std::byte> network_memory() const { return {network_memory_.data(), network_memory_.bytes()}; }
@@ -82,7 +82,7 @@ class RunResources {
   const EnginePlan& plan_;
   const EngineOptions& options_;
   std::unique_ptr<aio::Arena> arena_;
-  std::unique_ptr<ArenaView> residency_;
+  std::unique_ptr<ArenaView> arena_view_;
   aio::Region tile_memory_, network_memory_;
   std::unique_ptr<DeviceLanes> device_lanes_;
   bool registered_ = false;  // the arena, with the device

@@ -53,11 +53,11 @@ absl::Status ComputeLane::RunAccumulate(const Op& op) {
   if (device_ != nullptr) {
     place = device_->place(op);
   } else if (op.accumulator_slot.valid() && plan_.accumulator_bytes(op.block) == 4) {
-    place.accumulator = residency_.accumulator(op.accumulator_slot);
+    place.accumulator = arena_view_.accumulator(op.accumulator_slot);
   } else if (op.accumulator_slot.valid()) {
-    place.gradient = residency_.accumulator(op.accumulator_slot);  // one addend, on its way to other ranks
+    place.gradient = arena_view_.accumulator(op.accumulator_slot);  // one addend, on its way to other ranks
   } else {
-    place.gradient = residency_.gradient(op.gradient_slot);
+    place.gradient = arena_view_.gradient(op.gradient_slot);
   }
   place.first = plan_.blocks[op.block].trained_from;
   const StageUse use = UseOf(op);

@@ -32,10 +32,10 @@ class ComputeLane {
   };
 
   // `lanes` is null where the host computes; `device` is what computes. Everything passed in outlives this.
-  ComputeLane(const tiering::Plan& plan, const ArenaView& residency, const GradientSums::Layouts& layouts,
+  ComputeLane(const tiering::Plan& plan, const ArenaView& arena_view, const GradientSums::Layouts& layouts,
               Compute* compute, Device& device, DeviceLanes* lanes, const Options& options)
       : plan_(plan),
-        residency_(residency),
+        arena_view_(arena_view),
         compute_(compute),
         sums_(layouts, options.weights, device),
         device_(lanes),
@@ -61,13 +61,13 @@ class ComputeLane {
   // What a stage computes with, where it computes.
   Weights WeightsOf(const tiering::Op& op) const {
     void* const run =
-        device_ != nullptr ? device_->run(op.device_weight_slot) : residency_.run(op.weight_slot);
+        device_ != nullptr ? device_->weights(op.device_weight_slot) : arena_view_.weights(op.weight_slot);
     return {op.block, static_cast<std::byte*>(run)};
   }
   StageUse UseOf(const tiering::Op& op) const;
 
   const tiering::Plan& plan_;
-  const ArenaView& residency_;
+  const ArenaView& arena_view_;
   Compute* const compute_;
   GradientSums sums_;
   DeviceLanes* const device_;

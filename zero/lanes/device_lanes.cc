@@ -13,16 +13,16 @@ using tiering::Op;
 using tiering::OpKind;
 
 absl::StatusOr<std::unique_ptr<DeviceLanes>> DeviceLanes::Create(const tiering::Plan& plan,
-                                                                 const ArenaView& residency, Device& device,
+                                                                 const ArenaView& arena_view, Device& device,
                                                                  std::span<std::byte> staging) {
   ASSIGN_OR_RETURN(const auto arena, device.AllocateArena(plan.device.arena_bytes));
-  return std::unique_ptr<DeviceLanes>(new DeviceLanes(plan, residency, device, arena, staging));
+  return std::unique_ptr<DeviceLanes>(new DeviceLanes(plan, arena_view, device, arena, staging));
 }
 
 std::byte* DeviceLanes::weights(const Op& op) const {
   const tiering::Tile& cut = plan_.blocks[op.block].tiles[op.tile];
-  return static_cast<std::byte*>(run(op.device_weight_slot)) +
-         residency_.InRun(op.block, cut).offset * plan_.precision.weight_bytes();
+  return static_cast<std::byte*>(weights(op.device_weight_slot)) +
+         arena_view_.InWholeBlock(op.block, cut).offset * plan_.precision.weight_bytes();
 }
 
 std::byte* DeviceLanes::gradients(const Op& op) const {
@@ -33,7 +33,7 @@ std::byte* DeviceLanes::gradients(const Op& op) const {
 
 std::byte* DeviceLanes::own_part(const Op& op) const {
   const int64_t part = plan_.blocks[op.block].elements;
-  return gradients(op) + residency_.rank() * part * plan_.accumulator_bytes(op.block);
+  return gradients(op) + arena_view_.rank() * part * plan_.accumulator_bytes(op.block);
 }
 
 GradientPlace DeviceLanes::place(const Op& op) const {
@@ -50,15 +50,15 @@ void DeviceLanes::Start(const Op& op, Device::Done done) {
   switch (op.kind) {
     case OpKind::kCopyIn: {
       if (!op.tile.valid()) {
-        return device_.CopyIn(run(op.device_weight_slot), residency_.run(op.weight_slot), op.bytes,
+        return device_.CopyIn(weights(op.device_weight_slot), arena_view_.weights(op.weight_slot), op.bytes,
                               /*after_compute=*/false, std::move(done));
       }
-      const TileMemory tile = residency_.tile(op.block, op.tile, op.weight_slot, tiering::TileSlot());
+      const TileMemory tile = arena_view_.tile(op.block, op.tile, op.weight_slot, tiering::TileSlot());
       return device_.CopyIn(weights(op), tile.weights, op.bytes, /*after_compute=*/false, std::move(done));
     }
     case OpKind::kCopyOut: {
-      void* const to = op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot)
-                                                   : residency_.gradient(op.gradient_slot);
+      void* const to = op.accumulator_slot.valid() ? arena_view_.accumulator(op.accumulator_slot)
+                                                   : arena_view_.gradient(op.gradient_slot);
       const void* const from = state_.has(op.block)       ? static_cast<void*>(state_.partial_sums(op.block))
                                : plan_.device.collectives ? own_part(op)
                                                           : gradients(op);
@@ -66,11 +66,11 @@ void DeviceLanes::Start(const Op& op, Device::Done done) {
     }
     case OpKind::kCopyStateIn:
       return state_.CopyStateIn(op.block, op.tile,
-                                residency_.tile(op.block, op.tile, tiering::WeightSlot(), op.tile_slot),
+                                arena_view_.tile(op.block, op.tile, tiering::WeightSlot(), op.tile_slot),
                                 std::move(done));
     case OpKind::kCopyStateOut:
       return state_.CopyOut(op.block, op.tile,
-                            residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot),
+                            arena_view_.tile(op.block, op.tile, op.weight_slot, op.tile_slot),
                             std::move(done));
     default:
       return done(
@@ -106,7 +106,7 @@ absl::Status DeviceLanes::StartInput(const Op& op, std::span<const TensorView> v
     }
     done(joined->status);
   };
-  auto* place = static_cast<std::byte*>(residency_.input(slot));
+  auto* place = static_cast<std::byte*>(arena_view_.input(slot));
   for (const TensorView& value : values) {
     const int64_t size = value.bytes();
     if (reads) {

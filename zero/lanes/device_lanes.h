@@ -28,11 +28,11 @@ class DeviceLanes {
   // The device's arena, as the plan lays it out; `staging` is for DeviceState. kResourceExhausted: the device
   // has not that much.
   static absl::StatusOr<std::unique_ptr<DeviceLanes>> Create(const tiering::Plan& plan,
-                                                             const ArenaView& residency, Device& device,
+                                                             const ArenaView& arena_view, Device& device,
                                                              std::span<std::byte> staging);
 
   Device& device() const { return device_; }
-  void* run(tiering::DeviceWeightSlot slot) const { return Place(plan_.device.weight_slots, slot); }
+  void* weights(tiering::DeviceWeightSlot slot) const { return Place(plan_.device.weight_slots, slot); }
   // Of the operation's tile, in its slot of the run there.
   std::byte* weights(const tiering::Op& op) const;
   // Where kAccumulateGradient leaves what backward made, and kRoundOnDevice puts and finds it.
@@ -53,20 +53,20 @@ class DeviceLanes {
                           const Device::Done& done);
 
  private:
-  DeviceLanes(const tiering::Plan& plan, const ArenaView& residency, Device& device, std::byte* arena,
+  DeviceLanes(const tiering::Plan& plan, const ArenaView& arena_view, Device& device, std::byte* arena,
               std::span<std::byte> staging)
       : plan_(plan),
-        residency_(residency),
+        arena_view_(arena_view),
         device_(device),
         arena_(arena),
-        state_(plan, device, arena, residency.rank(), staging) {}
+        state_(plan, device, arena, arena_view.rank(), staging) {}
   template <class I>
   std::byte* Place(const IndexedVector<I, tiering::Slot>& slots, I slot) const {
     return arena_ + slots[slot].offset;
   }
 
   const tiering::Plan& plan_;
-  const ArenaView& residency_;
+  const ArenaView& arena_view_;
   Device& device_;
   std::byte* const arena_;
   const DeviceState state_;

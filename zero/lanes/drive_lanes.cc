@@ -16,10 +16,10 @@ using tiering::OpKind;
 
 }  // namespace
 
-DriveLanes::DriveLanes(const tiering::Plan& plan, const ArenaView& residency, DeviceLanes* device,
+DriveLanes::DriveLanes(const tiering::Plan& plan, const ArenaView& arena_view, DeviceLanes* device,
                        const Options& options, Report report)
     : plan_(plan),
-      residency_(residency),
+      arena_view_(arena_view),
       device_(device),
       options_(options),
       store_(options.store),
@@ -149,7 +149,7 @@ void DriveLanes::StartSpill(const Task& task) {
     if (!block.updates(t)) continue;
     const int64_t bytes = block.tiles[t].elements * plan_.precision.gradient_bytes;
     spill.refused = store_->WriteScratch(&tiles_[op.block][t]->spill.io, StoreTile(op.block, t), 0,
-                                         residency_.GradientOf(op.block, t, op.gradient_slot),
+                                         arena_view_.GradientOf(op.block, t, op.gradient_slot),
                                          static_cast<uint64_t>(bytes), aio::Priority::kWriteBehind);
     if (spill.refused.ok()) ++submitted;
   }
@@ -161,8 +161,8 @@ absl::Status DriveLanes::StartSums(const Task& task) {
   const Op& op = *task.op;
   OtherTransfer& transfer = sums_transfers_[op.block];
   transfer.task = task;
-  void* const sums = op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot)
-                                                 : residency_.gradient(op.gradient_slot);
+  void* const sums = op.accumulator_slot.valid() ? arena_view_.accumulator(op.accumulator_slot)
+                                                 : arena_view_.gradient(op.gradient_slot);
   return op.kind == OpKind::kReadSums
              ? options_.sums->Read(op.block, sums, &DriveLanes::OnOtherDone, &transfer)
              : options_.sums->Write(op.block, sums, &DriveLanes::OnOtherDone, &transfer);
@@ -299,7 +299,7 @@ void DriveLanes::ChecksumGradient(const Op& op) {
   for (const tiering::TileIndex t : block.tiles.indices()) {
     if (!block.updates(t)) continue;
     tiles_[op.block][t]->gradient_checksum =
-        kernels::Checksum(residency_.GradientOf(op.block, t, op.gradient_slot),
+        kernels::Checksum(arena_view_.GradientOf(op.block, t, op.gradient_slot),
                           static_cast<size_t>(block.tiles[t].elements) * width);
   }
 }

@@ -47,7 +47,7 @@ class DriveLanes {
   };
 
   // `device` is null where the host computes. Everything passed in outlives this.
-  DriveLanes(const tiering::Plan& plan, const ArenaView& residency, DeviceLanes* device,
+  DriveLanes(const tiering::Plan& plan, const ArenaView& arena_view, DeviceLanes* device,
              const Options& options, Report report);
   DriveLanes(const DriveLanes&) = delete;
   DriveLanes& operator=(const DriveLanes&) = delete;
@@ -127,7 +127,7 @@ class DriveLanes {
   // Of the tile's segments those that the operation writes: first, and how many.
   std::pair<uint32_t, uint32_t> WrittenSegments(const tiering::Op& op) const;
   TileMemory MemoryOf(const tiering::Op& op) const {
-    return residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
+    return arena_view_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
   }
   absl::Status StartTile(const Task& task);
   absl::Status StartFrozen(const Task& task);
@@ -143,7 +143,7 @@ class DriveLanes {
   static void OnCommitDone(swap::CommitIo& io, void* lanes);
 
   const tiering::Plan& plan_;
-  const ArenaView& residency_;
+  const ArenaView& arena_view_;
   DeviceLanes* const device_;
   const Options options_;
   swap::Store* const store_;

@@ -19,22 +19,22 @@ using tiering::OpKind;
 
 }  // namespace
 
-HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residency,
+HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& arena_view,
                              GradientSums::Layouts layouts, Compute* compute, Device* device,
                              swap::Store* store, ActivationSpill* inputs, DeviceLanes* lanes,
                              const Options& options, LaneHooks hooks)
     : plan_(plan),
-      residency_(residency),
+      arena_view_(arena_view),
       layouts_(std::move(layouts)),
       compute_(compute),
-      compute_lane_(plan, residency, layouts_, compute, *device, lanes,
+      compute_lane_(plan, arena_view, layouts_, compute, *device, lanes,
                     {options.format.weights, options.seed, options.rank, options.world}),
       has_store_(store != nullptr),
       device_(lanes),
       options_(options),
       hooks_(std::move(hooks)),
       squares_(plan.blocks.size()),
-      drive_(plan, residency, lanes,
+      drive_(plan, arena_view, lanes,
              {.store = store,
               .inputs = inputs,
               .sums = options.sums,
@@ -65,7 +65,7 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
   rank_options.device = device_;
   rank_options.now = [this] { return Now(); };
   ranks_ = std::make_unique<RankLanes>(
-      plan_, residency_, options_.comm, options_.parts, std::move(rank_options),
+      plan_, arena_view_, options_.comm, options_.parts, std::move(rank_options),
       [this] { return OwnTotals(); },
       [this](tiering::OpId id, const Op& op, absl::Status status, double start) {
         Report({id, &op}, std::move(status), start);
@@ -353,7 +353,7 @@ absl::Status HardwareLanes::RunUpdateOnDevice(const Op& op) {
   const UpdateDecision& decision = DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
   const TileMemory memory = device_->state().block(op.block);
-  const tiering::Tile all = residency_.InRun(op.block, {0, memory.elements});
+  const tiering::Tile all = arena_view_.InWholeBlock(op.block, {0, memory.elements});
   return Guarded("update on the device", [&] {
     const FlatLayout& layout = *layouts_[op.block];
     for (int group = 0; group < layout.groups(); ++group) {
@@ -364,7 +364,7 @@ absl::Status HardwareLanes::RunUpdateOnDevice(const Op& op) {
 }
 
 absl::Status HardwareLanes::RunUpdate(const Op& op) {
-  TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
+  TileMemory memory = arena_view_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
   const tiering::Tile& tile = plan_.blocks[op.block].tiles[op.tile];
   // What was read for this update is checked before it is changed. Weights or state that were in memory
   // already have been checked when they came, or were written from here.
@@ -372,19 +372,19 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
   const UpdateDecision& decision = op.speculative_update ? assumed_[op.step & 1] : DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
   if (op.gradient_slot.valid()) {
-    memory.gradient = residency_.GradientOf(op.block, op.tile, op.gradient_slot);
+    memory.gradient = arena_view_.GradientOf(op.block, op.tile, op.gradient_slot);
   } else {
     RETURN_IF_ERROR(drive_.VerifyGradient(op, memory));
   }
   UpdateTile(options_.format, decision, SeedOf(decision, op.block), *layouts_[op.block],
-             residency_.InRun(op.block, tile), memory);
+             arena_view_.InWholeBlock(op.block, tile), memory);
   if (has_store_ && !op.preview && !plan_.written_at_checkpoint(op.block, op.tile)) drive_.ChecksumTile(op);
   return absl::OkStatus();
 }
 
 absl::Status HardwareLanes::RunRoundGradient(const Op& op) {
   const auto n = static_cast<size_t>(plan_.blocks[op.block].gradient_elements());
-  void* gradient = residency_.gradient(op.gradient_slot);
+  void* gradient = arena_view_.gradient(op.gradient_slot);
   kernels::SumOfSquares& squares = squares_[op.block];
   const tiering::BlockPlan& block = plan_.blocks[op.block];
   if (plan_.on_device(op.block)) {
@@ -397,7 +397,7 @@ absl::Status HardwareLanes::RunRoundGradient(const Op& op) {
   }
   squares = FinishGradient(
       options_.format.weights,
-      op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot) : nullptr, gradient, n);
+      op.accumulator_slot.valid() ? arena_view_.accumulator(op.accumulator_slot) : nullptr, gradient, n);
   if (!block.gradient_slot.valid()) drive_.ChecksumGradient(op);
   return absl::OkStatus();
 }

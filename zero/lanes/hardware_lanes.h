@@ -72,7 +72,7 @@ class HardwareLanes : public tiering::Lanes {
 
   // `store` is null where nothing lives on a drive, `inputs` where no input goes there, `lanes` where the
   // host computes; `device` is what computes. Everything passed in outlives the lanes.
-  HardwareLanes(const tiering::Plan& plan, const ArenaView& residency, GradientSums::Layouts layouts,
+  HardwareLanes(const tiering::Plan& plan, const ArenaView& arena_view, GradientSums::Layouts layouts,
                 Compute* compute, Device* device, swap::Store* store, ActivationSpill* inputs,
                 DeviceLanes* lanes, const Options& options, LaneHooks hooks);
   // Waits for what is in flight.
@@ -146,7 +146,7 @@ class HardwareLanes : public tiering::Lanes {
   void Work(std::deque<Task>* queue, bool computes);
 
   const tiering::Plan& plan_;
-  const ArenaView& residency_;
+  const ArenaView& arena_view_;
   const GradientSums::Layouts layouts_;
   Compute* const compute_;
   ComputeLane compute_lane_;

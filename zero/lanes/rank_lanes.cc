@@ -16,10 +16,10 @@ using tiering::Lane;
 using tiering::Op;
 using tiering::OpKind;
 
-RankLanes::RankLanes(const tiering::Plan& plan, const ArenaView& residency, Comm* comm, ShardedState* parts,
+RankLanes::RankLanes(const tiering::Plan& plan, const ArenaView& arena_view, Comm* comm, ShardedState* parts,
                      Options options, Totals totals, Report report)
     : plan_(plan),
-      residency_(residency),
+      arena_view_(arena_view),
       comm_(comm),
       parts_(parts),
       options_(std::move(options)),
@@ -69,9 +69,9 @@ absl::Status RankLanes::Run(const Op& op) {
       const What what{.name = "the weights", .step = op.step, .block = op.block.value()};
       if (plan_.device.collectives)
         return options_.devices->AllGather(Channel::kAllGather, what,
-                                           options_.device->run(op.device_weight_slot), bytes);
-      if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, residency_.run(op.weight_slot));
-      return comm_->AllGather(Channel::kAllGather, what, residency_.run(op.weight_slot), bytes);
+                                           options_.device->weights(op.device_weight_slot), bytes);
+      if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, arena_view_.weights(op.weight_slot));
+      return comm_->AllGather(Channel::kAllGather, what, arena_view_.weights(op.weight_slot), bytes);
     }
     case OpKind::kReduceScatter:
       return RunReduce(op);
@@ -87,7 +87,7 @@ absl::Status RankLanes::Run(const Op& op) {
 
 // Where a block's reduced gradient goes.
 std::byte* RankLanes::Reduced(const Op& op) const {
-  if (!plan_.device.collectives) return static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
+  if (!plan_.device.collectives) return static_cast<std::byte*>(arena_view_.gradient(op.gradient_slot));
   if (!plan_.on_device(op.block)) return options_.device->own_part(op);
   return static_cast<std::byte*>(options_.device->state().block(op.block).gradient);
 }
@@ -105,7 +105,7 @@ absl::Status RankLanes::RunReduce(const Op& op) {
   const DType type = width == 4 ? DType::kFp32 : options_.weights;
   std::byte* const gradients =
       there ? options_.device->gradients(op)
-            : reinterpret_cast<std::byte*>(residency_.accumulator(op.accumulator_slot));
+            : reinterpret_cast<std::byte*>(arena_view_.accumulator(op.accumulator_slot));
   // In place nobody else reads this part, and what is rounded lies before what is still to be summed.
   std::byte* const reduced = Reduced(op);
   const auto elements = static_cast<size_t>(options_.layout_elements[op.block]);

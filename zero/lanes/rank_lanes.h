@@ -65,7 +65,7 @@ class RankLanes {
 
   // Everything passed in outlives this. `comm` is null where nobody is there but what the ranks have kept:
   // then kAllGather, which is all that an evaluation needs, reads the others' parts from `parts`, as rank 0.
-  RankLanes(const tiering::Plan& plan, const ArenaView& residency, Comm* comm, ShardedState* parts,
+  RankLanes(const tiering::Plan& plan, const ArenaView& arena_view, Comm* comm, ShardedState* parts,
             Options options, Totals totals, Report report);
   // Waits for what is in flight.
   ~RankLanes();
@@ -100,7 +100,7 @@ class RankLanes {
   absl::Status RunAgree(const tiering::Op& op);
 
   const tiering::Plan& plan_;
-  const ArenaView& residency_;
+  const ArenaView& arena_view_;
   Comm* const comm_;
   ShardedState* const parts_;
   const Options options_;

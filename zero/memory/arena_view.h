@@ -27,13 +27,13 @@ struct TileMemory {
 class ArenaView {
  public:
   // `region` has plan.slot_bytes; zeroed here, so that padding and unread pages are defined. `rank`: whose
-  // part of every run is this process's.
+  // part of every block is this process's.
   ArenaView(const tiering::Plan& plan, aio::Region region, int rank = 0)
       : plan_(plan), region_(std::move(region)), rank_(rank) {
     std::memset(region_.data(), 0, region_.bytes());
   }
 
-  void* run(tiering::WeightSlot slot) const { return Place(plan_.weight_slots, slot); }
+  void* weights(tiering::WeightSlot slot) const { return Place(plan_.weight_slots, slot); }
   void* gradient(tiering::GradientSlot slot) const { return Place(plan_.gradient_slots, slot); }
   void* input(tiering::InputSlot slot) const { return Place(plan_.input_slots, slot); }
   float* accumulator(tiering::AccumulatorSlot slot) const {
@@ -49,9 +49,10 @@ class ArenaView {
     TileMemory memory;
     memory.elements = cut.elements;
     if (weight_slot.valid()) {
-      // A run has the parts of all ranks, or this one's alone.
-      const int64_t offset = plan_.shards_in_memory() == 1 ? cut.offset : InRun(block, cut).offset;
-      memory.weights = static_cast<std::byte*>(run(weight_slot)) + offset * plan_.precision.weight_bytes();
+      // A slot has the parts of all ranks, or this one's alone.
+      const int64_t offset = plan_.shards_in_memory() == 1 ? cut.offset : InWholeBlock(block, cut).offset;
+      memory.weights =
+          static_cast<std::byte*>(weights(weight_slot)) + offset * plan_.precision.weight_bytes();
     }
     if (tile_slot.valid()) {
       auto* base = static_cast<std::byte*>(Place(plan_.tile_slots, tile_slot));
@@ -74,8 +75,8 @@ class ArenaView {
   }
 
   int rank() const { return rank_; }
-  // Where a tile of this rank's part of a block lies in the whole run.
-  tiering::Tile InRun(tiering::BlockIndex block, const tiering::Tile& tile) const {
+  // Where a tile of this rank's part of a block lies in the whole block.
+  tiering::Tile InWholeBlock(tiering::BlockIndex block, const tiering::Tile& tile) const {
     return {rank_ * plan_.blocks[block].elements + tile.offset, tile.elements};
   }
 
