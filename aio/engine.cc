@@ -63,7 +63,7 @@ absl::Status CheckOptions(const EngineOptions& options) {
         range("io_error_retries", static_cast<uint64_t>(options.io_error_retries), 0, 1000),
         range("max_read_bytes_in_flight", options.max_read_bytes_in_flight, 1, uint64_t{1} << 50),
         range("max_write_bytes_in_flight", options.max_write_bytes_in_flight, 1, uint64_t{1} << 50)}) {
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   if (!IsAligned(options.block_bytes, kSectorBytes)) {
     return absl::InvalidArgumentError(

@@ -111,7 +111,7 @@ absl::StatusOr<LoadResult> RunLoad(Engine& engine, const LoadOptions& options, s
   }
   RETURN_IF_ERROR(engine.Submit(requests));
   RETURN_IF_ERROR(engine.Drain());
-  if (!load.status.ok()) return load.status;
+  RETURN_IF_ERROR(load.status);
   LoadResult result;
   result.bytes = load.done_bytes;
   result.seconds = static_cast<double>(load.last_ns - start_ns) * 1e-9;

@@ -197,7 +197,7 @@ absl::StatusOr<DirectoryFeatures> ProbeDirectory(const std::string& directory) {
                           absl::StrCat("memory aligned to ", alignment.memory, ", offsets and lengths to ",
                                        alignment.offset, " (", alignment.source, ")")};
   }
-  if (!file.ok()) return file.status();
+  RETURN_IF_ERROR(file.status());
   features.device = (*file)->device_name();
   features.preallocation = (*file)->Preallocate(kMiB).ok() && (*file)->preallocated();
   file->reset();

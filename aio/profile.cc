@@ -129,7 +129,7 @@ absl::Status Prober::TakeSamples() {
     for (size_t i = 0; i < count && status.ok(); ++i) {
       status = Sample(LoadKind::kMixed, options_.depths[i], mixed_seconds, mixed_most, &mixed_[i]);
     }
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   return absl::OkStatus();
 }
@@ -343,7 +343,7 @@ absl::StatusOr<DeviceProfile> FromJson(const Json& json) {
         Take(json, "write_latency_us", profile.write_latency_us),
         Take(json, "cpu_ms_per_gib", profile.cpu_ms_per_gib),
         Take(json, "measured_unix_s", profile.measured_unix_s)}) {
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   const auto disturbed = json.find("disturbed");  // those of older programs lack it
   profile.disturbed = disturbed != json.end() && disturbed->is_boolean() && disturbed->get<bool>();
@@ -355,7 +355,7 @@ absl::StatusOr<DeviceProfile> FromJson(const Json& json) {
                                        Take(entry, "mixed_bytes_per_s", point.mixed_bytes_per_s),
                                        Take(entry, "read_bytes_per_s", point.read_bytes_per_s),
                                        Take(entry, "write_bytes_per_s", point.write_bytes_per_s)}) {
-      if (!status.ok()) return status;
+      RETURN_IF_ERROR(status);
     }
     profile.depths.push_back(point);
   }

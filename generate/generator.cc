@@ -119,7 +119,7 @@ absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::sp
     status.Update(source->Start(unit, memory.data() + i % slots * slot, &read));
     bytes += sizes.units[unit];
   }
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   wish->drive_bytes_per_second = static_cast<double>(bytes) / std::max(Now() - begin, 1e-6);
 
   try {

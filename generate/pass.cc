@@ -136,7 +136,7 @@ absl::StatusOr<std::unique_ptr<KeptTensors>> KeptTensors::Load(const models::Dec
               status = read.status();
             }
           });
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   return result;
 }
 

@@ -124,7 +124,7 @@ class SafetensorsSource : public WeightSource {
         file = aio::File::Open(options);
       }
     }
-    if (!file.ok()) return file.status();
+    RETURN_IF_ERROR(file.status());
     ASSIGN_OR_RETURN(const uint64_t size, (*file)->Size());
     sizes_.push_back(size);
     files_.push_back(*std::move(file));

@@ -422,7 +422,7 @@ absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
     for (size_t k = 0; k < kKinds; ++k) {
       const absl::StatusOr<const TorchFile*> file =
           OpenFile(absl::StrCat("zero/", name, "/", kUniversal[k], ".pt"));
-      if (!file.ok()) return file.status();
+      RETURN_IF_ERROR(file.status());
       const TorchValue root = (*file)->root();
       const TorchTensor* const tensor = root.tensor() != nullptr ? root.tensor() : root["param"].tensor();
       if (tensor == nullptr) return Wrong(absl::StrCat((*file)->path(), " has no tensor"));

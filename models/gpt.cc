@@ -321,7 +321,7 @@ absl::Status ValidateGptConfig(const GptConfig& config) {
         CheckSize("n_head", config.heads, 1 << 16), CheckSize("n_positions", config.context, 1 << 24),
         CheckSize("n_inner", config.Inner(), 1 << 24),
         CheckSize("vocab_size", config.vocab, int64_t{1} << 32)}) {
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   if (config.width % config.heads != 0) {
     return absl::InvalidArgumentError(
@@ -384,7 +384,7 @@ absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json, std::vec
     }
   }
   ReadTileRows(config.vocab, &keys, &config.tile_rows);
-  if (!keys.status().ok()) return keys.status();
+  RETURN_IF_ERROR(keys.status());
   RETURN_IF_ERROR(ValidateGptConfig(config));
   return config;
 }

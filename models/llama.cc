@@ -218,7 +218,7 @@ absl::Status Validate(const LlamaConfig& c) {
         CheckSize("intermediate_size", c.inner, 1 << 24),
         CheckSize("max_position_embeddings", c.positions, 1 << 28),
         CheckSize("vocab_size", c.vocab, int64_t{1} << 32)}) {
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   if (c.heads % c.key_heads != 0) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -670,7 +670,7 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   c.key_heads = defaults->key_heads > 0 ? defaults->key_heads : c.heads;
   keys.Whole("num_key_value_heads", &c.key_heads);
   if (keys.status().ok() && c.heads < 1) keys.Wrong("num_attention_heads", "not 1 or more");
-  if (!keys.status().ok()) return keys.status();
+  RETURN_IF_ERROR(keys.status());
   c.depth = defaults->depth > 0 ? defaults->depth : c.width / c.heads;
   keys.Whole("head_dim", &c.depth);
   c.positions = defaults->positions;
@@ -702,7 +702,7 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   for (const char* key : kKeptKeys) {
     if (json.contains(key)) c.kept[key] = json[key];
   }
-  if (!keys.status().ok()) return keys.status();
+  RETURN_IF_ERROR(keys.status());
   RETURN_IF_ERROR(Validate(c));
   if (c.window > 0 && c.window < c.positions && notes != nullptr) {
     notes->push_back(

@@ -209,7 +209,7 @@ class Exporter {
         return absl::OkStatus();
       });
       if (status.ok()) status = Append(columns * tensor.rows);
-      if (!status.ok()) return status;
+      RETURN_IF_ERROR(status);
     }
     return absl::OkStatus();
   }

@@ -93,7 +93,7 @@ absl::Status WeightImport::OpenFiles(const std::string& path, const std::string&
   for (const auto& [file, wanted] : names) {
     absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(file);
     if (absl::IsNotFound(reader.status())) return Wrong(given, absl::StrCat(file, " is missing"));
-    if (!reader.ok()) return reader.status();
+    RETURN_IF_ERROR(reader.status());
     for (const swap::TensorInfo& info : (*reader)->tensors()) {
       if (!wanted.empty() && wanted.count(info.name) == 0) continue;
       const bool added = there.emplace(WithoutPrefix(info.name), Source{reader->get(), &info}).second;
@@ -219,7 +219,7 @@ absl::Status WeightImport::Load(const Source& source, int64_t from, int64_t n) {
   raw_.resize(std::max<size_t>(raw_.size(), count * width));
   const std::span<std::byte> bytes(raw_.data(), count * width);
   absl::Status status = source.file->Read(*source.info, static_cast<uint64_t>(from) * width, bytes);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   kernels::Convert(StoredType(dtype), bytes.data(), kernels::DType::kFp32, values_.data(), count);
   return status;
 }

@@ -221,10 +221,10 @@ absl::Status CheckpointCopy::WriteTiles(Store& target) {
       status = target.WriteTile(&io, tile, from.version,
                                 std::span<const void* const>(from.data.data(), segments), *priority);
     }
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     (void)target.Wait(&io);  // NoteWritten returns its error
     status = target.NoteWritten(&io, std::span<const uint64_t>(from.checksums.data(), segments));
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     tiles_done_.fetch_add(1, std::memory_order_relaxed);
   }
   return absl::OkStatus();

@@ -112,7 +112,7 @@ absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 
     const std::string path = StorePath(part);
     auto file = PlainFile::Open(path);
     if (absl::IsNotFound(file.status())) continue;
-    if (!file.ok()) return file.status();
+    RETURN_IF_ERROR(file.status());
     if (file->Classify() == FileKind::kForeign) {
       return absl::FailedPreconditionError(
           absl::StrCat(path, " was not made by this program and is not removed"));

@@ -183,7 +183,7 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
     RETURN_IF_ERROR(CheckDirectory(directory));
     auto file = PlainFile::Open(StorePath(directory));
     if (absl::IsNotFound(file.status())) return absl::NotFoundError(absl::StrCat(directory, " holds no run"));
-    if (!file.ok()) return file.status();
+    RETURN_IF_ERROR(file.status());
     auto super = LoadSuperblock(*file);
     if (!super.ok()) {
       const auto code = absl::IsInvalidArgument(super.status()) ? absl::StatusCode::kFailedPrecondition

@@ -302,7 +302,7 @@ absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file) {
   if (absl::IsNotFound(length.status())) {
     return WithoutHeaders([&](uint64_t offset, uint64_t bytes) { return file.Read(offset, bytes); });
   }
-  if (!length.ok()) return length.status();
+  RETURN_IF_ERROR(length.status());
   ASSIGN_OR_RETURN(const auto bytes, file.Read(0, *length));
   return DecodeSuperblock(bytes);
 }

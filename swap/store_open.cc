@@ -110,7 +110,7 @@ absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, in
   while (true) {
     auto file = PlainFile::Open(path);
     if (absl::IsNotFound(file.status())) return std::nullopt;
-    if (!file.ok()) return file.status();
+    RETURN_IF_ERROR(file.status());
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     ASSIGN_OR_RETURN(const auto locked,
@@ -313,7 +313,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
                                                    " is there already: resume that run (--resume), replace "
                                                    "it (--overwrite), or use another directory"));
     }
-    if (!file.ok()) return file.status();
+    RETURN_IF_ERROR(file.status());
     store->files_.push_back(*std::move(file));
     // Nobody uses it, but somebody may just look at it (Probe). Another run that is started with `overwrite`
     // may take it for what a killed one left: then it is theirs.
@@ -383,7 +383,7 @@ absl::StatusOr<LockedFiles> LockAll(aio::Engine& engine, const StoreOptions& opt
       locked.missing.push_back(directory);
       continue;
     }
-    if (!file.ok()) return file.status();
+    RETURN_IF_ERROR(file.status());
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     const int patience_ms = static_cast<int>(std::max<int64_t>(0, left.count()));
@@ -418,7 +418,7 @@ absl::StatusOr<Superblocks> ReadSuperblocks(aio::Engine& engine,
       return absl::FailedPreconditionError(absl::StrCat(
           decoded.status().message(), ": it was made by something else, or its superblock was overwritten"));
     }
-    if (!decoded.ok()) return decoded.status();
+    RETURN_IF_ERROR(decoded.status());
     for (const std::string& line : decoded->damage) {
       found.damage.push_back(absl::StrCat(file->path(), ": ", line));
     }

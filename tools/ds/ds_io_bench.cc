@@ -339,7 +339,7 @@ absl::StatusOr<DsIoResult> RunDsIo(const DsIoOptions& options, std::FILE* out, s
     const ProcessReport& report = shared->report(i);
     if (report.failed) return absl::Status(static_cast<absl::StatusCode>(report.code), report.message);
   }
-  if (!died.ok()) return died;
+  RETURN_IF_ERROR(died);
 
   DsIoResult result;
   const size_t first = options.include_warmup_time ? 0 : static_cast<size_t>(options.warmup_loops);

@@ -218,13 +218,13 @@ absl::StatusOr<std::string> TryBackend(aio::BackendKind kind, aio::File& file, c
   write.PrepareWrite(file, 0, memory, bytes);
   absl::Status status = engine->Submit(&write);
   if (status.ok()) status = engine->Wait(&write);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   std::memset(memory, 0, bytes);
   aio::Request read;
   read.PrepareRead(file, 0, memory, bytes);
   status = engine->Submit(&read);
   if (status.ok()) status = engine->Wait(&read);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   for (uint64_t i = 0; i < bytes; ++i) {
     if (memory[i] != std::byte{fill})
       return absl::DataLossError("what was read back is not what was written");

@@ -80,7 +80,7 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& co
   for (const auto& status :
        {CheckFlag<int64_t>("--batch", request.micro_batch.value_or(1), 1, 1 << 20),
         CheckFlag<int64_t>("--accumulate", request.accumulation.value_or(1), 1, 1 << 20)}) {
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   if (settings->resumes && run.value("ranks", int64_t{1}) != settings->engine.world())
     return SpreadBatch(request, run, settings);

@@ -1,6 +1,7 @@
 #include "tools/penstock/optimizer_flags.h"
 
 #include "absl/status/status.h"
+#include "base/status_macros.h"
 #include "zero/compute/tile_format.h"
 
 namespace penstock::tools {
@@ -110,7 +111,7 @@ absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFl
     resolver.Take("eps", kConfig, config.eps, &options.eps);
     result = options;
   }
-  if (!resolver.status().ok()) return resolver.status();
+  RETURN_IF_ERROR(resolver.status());
   return result;
 }
 
@@ -120,7 +121,7 @@ absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& 
   Resolver resolver(recorded, record);
   std::string name(zero::StateTypeName(kernels::StateType::kFp32));
   resolver.Take("optimizer_states", "optimizer-states", flags.states, &name);
-  if (!resolver.status().ok()) return resolver.status();
+  RETURN_IF_ERROR(resolver.status());
   const std::optional<kernels::StateType> type = zero::ParseStateType(name);
   if (type.has_value()) return *type;
   return absl::InvalidArgumentError(

@@ -76,7 +76,7 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
   }
   absl::StatusOr<swap::Inspection> inspection = swap::Inspect(dirs);
   if (absl::IsNotFound(inspection.status())) return nlohmann::json();
-  if (!inspection.ok()) return inspection.status();
+  RETURN_IF_ERROR(inspection.status());
   if (inspection->record.overwriting) {
     const swap::Finding later = swap::Probe(dirs, kLockPatienceMs);
     if (later.holding == swap::Holding::kInUse) return absl::FailedPreconditionError(later.text);

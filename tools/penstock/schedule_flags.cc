@@ -105,7 +105,7 @@ absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig&
   absl::StatusOr<zero::LrSchedule> schedule = absl::NotFoundError("it has none");
   if (!recorded_schedule.is_null()) {
     schedule = zero::LrSchedule::FromJson(recorded_schedule);
-    if (!schedule.ok()) return schedule.status();
+    RETURN_IF_ERROR(schedule.status());
   }
   bool changed = false;
   absl::StatusOr<zero::LrSchedule> of_config = absl::NotFoundError("the config has none");
@@ -117,7 +117,7 @@ absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig&
                          &filled);
     }
     of_config = zero::MakeSchedule(*filled.scheduler, lr, settings->steps);
-    if (!of_config.ok()) return of_config.status();
+    RETURN_IF_ERROR(of_config.status());
     const bool recorded_too = run.contains("config") && run["config"].contains("scheduler");
     const absl::StatusOr<zero::LrSchedule> as_made =
         zero::MakeSchedule(*config.scheduler, run.value("lr", lr), run.value("steps", settings->steps));

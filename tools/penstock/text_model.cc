@@ -32,7 +32,7 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
                            TextModel* text) {
   std::vector<std::string> notes;
   absl::StatusOr<std::shared_ptr<const models::LanguageModel>> model = models::OpenModel(directory, &notes);
-  if (!model.ok()) return model.status();
+  RETURN_IF_ERROR(model.status());
   for (const std::string& note : notes) err << program << ": " << note << "\n" << std::flush;
   text->directory = directory;
   text->model = *std::move(model);

@@ -136,7 +136,7 @@ absl::StatusOr<off_t> TrainLog::Look() {
     if (status.ok() && !replaces) Note(entry.json);
     return status.ok();
   });
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   // All of it may be the beginning of a first line, and nothing else.
   constexpr std::string_view kBegins = "{\"step\": ";
   char first[kBegins.size()];

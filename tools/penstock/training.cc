@@ -550,7 +550,7 @@ class Training {
       trains_ = false;
       absl::StatusOr<std::vector<double>> losses = engine_->EvaluateEach(batches);
       trains_ = true;
-      if (!losses.ok()) return losses.status();
+      RETURN_IF_ERROR(losses.status());
       for (const double loss : *losses) sum += loss;
     }
     zero::Evaluation evaluation;

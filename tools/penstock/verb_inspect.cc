@@ -210,7 +210,7 @@ absl::Status Inspect(const std::vector<std::string>& flags, bool json, std::ostr
   absl::StatusOr<FoundState> found = FindState(flags);
   if (!found.ok() && flags.size() == 1 && HoldsWeights(flags.front()))
     return InspectWeights(flags.front(), json, out);
-  if (!found.ok()) return found.status();
+  RETURN_IF_ERROR(found.status());
   FoundState& state = *found;
   std::vector<Part> parts;
   for (swap::Inspection& inspection : state.inspections) {

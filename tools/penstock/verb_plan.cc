@@ -102,7 +102,7 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   if (!made.ok()) return NameTilesThatFit(made.status(), settings, options);
   const ModelPlan& planned = *made;
   const zero::EnginePlan& plan = planned.plan;
-  if (!machine.ok()) return machine.status();
+  RETURN_IF_ERROR(machine.status());
   ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine->model));
   const PlanFacts facts{plan, options, *machine, prediction, flags.terabytes_written * 1e12};
   preparing.Show("asking what if");

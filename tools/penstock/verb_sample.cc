@@ -59,7 +59,7 @@ absl::Status CheckNumbers(const Flags& flags) {
         whole("--top-k", flags.top_k, 0, int64_t{1} << 32), whole("--seed", flags.seed, 0, int64_t{1} << 62),
         whole("--samples", flags.samples, 1, int64_t{1} << 32),
         whole("--threads", flags.threads.value_or(1), 1, kMostThreads)}) {
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   if (!(flags.temperature >= 0 && flags.temperature <= 1e6)) {
     return absl::InvalidArgumentError(absl::StrCat("--temperature ", flags.temperature,

@@ -78,7 +78,7 @@ absl::Status Train(const TrainOptions& flags, std::ostream& out) {
   }
   absl::StatusOr<TrainSettings> settings = ResolveTrainOptions(flags, /*needs_data=*/!flags.check, comm);
   if (!settings.ok() && comm != nullptr) comm->Abort(settings.status());
-  if (!settings.ok()) return settings.status();
+  RETURN_IF_ERROR(settings.status());
   if (flags.check) {
     for (const auto* lines : {&settings->notes, &settings->decisions}) {
       for (const std::string& line : *lines) out << line << "\n";

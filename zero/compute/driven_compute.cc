@@ -97,7 +97,7 @@ absl::Status DrivenCompute::Deadlock() const {
 }
 
 absl::Status DrivenCompute::WhyNot() {
-  if (!failure_.ok()) return failure_;
+  RETURN_IF_ERROR(failure_);
   if (!open_) return absl::FailedPreconditionError("no pass is open: nothing can be computed");
   FailLocked(Deadlock());
   return failure_;
@@ -119,7 +119,7 @@ absl::StatusOr<DrivenCompute::Entered> DrivenCompute::Enter(Direction direction,
     if (interrupted) FailLocked(absl::CancelledError("interrupted"));
   }
   waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &wanted));
-  if (!why.ok()) return why;
+  RETURN_IF_ERROR(why);
   state_ = State::kEntered;
   return Entered(this);
 }
@@ -167,7 +167,7 @@ absl::Status DrivenCompute::Leave(Entered entered, Result result) {
 absl::Status DrivenCompute::Offer(Direction direction, const StageUse& use,
                                   std::span<const Weights> weights) {
   std::unique_lock lock(mutex_);
-  if (!failure_.ok()) return failure_;
+  RETURN_IF_ERROR(failure_);
   if (!open_) return absl::FailedPreconditionError("a pass of a driven model is begun by DrivenEngine");
   direction_ = direction;
   use_ = use;
@@ -238,7 +238,7 @@ absl::Status DrivenCompute::Backward(const StageUse& use, std::span<const Weight
 absl::StatusOr<std::span<const Gradient>> DrivenCompute::Gradients(const StageUse&,
                                                                    tiering::BlockIndex block) {
   std::lock_guard lock(mutex_);
-  if (!failure_.ok()) return failure_;
+  RETURN_IF_ERROR(failure_);
   taking_ = true;
   for (const auto& [of, gradients] : result_.gradients) {
     if (of == block) return std::span<const Gradient>(gradients);

@@ -72,7 +72,7 @@ absl::StatusOr<CopyRates> MeasureCopyRates(Device& device) {
   rates.h2d_bytes_per_s = rate(true);
   rates.d2h_bytes_per_s = rate(false);
   device.UnregisterHost(here.get());
-  if (!failed.ok()) return failed;
+  RETURN_IF_ERROR(failed);
   return rates;
 }
 
@@ -105,10 +105,10 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
       if (repeat == 0) device.Zero(arena, static_cast<size_t>(bytes));  // numbers, whatever was there
       device.Update(step, updates);
     });
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     device.AfterCompute([&done](absl::Status computed) { done.set_value(std::move(computed)); });
     status = done.get_future().get();
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     best = std::min(best, Seconds() - begin);
   }
   return static_cast<double>(elements) / std::max(best, 1e-9);
@@ -140,7 +140,7 @@ absl::StatusOr<double> MeasureUpdateRate(const TileFormat& format, const Optimiz
   for (size_t s = 1; s < precision.segment_bytes.size(); ++s)
     memory.state.push_back(take(precision.SegmentBytes(s, elements)));
   memory.gradient = take(elements * precision.gradient_bytes);
-  if (!refused.ok()) return refused;
+  RETURN_IF_ERROR(refused);
   UpdateDecision decision;
   decision.groups = {MakeOptimizerStep(optimizer, {{.lr = 1e-3}}, 1, 1.0)};
   double best = 1e9;

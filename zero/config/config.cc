@@ -281,7 +281,7 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
         "starts from the version before, which is not there; leave the order to the planner");
   }
   if (c.elasticity.on()) {
-    if (const auto batch = ComputeElasticBatch(c.elasticity); !batch.ok()) return batch.status();
+    RETURN_IF_ERROR(ComputeElasticBatch(c.elasticity).status());
     const bool given = c.train_batch_size || c.micro_batch_per_rank || c.gradient_accumulation_steps;
     if (given && !c.elasticity.ignore_non_elastic_batch_info.value_or(false)) {
       return absl::InvalidArgumentError(

@@ -296,7 +296,7 @@ absl::StatusOr<LrSchedule> Read(const nlohmann::json& params) {
     const auto it = params.find(name);
     status = it == params.end() ? BadField(name, "is missing") : FieldFromJson(*it, name, value);
   });
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   if (params.size() != fields)
     return absl::InvalidArgumentError("schedule state: \"params\" has unknown fields");
   return LrSchedule::Create(spec);

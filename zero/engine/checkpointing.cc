@@ -207,7 +207,7 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView
     const auto [block, of_block] = numbers[tile];
     if (device != nullptr && device->has(block)) {
       absl::Status read = device->Read(block, of_block, device->staged(block, of_block));
-      if (!read.ok()) return read;
+      RETURN_IF_ERROR(read);
     }
     const std::vector<void*> places = PlacesOf(plan, arena_view, device, block, of_block);
     to->version = VersionAfter(step);
@@ -241,7 +241,7 @@ static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const ShardDir
     const std::vector<void*> places = PlacesOf(plan, arena_view, device, block, tile);
     absl::Status read = reader->Read(block, range.offset, range.elements, places);
     if (read.ok()) read = HandOn(device, block, tile);
-    if (!read.ok()) return read;
+    RETURN_IF_ERROR(read);
   }
   return reader->recovered();
 }
@@ -254,7 +254,7 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirec
     return LoadParts(io, parts, graph, plan, arena_view, device);
   const std::vector<std::string>& directories = parts[static_cast<size_t>(rank)];
   absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectShards(parts);
-  if (!inspections.ok()) return inspections.status();
+  RETURN_IF_ERROR(inspections.status());
   swap::StoreOptions options;
   options.directories = directories;
   options.read_only = true;
@@ -296,7 +296,7 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirec
   for (swap::TileIo& each : ios) {
     if (each.pending()) (void)store->Wait(&each);  // the error before it is the one to tell
   }
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   return store->recovered();
 }
 

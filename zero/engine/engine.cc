@@ -187,7 +187,7 @@ absl::Status Engine::Replan(Batch example) {
 }
 absl::Status Engine::usable() const {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
-  if (!impl_->broken_.ok()) return impl_->broken_;
+  RETURN_IF_ERROR(impl_->broken_);
   // Null while Replan makes another one and asks hooks.
   return impl_->executor_ != nullptr ? impl_->executor_->status() : absl::OkStatus();
 }

@@ -96,7 +96,7 @@ absl::Status Engine::Impl::CommitAgainWhereItDiffers(const std::string& payload)
 }
 
 absl::Status Engine::Impl::Flush() {
-  if (!broken_.ok()) return broken_;
+  RETURN_IF_ERROR(broken_);
   RETURN_IF_ERROR(AbandonAhead());
   if (builder_->has_pending_update()) {
     executor_->Append(builder_->Append(Pass::kFlush));
@@ -117,7 +117,7 @@ absl::StatusOr<std::string> Engine::Impl::Keep() {
   absl::Status status = BeginOfMemory(step_);
   if (status.ok()) status = checkpointing_->Finish();
   if (status.ok()) status = checkpointing_->last_status();
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   return checkpointing_->kept_path();
 }
 

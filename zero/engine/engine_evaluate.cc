@@ -50,7 +50,7 @@ int64_t Engine::Impl::EvaluationRoom() const {
 
 absl::Status Engine::Impl::ForwardAll(const std::vector<Batch>& batches,
                                       absl::FunctionRef<absl::Status()> take) {
-  if (!broken_.ok()) return broken_;
+  RETURN_IF_ERROR(broken_);
   if (batches.empty()) return absl::InvalidArgumentError("nothing to evaluate: no batches given");
   RETURN_IF_ERROR(AbandonAhead());
   const auto tokens = [&](size_t i) { return batches[i].elements(); };

@@ -172,7 +172,7 @@ absl::Status Engine::Impl::Initialize() {
   run_ = options_.resume.run;
   absl::Status status = InitializeState(*compute_, options_, plan_, arena_view(), DeviceStateOrNull(),
                                         layouts_, store(), [this](const std::string& line) { Log(line); });
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   ASSIGN_OR_RETURN(first_buffers_, compute_->Buffers());
   if (store() == nullptr) return status;
   const std::string payload = Payload(nullptr);

@@ -24,7 +24,7 @@ ParameterAccess Engine::Impl::Access() const {
 }
 
 absl::StatusOr<HostTensor> Engine::Impl::ReadState(std::string_view parameter, StateKind kind) {
-  if (!broken_.ok()) return broken_;
+  RETURN_IF_ERROR(broken_);
   if (resources_->others() != nullptr) return OnePartOnly();
   RETURN_IF_ERROR(BroadcastError(Flush()));
   if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
@@ -45,7 +45,7 @@ absl::StatusOr<HostTensor> Engine::Impl::ReadState(std::string_view parameter, S
 absl::Status Engine::Impl::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
   if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
   absl::Status status = BroadcastError(Flush());
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   bool begun = false;
   status = Access().Write(parameter, kind, value, [&] {
     begun = true;

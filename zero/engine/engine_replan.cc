@@ -14,7 +14,7 @@
 namespace penstock::zero {
 
 absl::Status Engine::Impl::Replan(Batch example) {
-  if (!broken_.ok()) return broken_;
+  RETURN_IF_ERROR(broken_);
   if (!options_.trains)
     return absl::FailedPreconditionError("this engine only reads: another one is made for other batches");
   if (store() == nullptr) {

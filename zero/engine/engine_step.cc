@@ -44,7 +44,7 @@ absl::Status Engine::Impl::CheckRates(const std::vector<GroupRates>& groups) con
 }
 
 absl::StatusOr<StepResult> Engine::Impl::Step(std::vector<Batch> batches, const StepOptions& step) {
-  if (!broken_.ok()) return broken_;
+  RETURN_IF_ERROR(broken_);
   PENSTOCK_CHECK(pass_failure_.ok(), "a failure of a pass that is over");
   if (!options_.trains)
     return absl::FailedPreconditionError("this engine was made for evaluation, not for training");
@@ -76,7 +76,7 @@ absl::StatusOr<StepResult> Engine::Impl::Step(std::vector<Batch> batches, const 
   executor_->OpenGate(++gates_);
   RETURN_IF_ERROR(executor_->RunUntil(norm));
   if (!pass_failure_.ok()) return GiveUpStep();
-  if (!checkpoint_status_.ok()) return checkpoint_status_;
+  RETURN_IF_ERROR(checkpoint_status_);
   calls_ = calls_then;
   losses_.insert(losses_.end(), totals_.losses.begin(), totals_.losses.end());
   if (!step.update) {
@@ -130,8 +130,8 @@ void Engine::Impl::AddUsage(const tiering::Usage& usage) {
 }
 
 absl::Status Engine::Impl::SetOrder(std::vector<int> stages) {
-  if (!broken_.ok()) return broken_;
-  if (!executor_->status().ok()) return executor_->status();
+  RETURN_IF_ERROR(broken_);
+  RETURN_IF_ERROR(executor_->status());
   RETURN_IF_ERROR(AgreeOnOrder(stages));
   std::vector<int> sorted = stages;
   std::sort(sorted.begin(), sorted.end());
@@ -191,7 +191,7 @@ absl::Status Engine::Impl::AbandonAhead() {
   AppendPersist();
   if (status.ok()) status = executor_->RunUntilIdle();
   lanes_->Abandon(abandoned_step_ = 0);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   MakeBuilder(builder_->next_id());
   return absl::OkStatus();
 }

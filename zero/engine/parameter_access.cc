@@ -112,7 +112,7 @@ absl::StatusOr<HostTensor> ParameterAccess::ReadParts(
   }
   status = OfAll(status);
   if (status.ok() && comm_ != nullptr) status = Share(found, reinterpret_cast<float*>(exchanged.data()), to);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   return values;
 }
 
@@ -266,7 +266,7 @@ absl::StatusOr<HostTensor> ParameterAccess::ReadGradient(
       absl::Status read =
           store_->ReadScratch(&io, StoreTile(found.block, tile), 0, place, bytes, aio::Priority::kDemand);
       if (read.ok()) read = store_->Wait(&io);
-      if (!read.ok()) return read;
+      RETURN_IF_ERROR(read);
       if (kernels::Checksum(place, bytes) != gradient_checksum(found.block, tile)) {
         return absl::DataLossError(
             absl::StrCat("gradient of tile ", tile.value(), " of block ", found.block.value(), ", ", bytes,
@@ -304,7 +304,7 @@ absl::Status ParameterAccess::Write(std::string_view name, StateKind kind, const
   absl::Status status = OfAll(CheckShape(found, name, value));
   if (status.ok()) status = CheckSame(name, value);
   if (status.ok()) status = OfAll(start());
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   return OfAll(
       ForEachTile(found, [&](tiering::TileIndex tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
         ASSIGN_OR_RETURN(Loaded loaded, Load(found.block, tile));

@@ -34,7 +34,7 @@ absl::StatusOr<double> ProbeNetwork(Comm& comm, Channel channel, absl::StatusOr<
     const auto begin = std::chrono::steady_clock::now();
     if (status.ok())
       status = comm.AllGather(channel, {"a measurement of the network"}, *memory, static_cast<size_t>(bytes));
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
   return seconds > 0 ? static_cast<double>(bytes) * (comm.world() - 1) / seconds : 0;

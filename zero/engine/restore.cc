@@ -67,10 +67,10 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
     const auto& [block, range] = places[t];
     const std::span<void* const> segments = to->geometry().SegmentPlaces(t, target->data(), &memory);
     absl::Status status = from->Read(block, range.offset, range.elements, segments);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     const std::vector<const void*> sources(segments.begin(), segments.end());
     status = to->WriteTileNow(&io_of_tile, t, version, sources, aio::Priority::kWriteBehind);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   return to->CommitNow({.step = recovered.step, .updates = recovered.updates, .payload = recovered.payload});
 }

@@ -42,7 +42,7 @@ absl::StatusOr<std::unique_ptr<RunResources>> RunResources::Create(const EngineP
     ASSIGN_OR_RETURN(made->sums_,
                      SumsSpill::Create(*made->io_, plan.plan, options.storage.state_dirs.front()));
   }
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   return made;
 }
 
@@ -78,15 +78,15 @@ absl::Status RunResources::MakeMemory() {
   }
   aio::Region slots;
   absl::Status status = TakeRegion(*arena_, std::max<int64_t>(plan_.plan.slot_bytes, 1), &slots);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   arena_view_ = std::make_unique<ArenaView>(plan_.plan, std::move(slots), options_.rank());
   if (plan_.plan.checkpoint_bytes > 0) {
     status = TakeRegion(*arena_, plan_.plan.checkpoint_bytes, &tile_memory_);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   if (plan_.plan.network_bytes > 0) {
     status = TakeRegion(*arena_, plan_.plan.network_bytes, &network_memory_);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
   }
   // Measuring is over before the arena is there: its peak and the run's are not added.
   preparation_peak_ = TensorMemory::Stats().peak_bytes;

@@ -228,7 +228,7 @@ absl::Status HardwareLanes::StartInput(const Task& task) {
 absl::Status HardwareLanes::Settle(const Done& done) {
   const Op& op = *done.task.op;
   absl::Status status = done.status;
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   switch (op.kind) {
     case OpKind::kWriteTile:
     case OpKind::kWriteState:

@@ -104,7 +104,7 @@ absl::Status ActivationSpill::Submit(Place& place, aio::Priority priority, Done 
 
 absl::Status ActivationSpill::StatusOf(const Place& place) {
   absl::Status status = place.refused;
-  if (!status.ok()) return status;  // the values behind it have their last status
+  RETURN_IF_ERROR(status);  // the values behind it have their last status
   for (const auto& value : place.values) status.Update(value->request.status());
   return status;
 }

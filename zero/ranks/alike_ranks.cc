@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "base/status_macros.h"
+
 namespace penstock::zero {
 namespace {
 
@@ -19,7 +21,7 @@ class Alike final : public Comm {
   absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel /*channel*/, const What& /*what*/,
                                                   std::span<const void* const> send,
                                                   std::span<void* const> receive, size_t bytes) override {
-    if (!failure_.ok()) return failure_;
+    RETURN_IF_ERROR(failure_);
     for (size_t k = 0; k < receive.size(); ++k) {
       if (k != static_cast<size_t>(rank())) std::memcpy(receive[k], send[k], bytes);
     }

@@ -149,7 +149,7 @@ class NcclComm final : public Comm {
     if (channel != Channel::kAllGather && channel != Channel::kReduceScatter)
       return absl::InvalidArgumentError("devices gather and reduce; everything else is of the hosts");
     absl::Status status = CudaStatus(cudaSetDevice(device_), "cudaSetDevice");
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     std::unique_lock turn(order_mutex_);
     // The first one of all is known, and whoever cannot connect is not there to say so.
     if (connected_) status = Turn(Asked(channel, what.Text(bytes)), turn);
@@ -231,7 +231,7 @@ class NcclComm final : public Comm {
       asking_ = false;
       if (asked.ok()) next_ = wanted.front();
       turn_there_.notify_all();
-      if (!asked.ok()) return asked;
+      RETURN_IF_ERROR(asked);
     }
     if (next_->text == mine.text) return absl::OkStatus();
     host_->Abort(absl::UnavailableError(absl::StrCat(
@@ -258,7 +258,7 @@ class NcclComm final : public Comm {
     Lane& lane = lanes_[channel == Channel::kAllGather ? 0 : 1];
     cudaEvent_t const event = lane.events[lane.begun++ % lane.events.size()];
     if (status.ok()) status = CudaStatus(cudaEventRecord(event, stream_), "cudaEventRecord");
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     return std::make_unique<Pending>(this, event);
   }
 
@@ -364,7 +364,7 @@ absl::StatusOr<std::shared_ptr<Comm>> ConnectNccl(const std::shared_ptr<Comm>& h
   std::vector<ncclUniqueId> everybodys(static_cast<size_t>(host->world()));
   everybodys[static_cast<size_t>(host->rank())] = id;
   absl::Status status = host->AllGather(Channel::kSetup, {"the id of NCCL"}, everybodys.data(), sizeof(id));
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(status);
   status = comm->Connect(everybodys.front());
   RETURN_IF_ERROR(AgreeOnStatus(*host, Channel::kSetup, status));
   return comm;

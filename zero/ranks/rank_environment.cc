@@ -106,27 +106,27 @@ absl::StatusOr<RankEnvironment> ReadRankEnvironment(const Getenv& get) {
   }
   RankEnvironment environment;
   absl::StatusOr<int> number = Number(get, names.world, 1, 1, kMostRanks);
-  if (!number.ok()) return number.status();
+  RETURN_IF_ERROR(number.status());
   environment.world = *number;
   number = Number(get, names.rank, 0, 0, environment.world - 1);
-  if (!number.ok()) return number.status();
+  RETURN_IF_ERROR(number.status());
   environment.rank = *number;
   number = Number(get, names.local_rank, 0, 0, environment.world - 1);
-  if (!number.ok()) return number.status();
+  RETURN_IF_ERROR(number.status());
   environment.local_rank = *number;
   if (names.rank == kSlurm.rank) {
     number = LocalTasks(get, environment);
   } else {
     number = Number(get, names.local_world, 1, 1, environment.world);
   }
-  if (!number.ok()) return number.status();
+  RETURN_IF_ERROR(number.status());
   environment.local_world = *number;
   if (const auto launch = get("SLURM_LAUNCH_NODE_IPADDR"); launch.has_value() && names.rank == kSlurm.rank) {
     environment.master_address = *launch;
   }
   if (const auto address = get("MASTER_ADDR"); address.has_value()) environment.master_address = *address;
   number = Number(get, "MASTER_PORT", environment.master_port, 1, 65535);
-  if (!number.ok()) return number.status();
+  RETURN_IF_ERROR(number.status());
   environment.master_port = *number;
   environment.agent_is_master = get("TORCHELASTIC_USE_AGENT_STORE") == "True";
   environment.session = absl::StrCat(get("TORCHELASTIC_RUN_ID").value_or(""), "/",

@@ -260,7 +260,7 @@ class WatchedComm : public Comm {
 
   absl::Status Register(WatchedExchange* exchange) {
     std::lock_guard lock(mutex_);
-    if (!failure_.ok()) return failure_;
+    RETURN_IF_ERROR(failure_);
     exchange->number_ = begun_[static_cast<size_t>(exchange->channel_)]++;  // alike on all ranks
     under_way_.insert(exchange);
     return absl::OkStatus();

@@ -140,14 +140,14 @@ class CudaDevice : public Device {
   static absl::StatusOr<std::shared_ptr<Device>> Open(int local_rank) {
     int devices = 0;
     absl::Status status = Check(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     if (devices < 1) return absl::FailedPreconditionError("no CUDA device");
     auto device = std::make_shared<CudaDevice>(static_cast<c10::DeviceIndex>(local_rank % devices));
     status = Check(cudaSetDevice(device->index_), "cudaSetDevice");
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     cudaDeviceProp properties{};
     status = Check(cudaGetDeviceProperties(&properties, device->index_), "cudaGetDeviceProperties");
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     if (properties.major < 8) {  // DeviceAvailable has looked at the first one
       return absl::FailedPreconditionError(
           absl::StrCat("CUDA device ", static_cast<int>(device->index_), " (", properties.name,
@@ -188,7 +188,7 @@ class CudaDevice : public Device {
     }
     size_t free = 0, total = 0;
     if (status.ok()) status = Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     device->total_ = static_cast<int64_t>(total);
     device->capacity_ = std::max<int64_t>(0, static_cast<int64_t>(free) - kReserve);
     device->description_ =
@@ -237,7 +237,7 @@ class CudaDevice : public Device {
     if (status.ok()) status = Check(cudaMemset(arena_, 0, static_cast<size_t>(bytes)), "cudaMemset");
     // Copies do not wait for it.
     if (status.ok()) status = Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     if (cufile_ != nullptr) cufile_->Cover(static_cast<std::byte*>(arena_), static_cast<uint64_t>(bytes));
     arena_bytes_ = static_cast<uint64_t>(bytes);
     return static_cast<std::byte*>(arena_);
@@ -312,7 +312,7 @@ class CudaDevice : public Device {
       absl::StatusOr<std::shared_ptr<aio::CuFile>> loaded =
           aio::CuFile::Load([index = index_] { return Check(cudaSetDevice(index), "cudaSetDevice"); },
                             /*only_past_host=*/true);
-      if (!loaded.ok()) return loaded.status();
+      RETURN_IF_ERROR(loaded.status());
       LessWhatOthersTook();
       cufile_ = *std::move(loaded);
       if (arena_ != nullptr) cufile_->Cover(static_cast<std::byte*>(arena_), arena_bytes_);
@@ -326,7 +326,7 @@ class CudaDevice : public Device {
     if (error != 0) return absl::InternalError(absl::StrCat("checksum: ", kernels::cuda::ErrorText(error)));
     absl::Status status = Check(cudaEventRecord(checked_, check_), "cudaEventRecord");
     if (status.ok()) status = Check(cudaEventSynchronize(checked_), "checksum");
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(status);
     return *checksum_;
   }
 

@@ -463,7 +463,7 @@ absl::StatusOr<std::vector<std::vector<HostTensor>>> LibTorchCompute::Outputs() 
       }
     }
   }));
-  if (!copied.ok()) return copied;
+  RETURN_IF_ERROR(copied);
   return outputs;
 }
 
