@@ -38,6 +38,7 @@ struct Descriptor {
   const void* operations;
 };
 
+thread_local int current = 0;
 constexpr size_t kHeader = 4096;  // before the memory: its length
 
 }  // namespace
@@ -48,7 +49,15 @@ int cudaGetDeviceCount(int* count) {
   *count = Fails("devices") ? 0 : 2;
   return Fails("devices") ? 100 : 0;
 }
-int cudaSetDevice(int device) { return device < 2 ? 0 : 101; }
+int cudaSetDevice(int device) {
+  if (device >= 2) return 101;
+  current = device;
+  return 0;
+}
+int cudaGetDevice(int* device) {
+  *device = current;
+  return 0;
+}
 const char* cudaGetErrorString(int) { return "said by the stand-in"; }
 int cudaMalloc(void** memory, size_t bytes) {
   if (Fails("malloc")) return 2;

@@ -7,15 +7,18 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "aio/loaded_library.h"
 #include "plain_compute.h"
 #include "tests/zero/plain_batch.h"
 #include "tests/zero/plain_owner.h"
@@ -290,6 +293,96 @@ TEST_F(DrivenComputeTest, AResultThatIsNotOfItsUseFailsThePassAndTheNextOneGoesO
   const auto result = driven->Finish();
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->step, 1);
+}
+
+// The memory of a device, as the stand-in for CUDA's runtime has it: reading it here would crash.
+class DeviceMemory {
+ public:
+  ~DeviceMemory() {
+    for (void* each : memory_) free_(each);
+  }
+  // Moves them there.
+  void Take(std::vector<Gradient>* gradients) {
+    for (Gradient& gradient : *gradients) {
+      void* there = nullptr;
+      const auto bytes = static_cast<size_t>(gradient.value.bytes());
+      ASSERT_EQ(malloc_(&there, bytes), 0);
+      memory_.push_back(there);
+      ASSERT_EQ(copy_(there, gradient.value.data, bytes, /*to the device*/ 1, nullptr), 0);
+      gradient.value.data = there;
+      gradient.value.on_device = true;
+    }
+  }
+  int current() const {
+    int device = -1;
+    get_device_(&device);
+    return device;
+  }
+
+ private:
+  const aio::LoadedLibrary runtime_{"libcudart.so"};
+  int (*const malloc_)(void**, size_t) = runtime_.Get<int(void**, size_t)>("cudaMalloc");
+  int (*const free_)(void*) = runtime_.Get<int(void*)>("cudaFree");
+  int (*const get_device_)(int*) = runtime_.Get<int(int*)>("cudaGetDevice");
+  int (*const copy_)(void*, const void*, size_t, int,
+                     void*) = runtime_.Get<int(void*, const void*, size_t, int, void*)>("cudaMemcpyAsync");
+  std::vector<void*> memory_;
+};
+
+TEST_F(DrivenComputeTest, GradientsOnADeviceAreCopiedAndTheBitsAreTheSame) {
+  const auto losses = [&](bool on_device) {
+    DeviceMemory memory;
+    Owner owner(shape_, kMicroBatches);
+    if (on_device) {
+      owner.leaves = [&](DrivenCompute::Result* result) {
+        memory.Take(&result->gradients.front().second);
+        result->stream = DeviceStream{.device = 1};
+      };
+    }
+    const auto driven = Open(owner, owner.Options(directory_));
+    std::vector<double> all;
+    for (int64_t step = 1; step <= 4; ++step) {
+      EXPECT_TRUE(driven->Begin().ok());
+      EXPECT_TRUE(owner.Compute(driven->compute(), Batches(step)).ok());
+      const auto result = driven->Finish();
+      EXPECT_TRUE(result.ok()) << result.status();
+      if (result.ok()) all.push_back(result->loss);
+    }
+    EXPECT_EQ(memory.current(), 0) << "the caller's device is as it was";
+    return all;
+  };
+  const std::vector<double> on_device = losses(true);
+  EXPECT_EQ(on_device.size(), 4U);
+  EXPECT_EQ(on_device, losses(false));
+}
+
+TEST_F(DrivenComputeTest, ADeviceThatFailsIsNamedAndTheNextStepGoesOn) {
+  DeviceMemory memory;
+  Owner owner(shape_, kMicroBatches);
+  const auto driven = Open(owner, owner.Options(directory_));
+  const auto step = [&](std::optional<DeviceStream> stream) {
+    owner.leaves = [&memory, stream](DrivenCompute::Result* result) {
+      memory.Take(&result->gradients.front().second);
+      result->stream = stream;
+      setenv("FAKE_CUDA_FAULT", "copy", 1);
+    };
+    EXPECT_TRUE(driven->Begin().ok());
+    absl::Status computed = owner.Compute(driven->compute(), Batches(1));
+    unsetenv("FAKE_CUDA_FAULT");
+    EXPECT_EQ(driven->Finish().status().code(), computed.code());
+    return computed;
+  };
+  const absl::Status fails = step(DeviceStream{});
+  EXPECT_EQ(fails.code(), absl::StatusCode::kUnavailable) << fails;
+  EXPECT_NE(fails.message().find("device 0"), std::string::npos) << fails;
+  EXPECT_NE(fails.message().find("cudaMemcpyAsync"), std::string::npos) << fails;
+  const absl::Status absent = step(DeviceStream{.device = 7});
+  EXPECT_EQ(absent.code(), absl::StatusCode::kUnavailable) << absent;
+  EXPECT_EQ(step(std::nullopt).code(), absl::StatusCode::kInvalidArgument);
+  owner.leaves = nullptr;
+  ASSERT_TRUE(driven->Begin().ok());
+  ASSERT_TRUE(owner.Compute(driven->compute(), Batches(1)).ok());
+  EXPECT_TRUE(driven->Finish().ok());
 }
 
 // Rates that are given with a step hold in the place of the schedule's, for each group of parameters.

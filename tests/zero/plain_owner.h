@@ -3,6 +3,7 @@
 #define PENSTOCK_TESTS_ZERO_PLAIN_OWNER_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -81,10 +82,14 @@ class Owner {
     const auto gradients = plain_.Gradients(use, tiering::BlockIndex(stage));
     result.gradients = {{tiering::BlockIndex(stage), {gradients->begin(), gradients->end()}}};
     result.loss = (*plain_.Losses())[static_cast<size_t>(m)];
+    if (leaves) leaves(&result);
     status = driven.Leave(*std::move(entered), std::move(result));
     plain_.Release(use);
     return status;
   }
+
+  // What becomes of a result before a backward use is left with it.
+  std::function<void(DrivenCompute::Result*)> leaves;
 
  private:
   const plain::Shape shape_;

@@ -133,6 +133,11 @@ absl::Status DrivenCompute::CheckResult(const Result& result) const {
     if (of != block || !trains)
       return absl::InvalidArgumentError(
           absl::StrCat(use, " was left with gradients of block ", of.value(), ", which are not asked for"));
+    for (const Gradient& gradient : gradients) {
+      if (gradient.value.on_device && !result.stream.has_value())
+        return absl::InvalidArgumentError(absl::StrCat(
+            use, " was left with gradients on a device and without the stream that they are of"));
+    }
   }
   if (trains && result.gradients.size() != 1)
     return absl::InvalidArgumentError(
@@ -147,7 +152,14 @@ absl::Status DrivenCompute::Leave(Entered entered, Result result) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   std::unique_lock lock(mutex_);
   const bool waits = direction_ == Direction::kBackward && given_.graph.blocks[weights_.front().block].trains;
-  if (absl::Status wrong = CheckResult(result); !wrong.ok()) {
+  absl::Status wrong = CheckResult(result);
+  if (wrong.ok() && result.stream.has_value()) {
+    lock.unlock();  // the use is entered until it is left: nobody else is here
+    for (auto& [of, gradients] : result.gradients)
+      wrong.Update(device_gradients_.ToHost(*result.stream, &gradients));
+    lock.lock();
+  }
+  if (!wrong.ok()) {
     FailLocked(wrong);
     state_ = State::kNone;
     changed_.notify_all();

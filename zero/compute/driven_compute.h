@@ -33,6 +33,7 @@
 #include "absl/status/statusor.h"
 #include "base/process_mark.h"
 #include "zero/compute/compute.h"
+#include "zero/compute/device_gradients.h"
 
 namespace penstock::zero {
 
@@ -70,13 +71,19 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
 
   struct Result {
     // Of the use's block, if it trains, after backward: without any, none took part. Their memory is the
-    // caller's again when Leave returns.
+    // caller's again when Leave returns. They may lie on a CUDA device (TensorView::on_device), and are then
+    // complete when what has been enqueued on `stream` is.
     std::vector<std::pair<tiering::BlockIndex, std::vector<Gradient>>> gradients;
+    std::optional<DeviceStream> stream;
     std::optional<double> loss;  // of the use's micro-batch; wanted of the last stage's backward
   };
   // The use is computed. After backward of a block that trains it returns when the gradients have been
-  // copied, added or refused: what the engine has against them is how the pass ends. kInvalidArgument: the
-  // result is not of this use, which fails the pass. Other errors are why it had failed.
+  // copied, added or refused: what the engine has against them is how the pass ends. Those in host memory are
+  // read where they lie. Those on a device are copied first, on their stream and the caller's thread, to
+  // memory that is kept for it, the largest block's gradients once: what the owner has measured of the stage
+  // (StageShape::backward_peak_bytes) has it in it. kInvalidArgument: the result is not of this use, which
+  // fails the pass. Other errors are why it had failed, the device's among them
+  // (zero/compute/device_gradients.h).
   absl::Status Leave(Entered entered, Result result);
 
   // The pass cannot go on, for this reason. Outside of a pass it does nothing.
@@ -155,8 +162,9 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
   StageUse use_;
   std::vector<Weights> weights_;
   Result result_;
-  bool taken_ = true;    // the gradients of the last backward are no longer needed
-  bool taking_ = false;  // the engine reads them
+  DeviceGradients device_gradients_;  // of the use that is entered
+  bool taken_ = true;                 // the gradients of the last backward are no longer needed
+  bool taking_ = false;               // the engine reads them
   std::vector<const Wanted*> waiting_;
   std::vector<double> losses_;
 };

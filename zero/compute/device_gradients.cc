@@ -1,0 +1,116 @@
+#include "zero/compute/device_gradients.h"
+
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "aio/loaded_library.h"
+#include "base/status_macros.h"
+#include "zero/memory/tensor_memory.h"
+
+namespace penstock::zero {
+namespace {
+
+constexpr int kDeviceToHost = 2;    // cudaMemcpyDeviceToHost
+constexpr int64_t kAlignment = 64;  // of each gradient, as the kernels like it
+
+int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
+struct DeviceGradients::Runtime {
+  int (*SetDevice)(int) = nullptr;
+  int (*GetDevice)(int*) = nullptr;
+  int (*HostRegister)(void*, size_t, unsigned) = nullptr;
+  int (*HostUnregister)(void*) = nullptr;
+  int (*MemcpyAsync)(void*, const void*, size_t, int, void*) = nullptr;
+  int (*StreamSynchronize)(void*) = nullptr;
+  const char* (*GetErrorString)(int) = nullptr;
+};
+
+DeviceGradients::DeviceGradients() = default;
+
+DeviceGradients::~DeviceGradients() {
+  if (pinned_) runtime_->HostUnregister(memory_.data());
+}
+
+absl::Status DeviceGradients::Load() {
+  if (runtime_ != nullptr) return absl::OkStatus();
+  const aio::LoadedLibrary library(
+      {"libcudart.so", "libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"});
+  if (!library.loaded()) {
+    return absl::FailedPreconditionError(
+        "gradients on a device: no CUDA runtime (libcudart.so) was found; give them in host memory");
+  }
+  auto runtime = std::make_unique<Runtime>();
+  std::string missing;
+  library.Find("cudaSetDevice", runtime->SetDevice, missing);
+  library.Find("cudaGetDevice", runtime->GetDevice, missing);
+  library.Find("cudaHostRegister", runtime->HostRegister, missing);
+  library.Find("cudaHostUnregister", runtime->HostUnregister, missing);
+  library.Find("cudaMemcpyAsync", runtime->MemcpyAsync, missing);
+  library.Find("cudaStreamSynchronize", runtime->StreamSynchronize, missing);
+  library.Find("cudaGetErrorString", runtime->GetErrorString, missing);
+  if (!missing.empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("gradients on a device: the CUDA runtime here has no ", missing));
+  }
+  runtime_ = std::move(runtime);
+  return absl::OkStatus();
+}
+
+absl::Status DeviceGradients::Reserve(int64_t bytes) {
+  if (memory_.bytes() >= bytes) return absl::OkStatus();
+  if (pinned_) runtime_->HostUnregister(memory_.data());
+  pinned_ = false;
+  memory_ = HostBuffer();
+  ASSIGN_OR_RETURN(memory_, HostBuffer::Of(bytes, "gradients from a device"));
+  // A copy to memory that is not pinned is right as well, and slower.
+  pinned_ = runtime_->HostRegister(memory_.data(), static_cast<size_t>(bytes), 0) == 0;
+  return absl::OkStatus();
+}
+
+absl::Status DeviceGradients::Check(int error, const char* call, int device, int64_t bytes) const {
+  if (error == 0) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("gradients on device ", device, ", ", bytes, " bytes: ", call,
+                                             ": ", runtime_->GetErrorString(error), " (error ", error, ")"));
+}
+
+absl::Status DeviceGradients::ToHost(const DeviceStream& from, std::vector<Gradient>* gradients) {
+  int64_t bytes = 0;
+  for (const Gradient& gradient : *gradients) {
+    if (gradient.value.on_device) bytes += Aligned(gradient.value.bytes());
+  }
+  if (bytes == 0) return absl::OkStatus();
+  RETURN_IF_ERROR(Load());
+  RETURN_IF_ERROR(Reserve(bytes));
+  int callers = 0;  // the thread is not ours: its device is as it was
+  RETURN_IF_ERROR(Check(runtime_->GetDevice(&callers), "cudaGetDevice", from.device, bytes));
+  RETURN_IF_ERROR(Check(runtime_->SetDevice(from.device), "cudaSetDevice", from.device, bytes));
+  absl::Status status;
+  std::byte* to = memory_.data();
+  std::vector<std::byte*> places;
+  for (const Gradient& gradient : *gradients) {
+    if (!gradient.value.on_device || !status.ok()) continue;
+    const int64_t of_it = gradient.value.bytes();
+    status = Check(runtime_->MemcpyAsync(to, gradient.value.data, static_cast<size_t>(of_it), kDeviceToHost,
+                                         from.stream),
+                   "cudaMemcpyAsync", from.device, of_it);
+    places.push_back(to);
+    to += Aligned(of_it);
+  }
+  // Also after an error: copies that were begun write here.
+  status.Update(Check(runtime_->StreamSynchronize(from.stream), "cudaStreamSynchronize", from.device, bytes));
+  status.Update(Check(runtime_->SetDevice(callers), "cudaSetDevice", callers, bytes));
+  RETURN_IF_ERROR(status);
+  auto place = places.begin();
+  for (Gradient& gradient : *gradients) {
+    if (!gradient.value.on_device) continue;
+    gradient.value.data = *place++;
+    gradient.value.on_device = false;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::zero
