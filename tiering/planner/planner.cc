@@ -237,6 +237,21 @@ class Planner {
                                       : "; with --offload nvme less would do"));
   }
 
+  // A plan that is compared with others, and what came of it in virtual time.
+  struct Candidate {
+    Plan plan;
+    Level level;
+    const Spending* spending;
+    OrderedStep step;
+  };
+  struct Compared {
+    int64_t budget = 0;
+    std::vector<Candidate> candidates;
+    std::set<std::vector<int64_t>> seen;  // what differs between plans: the others are the same to the byte
+    bool more = true;      // false: there are too many tiles to compare, the first one is taken
+    size_t with_sums = 0;  // candidates before those that keep no sums
+  };
+
   // Every level that fits, with the rest of the budget spent in every order; the one whose step is the
   // shortest in virtual time. More memory for the pipeline and more for residency compete, and what should
   // stay first depends on how compute, reads and writes compare.
@@ -246,40 +261,45 @@ class Planner {
       const double seconds = Order(/*thorough=*/true, &plan).seconds;
       return {std::move(plan), seconds};
     }
-    struct Candidate {
-      Plan plan;
-      Level level;
-      const Spending* spending;
-      OrderedStep step;
-    };
-    std::vector<Candidate> candidates;
-    std::set<std::vector<int64_t>> seen;  // what differs between plans: the others are the same to the byte
-    // Compares one more plan; false where there is nothing to compare it with, and it is taken.
-    auto consider = [&](const Level& level, const Spending& spending) {
-      Plan plan = FillBudget(level, spending, budget);
-      if (!seen.insert(Signature(plan)).second) return true;
-      const bool simulated = plan.trains && !TooManyTilesToSimulate(plan);
-      if (!simulated && !candidates.empty()) return true;
-      const OrderedStep step = Order(/*thorough=*/false, &plan);
-      candidates.push_back({std::move(plan), level, &spending, step});
-      return simulated;
-    };
-    bool more = true;
-    for (const Level& level : Levels(budget)) {
-      if (!more) break;
+    Compared compared;
+    compared.budget = budget;
+    CompareLevels(&compared);
+    CompareSpendings(&compared);
+    return FastestOf(std::move(compared));
+  }
+
+  // Compares one more plan; false where there is nothing to compare it with, and it is taken.
+  bool Consider(const Level& level, const Spending& spending, Compared* compared) const {
+    Plan plan = FillBudget(level, spending, compared->budget);
+    if (!compared->seen.insert(Signature(plan)).second) return true;
+    const bool simulated = plan.trains && !TooManyTilesToSimulate(plan);
+    if (!simulated && !compared->candidates.empty()) return true;
+    const OrderedStep step = Order(/*thorough=*/false, &plan);
+    compared->candidates.push_back({std::move(plan), level, &spending, step});
+    return simulated;
+  }
+
+  // Each level that fits, with the rest of the budget spent as it most often does best.
+  void CompareLevels(Compared* compared) const {
+    for (const Level& level : Levels(compared->budget)) {
+      if (!compared->more) return;
       Level fitting = level;
-      if (!Fits(level, budget)) {
+      if (!Fits(level, compared->budget)) {
         fitting.runs = 1;
-        if (!Fits(fitting, budget)) continue;
+        if (!Fits(fitting, compared->budget)) continue;
       }
-      more = consider(fitting, first_spending());
-      if (!more || !FewTilesToSimulate(candidates.back().plan)) continue;
-      consider(fitting, spendings()[1]);
+      compared->more = Consider(fitting, first_spending(), compared);
+      if (!compared->more || !FewTilesToSimulate(compared->candidates.back().plan)) continue;
+      Consider(fitting, spendings()[1], compared);
       fitting.runs = 1;
-      consider(fitting, spendings()[0]);
+      Consider(fitting, spendings()[0], compared);
     }
-    // For the levels that do best with the first way to spend: the other ways, and one block of weights in
-    // memory at a time, which leaves more for what stays.
+  }
+
+  // For the levels that do best with the first way to spend: the other ways, and one block of weights in
+  // memory at a time, which leaves more for what stays.
+  void CompareSpendings(Compared* compared) const {
+    const std::vector<Candidate>& candidates = compared->candidates;
     std::vector<const Candidate*> fastest;
     fastest.reserve(candidates.size());
     for (const Candidate& candidate : candidates) fastest.push_back(&candidate);
@@ -287,23 +307,27 @@ class Planner {
       return x->step.seconds < y->step.seconds;
     });
     std::vector<Level> promising;
-    for (size_t i = 0; more && i < std::min<size_t>(2, fastest.size()); ++i) {
+    for (size_t i = 0; compared->more && i < std::min<size_t>(2, fastest.size()); ++i) {
       promising.push_back(fastest[i]->level);
       if (!FewTilesToSimulate(fastest[i]->plan)) continue;
       promising.push_back(fastest[i]->level);
       promising.back().runs = 1;
     }
     for (const Level& level : promising) {
-      for (const Spending& spending : spendings()) consider(level, spending);
+      for (const Spending& spending : spendings()) Consider(level, spending, compared);
     }
-    const size_t with_sums = candidates.size();
-    for (const Level& level : more ? WithoutSums(promising.front(), budget) : std::vector<Level>()) {
+    compared->with_sums = candidates.size();
+    if (!compared->more) return;
+    for (const Level& level : WithoutSums(promising.front(), compared->budget)) {
       for (const Spending& spending : spendings()) {
-        consider(level, spending);
+        Consider(level, spending, compared);
         if (!FewTilesToSimulate(candidates.front().plan)) break;
       }
     }
-    // The fastest few with their tiles' orders chosen with care.
+  }
+
+  Choice FastestOf(Compared compared) const {
+    std::vector<Candidate>& candidates = compared.candidates;
     std::vector<size_t> order(candidates.size());
     double worst_seconds = 0;
     for (size_t i = 0; i < order.size(); ++i) {
@@ -313,35 +337,10 @@ class Planner {
     std::stable_sort(order.begin(), order.end(), [&](size_t x, size_t y) {
       return candidates[x].step.seconds < candidates[y].step.seconds;
     });
-    // Leaves those that are within `tolerance` of the least.
-    const auto keep_least = [&order](auto&& value, double tolerance) {
-      double least = std::numeric_limits<double>::max();
-      for (const size_t i : order) least = std::min(least, value(i));
-      std::erase_if(order, [&](size_t i) { return value(i) > least * tolerance; });
-    };
-    if (FewTilesToSimulate(candidates[order.front()].plan)) {
-      int kept = 4, leaving = 1;  // beside the former, not in their place
-      std::erase_if(order, [&](size_t i) { return (i < with_sums ? kept : leaving)-- <= 0; });
-    } else {
-      // One, since that takes long: of those that are as fast one that wears the drives least.
-      keep_least([&](size_t i) { return candidates[i].step.seconds; }, kAsFast);
-      keep_least([&](size_t i) { return BytesMoved(candidates[i].plan); }, kAsManyBytes);
-      keep_least([&](size_t i) { return BytesWritten(candidates[i].plan); }, kAsFast);
-      order.resize(1);
-    }
-    std::sort(order.begin(), order.end());  // from comfortable to lean
+    LeaveFew(compared, &order);
+    // The fastest few with their tiles' orders chosen with care.
     for (const size_t i : order) candidates[i].step = Order(/*thorough=*/true, &candidates[i].plan);
-    keep_least([&](size_t i) { return candidates[i].step.seconds; }, kAsFast);
-    if (order.size() > 1) {
-      std::vector<double> bytes(candidates.size());
-      for (const size_t i : order) bytes[i] = BytesMoved(candidates[i].plan);
-      const auto least_clipped = [&] {
-        keep_least([&](size_t i) { return candidates[i].step.clipped_seconds; }, kAsFast);
-      };
-      if (options_.prefer == Prefer::kTime) least_clipped();
-      keep_least([&](size_t i) { return bytes[i]; }, kAsManyBytes);
-      least_clipped();
-    }
+    LeaveBest(compared, &order);
     const size_t best = order.front();
     Plan plan = std::move(candidates[best].plan);
     const double seconds = candidates[best].step.seconds;
@@ -352,6 +351,43 @@ class Planner {
           candidates.size(), seconds, worst_seconds));
     }
     return {std::move(plan), seconds};
+  }
+
+  // Leaves of `order` those whose value is within `tolerance` of the least.
+  template <class Value>
+  static void LeaveLeast(const Value& value, double tolerance, std::vector<size_t>* order) {
+    double least = std::numeric_limits<double>::max();
+    for (const size_t i : *order) least = std::min(least, value(i));
+    std::erase_if(*order, [&](size_t i) { return value(i) > least * tolerance; });
+  }
+
+  // Of candidates from the fastest to the slowest those that are worth a thorough look, from comfortable to
+  // lean.
+  void LeaveFew(const Compared& compared, std::vector<size_t>* order) const {
+    const std::vector<Candidate>& candidates = compared.candidates;
+    if (FewTilesToSimulate(candidates[order->front()].plan)) {
+      int kept = 4, leaving = 1;  // beside the former, not in their place
+      std::erase_if(*order, [&](size_t i) { return (i < compared.with_sums ? kept : leaving)-- <= 0; });
+    } else {
+      // One, since that takes long: of those that are as fast one that wears the drives least.
+      LeaveLeast([&](size_t i) { return candidates[i].step.seconds; }, kAsFast, order);
+      LeaveLeast([&](size_t i) { return BytesMoved(candidates[i].plan); }, kAsManyBytes, order);
+      LeaveLeast([&](size_t i) { return BytesWritten(candidates[i].plan); }, kAsFast, order);
+      order->resize(1);
+    }
+    std::sort(order->begin(), order->end());
+  }
+
+  // Of those that are as fast the ones that move the fewest bytes, or whose clipped step is the shortest, as
+  // is preferred.
+  void LeaveBest(const Compared& compared, std::vector<size_t>* order) const {
+    const std::vector<Candidate>& candidates = compared.candidates;
+    LeaveLeast([&](size_t i) { return candidates[i].step.seconds; }, kAsFast, order);
+    if (order->size() == 1) return;
+    const auto clipped = [&](size_t i) { return candidates[i].step.clipped_seconds; };
+    if (options_.prefer == Prefer::kTime) LeaveLeast(clipped, kAsFast, order);
+    LeaveLeast([&](size_t i) { return BytesMoved(candidates[i].plan); }, kAsManyBytes, order);
+    LeaveLeast(clipped, kAsFast, order);
   }
 
   // Chooses which tiles are updated in backward.
