@@ -9,6 +9,7 @@
 #include <random>
 #include <string>
 
+#include "tests/soak.h"
 #include "tests/tiering/meaning_lanes.h"
 #include "tests/tiering/plans.h"
 #include "tiering/advice/tier_table.h"
@@ -38,7 +39,8 @@ int64_t LeastDeviceMemory(const ModelGraph& graph, PlanOptions options) {
 
 TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
   Counted counted;
-  for (uint64_t seed = 1; seed <= 240; ++seed) {
+  const auto seeds = 240 * static_cast<uint64_t>(tests::Soak());
+  for (uint64_t seed = 1; seed <= seeds; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
     ModelGraph graph = RandomModel(&random);
@@ -290,6 +292,7 @@ TEST(Device, StepIsWithinFivePercentOfItsLowerBound) {
   // Seconds of compute and of copies (in, for both passes) to those of the drive.
   for (const double compute : {0.1, 0.6, 1.0, 3.0}) {
     for (const double copy : {0.02, 0.15, 0.3, 0.5}) {
+      if (tests::Soak() == 1 && compute != 1.0 && copy > 0.02 && copy < 0.5) continue;  // make soak has all
       ModelGraph graph = base;
       const double drive_seconds = 26.0 * elements / 3e9;
       for (StageShape& stage : graph.stages) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/soak.h"
 #include "tests/tiering/plans.h"
 #include "tiering/plan/plan.h"
 #include "tiering/simulate/simulate.h"
@@ -55,12 +56,15 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
   const MachineModel& machine = options.machine;
   const double drive_seconds = of.bytes * elements / machine.read_bytes_per_s;
   double worst = 1, worst_clipped = 1, worst_previewed = 1;
-  // The whole grid in bf16, and its corners and middle where only the bytes differ.
-  const bool whole = of.bytes == 26;
-  const std::vector<double> ratios =
-      whole ? std::vector{0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0} : std::vector{0.1, 0.6, 1.0, 3.0};
-  const std::vector<double> shares =
-      whole ? std::vector{0.0, 0.05, 0.15, 0.6, 1.2} : std::vector{0.0, 0.15, 1.2};
+  // More of the grid in bf16, and its corners and middle where only the bytes differ; the whole of it, in
+  // every precision, with PENSTOCK_SOAK.
+  const bool whole = tests::Soak() > 1, more = of.bytes == 26;
+  const std::vector<double> ratios = whole  ? std::vector{0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0}
+                                     : more ? std::vector{0.1, 0.6, 1.0, 1.5, 10.0}
+                                            : std::vector{0.1, 1.0, 3.0};
+  const std::vector<double> shares = whole  ? std::vector{0.0, 0.05, 0.15, 0.6, 1.2}
+                                     : more ? std::vector{0.0, 0.05, 0.15, 1.2}
+                                            : std::vector{0.0, 0.15};
   for (const double ratio : ratios) {
     const double stage_seconds = ratio * drive_seconds / static_cast<double>(graph.stages.size());
     for (StageShape& stage : graph.stages) {

@@ -13,6 +13,7 @@
 #include <set>
 #include <tuple>
 
+#include "tests/soak.h"
 #include "tests/tiering/meaning_lanes.h"
 #include "tests/tiering/plans.h"
 #include "tiering/plan/plan.h"
@@ -28,7 +29,8 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
   Counted counted;
   int late = 0;  // plans with tiles that are written late
-  for (uint64_t seed = 1; seed <= 250; ++seed) {
+  const auto seeds = 250 * static_cast<uint64_t>(tests::Soak());
+  for (uint64_t seed = 1; seed <= seeds; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
     const int layers = 1 + static_cast<int>(random() % 9);
@@ -104,7 +106,8 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
 // Sums wait for the calls behind them in memory, or on the drive, and are final with the last.
 TEST(Program, EachCallOfAStepAddsToWhatThoseBeforeHaveLeft) {
   int64_t read = 0;
-  for (uint64_t seed = 1; seed <= 120; ++seed) {
+  const auto seeds = 120 * static_cast<uint64_t>(tests::Soak());
+  for (uint64_t seed = 1; seed <= seeds; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
     const int layers = 1 + static_cast<int>(random() % 7);
@@ -259,7 +262,8 @@ TEST(Planner, NeverExceedsTheBudgetAndIsNoSlowerWithMoreMemory) {
     const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
     double fastest = 1e9;
     int64_t bytes = 0;
-    for (int64_t budget = least; budget < 400 * kMiB; budget += 5 * kMiB) {
+    const int64_t more = (tests::Soak() > 1 ? 5 : 15) * kMiB;
+    for (int64_t budget = least; budget < 400 * kMiB; budget += more) {
       options.host_memory_budget_bytes = budget;
       absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok());
@@ -627,7 +631,7 @@ TEST(Planner, InputsGoToTheDriveWhereTheBudgetAsksForIt) {
 TEST(Simulate, StepIsWithinFivePercentOfItsLowerBound) {
   const ModelGraph base = Chain(24, 3 << 20);
   double worst = 1;
-  for (const double ratio : {0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0}) {
+  for (const double ratio : {0.1, 0.6, 1.0, 3.0}) {  // lower_bound_test.cc has more, beside sharper bounds
     ModelGraph graph = base;
     const double drive_seconds = 26.0 * static_cast<double>(graph.elements()) / 3e9;
     for (StageShape& stage : graph.stages) {
@@ -637,7 +641,7 @@ TEST(Simulate, StepIsWithinFivePercentOfItsLowerBound) {
     PlanOptions options;
     options.host_memory_budget_bytes = int64_t{1} << 40;
     const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
-    for (const double share : {0.02, 0.05, 0.15, 0.3, 0.6, 1.2}) {
+    for (const double share : {0.02, 0.15, 0.6}) {
       const int64_t state = graph.elements() * 14;
       options.host_memory_budget_bytes = least + static_cast<int64_t>(share * static_cast<double>(state));
       absl::StatusOr<Plan> plan = MakePlan(graph, options);

@@ -151,6 +151,7 @@ TEST_F(PackTest, EveryWeightComesBackWithinHalfAStepAndVectorsExactly) {
     const models::ModelLayout layout = (*models::ModelFromJson(config))->Layout();
     for (const int bits : {8, 4}) {
       for (const int group : {32, 64, 128}) {
+        if (number > 0 && group != 64) continue;  // how weights are grouped is the same for every family
         SCOPED_TRACE(config.dump() + std::to_string(bits) + " " + std::to_string(group));
         const std::string to =
             dir_ + "/to" + std::to_string(number) + "." + std::to_string(bits * 1000 + group);
