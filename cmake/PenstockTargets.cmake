@@ -8,9 +8,11 @@ set(CMAKE_RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/bin")
 if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
+# What was compiled in one clone or build directory serves the others as well, precompiled headers among them.
 find_program(CCACHE_PROGRAM ccache)
 if(CCACHE_PROGRAM)
-  set(CMAKE_CXX_COMPILER_LAUNCHER "${CCACHE_PROGRAM}")
+  set(CMAKE_CXX_COMPILER_LAUNCHER "${CMAKE_COMMAND}" -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1
+      CCACHE_SLOPPINESS=pch_defines,time_macros "${CCACHE_PROGRAM}")
 endif()
 
 add_library(penstock_options INTERFACE)
@@ -48,6 +50,19 @@ function(penstock_library)
   target_link_libraries(${target} PUBLIC penstock_options ${ARG_DEPS} PRIVATE ${ARG_PRIVATE_DEPS})
 endfunction()
 
+# Of the library penstock_<name> these sources include LibTorch's tensors, and share its headers as penstock_libtorch has
+# read them. To the others, four seconds each would be lost.
+function(penstock_torch_headers name)
+  get_target_property(others penstock_${name} SOURCES)
+  list(REMOVE_ITEM others ${ARGN})
+  set_source_files_properties(${others} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
+  if(name STREQUAL libtorch)
+    target_precompile_headers(penstock_libtorch PRIVATE <torch/types.h> <torch/autograd.h> <torch/nn/module.h> <torch/utils.h>)
+  else()
+    target_precompile_headers(penstock_${name} REUSE_FROM penstock_libtorch)
+  endif()
+endfunction()
+
 # penstock_program(NAME ds_io SOURCES ... DEPS ...): a program in <build>/bin.
 function(penstock_program)
   cmake_parse_arguments(ARG "" "NAME" "SOURCES;DEPS" ${ARGN})
@@ -75,12 +90,26 @@ set(PENSTOCK_SLOW_TESTS
   zero_engine_test zero_gds_test zero_kill_test zero_precision_test zero_rank_checkpoints_test zero_rank_devices_test
   zero_rank_state_test zero_ranks_test)
 
+# How a test is compiled: what it tests is optimized as always, its own code only as far as keeps it quick to build. One
+# that links LibTorch shares the headers that zero_test_support has read (-fPIC, as they were read with it).
+function(penstock_test_options target)
+  target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
+  foreach(dependency ${ARGN})
+    if(dependency MATCHES "^(zero_test_support|penstock::(libtorch|models|generate|tools_verbs))$")
+      target_compile_options(${target} PRIVATE -fPIC)
+      target_precompile_headers(${target} REUSE_FROM zero_test_support)
+      return()
+    endif()
+  endforeach()
+endfunction()
+
 # penstock_test(NAME aio_engine_test SOURCES ... DEPS ... [LABELS ...] [TIMEOUT s] [SERIAL]): a GoogleTest program, one ctest entry.
 function(penstock_test)
   cmake_parse_arguments(ARG "SERIAL" "NAME;TIMEOUT" "SOURCES;DEPS;LABELS" ${ARGN})
   add_executable(${ARG_NAME} ${ARG_SOURCES})
   set_target_properties(${ARG_NAME} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
   target_link_libraries(${ARG_NAME} PRIVATE penstock_options ${ARG_DEPS} GTest::gmock GTest::gtest GTest::gtest_main)
+  penstock_test_options(${ARG_NAME} ${ARG_DEPS})
   add_test(NAME ${ARG_NAME} COMMAND ${ARG_NAME} WORKING_DIRECTORY "${PROJECT_BINARY_DIR}")
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 900)  # minutes more than any needs: the machine may be busy

@@ -1,7 +1,12 @@
 // 100 steps beside LibTorch's own optimizers, gradients and all in fp32. LibTorch adds up in the same order
 // but its compiler decides where to fuse, hence a bound in units in the last place, and a count of how many
 // are equal.
-#include <torch/torch.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/sgd.h>
+#include <torch/types.h>
 
 #include "kernels/optimizer.h"
 #include "tests/kernels/kernel_testing.h"

@@ -21,6 +21,7 @@
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/train_settings.h"
 #include "zero/compute/libtorch/create_engine.h"
+#include "zero/compute/libtorch/tensors.h"
 #include "zero/config/lr_schedule.h"
 #include "zero/engine/engine.h"
 

@@ -9,12 +9,14 @@
 #include <tuple>
 
 #include "kernels/optimizer.h"
+#include "models/family.h"
 #include "models/gpt.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/optimizer_flags.h"
 #include "tools/penstock/train_settings.h"
 #include "zero/compute/libtorch/create_engine.h"
+#include "zero/compute/libtorch/tensors.h"
 #include "zero/compute/optimizer.h"
 #include "zero/engine/engine.h"
 

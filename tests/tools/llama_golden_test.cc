@@ -7,6 +7,7 @@
 #include <set>
 #include <tuple>
 
+#include "models/family.h"
 #include "models/llama.h"
 #include "models/weight_import.h"
 #include "tests/tools/golden_models.h"
@@ -15,6 +16,7 @@
 #include "zero/compute/libtorch/block.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/initial_values.h"
+#include "zero/compute/libtorch/tensors.h"
 #include "zero/engine/engine.h"
 
 namespace penstock::tools {

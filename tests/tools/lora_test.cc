@@ -7,6 +7,7 @@
 
 #include <set>
 
+#include "models/family.h"
 #include "models/weight_import.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
@@ -14,6 +15,7 @@
 #include "zero/compute/libtorch/block.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/initial_values.h"
+#include "zero/compute/libtorch/tensors.h"
 #include "zero/engine/engine.h"
 
 namespace penstock::tools {

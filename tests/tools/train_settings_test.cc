@@ -13,8 +13,10 @@
 #include <utility>
 #include <vector>
 
+#include "models/family.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/ranks.h"
+#include "zero/compute/libtorch/tensors.h"
 #include "zero/ranks/comm.h"
 
 namespace penstock::tools {

@@ -9,6 +9,7 @@
 #include <map>
 
 #include "absl/strings/str_cat.h"
+#include "models/family.h"
 #include "models/gpt.h"
 #include "models/lora.h"
 #include "models/weight_import.h"
@@ -19,6 +20,7 @@
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/initial_values.h"
 #include "zero/compute/libtorch/stage_values.h"
+#include "zero/compute/libtorch/tensors.h"
 #include "zero/engine/engine.h"
 
 namespace penstock::tools {

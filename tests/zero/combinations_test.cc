@@ -2,7 +2,8 @@
 // plan does with them, losses, norms and the state at the end have the same bits, and budgets hold.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/types.h>
 
 #include <algorithm>
 #include <bit>

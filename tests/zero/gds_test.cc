@@ -2,7 +2,6 @@
 // reads files into its memory: the same bits, checked there, and no loss where it fails.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <filesystem>
 #include <string>

@@ -1,7 +1,6 @@
 // The engine on a CUDA device, where there is one (`ctest -L gpu`); elsewhere every test says that it was
 // skipped and why.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
 
 #include <algorithm>
 #include <chrono>

@@ -2,7 +2,8 @@
 // there on all of them or on none. That it is read right in every mode is part of ExpectSameLosses.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
 
 #include <filesystem>
 #include <fstream>

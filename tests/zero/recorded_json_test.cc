@@ -9,10 +9,12 @@
 #include <filesystem>
 #include <random>
 
+#include "models/family.h"
 #include "swap/store.h"
 #include "tests/zero/training.h"
 #include "tools/penstock/train_settings.h"
 #include "zero/compute/libtorch/create_engine.h"
+#include "zero/compute/libtorch/tensors.h"
 #include "zero/compute/tile_version.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/restore.h"

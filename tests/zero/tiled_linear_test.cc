@@ -2,7 +2,10 @@
 #include "zero/compute/libtorch/tiled_linear.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <filesystem>
 

@@ -3,7 +3,12 @@
 #ifndef PENSTOCK_TESTS_ZERO_WIDE_MODEL_H_
 #define PENSTOCK_TESTS_ZERO_WIDE_MODEL_H_
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <map>
 #include <memory>

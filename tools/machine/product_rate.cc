@@ -1,6 +1,7 @@
 #include "tools/machine/product_rate.h"
 
-#include <torch/torch.h>
+#include <torch/types.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 #include <chrono>

@@ -35,19 +35,19 @@ absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config
   }
   if (name == "cpu") {
     if (flags.device_memory.has_value()) {
-      settings->notes.push_back(
+      settings->notes.emplace_back(
           "--device-memory is of no effect with --device cpu: host memory is all there is");
     }
     if (config.penstock.device_memory_budget_bytes.has_value()) {
-      settings->notes.push_back(
+      settings->notes.emplace_back(
           "penstock.device_memory: accepted and ignored: with --device cpu host memory is all there is");
     }
     if (config.aio.use_gds.value_or(false)) {
-      settings->notes.push_back(
+      settings->notes.emplace_back(
           "aio.use_gds: accepted and ignored: with --device cpu weights end in host memory");
     }
     if (config.zero.offload_optimizer.ratio.has_value()) {
-      settings->notes.push_back(
+      settings->notes.emplace_back(
           "zero_optimization.offload_optimizer.ratio: accepted and ignored: with --device cpu the "
           "processor updates everything");
     }

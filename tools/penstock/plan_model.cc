@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/status_macros.h"
+#include "models/family.h"
 #include "models/narrow_model.h"
 #include "models/vocabulary_tiles.h"
 #include "tools/machine/product_rate.h"

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
+#include "models/family.h"
 #include "models/token_file.h"
 #include "tools/penstock/flag_check.h"
 #include "zero/config/json_field.h"

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "models/family.h"
 #include "models/weight_files.h"
 #include "models/weight_import.h"
 #include "swap/inspect.h"

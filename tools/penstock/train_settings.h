@@ -12,11 +12,16 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "models/family.h"
 #include "text/example.h"
 #include "tools/penstock/train_options.h"
-#include "zero/compute/libtorch/tensors.h"
 #include "zero/engine/engine.h"
+
+namespace penstock::models {
+class LanguageModel;
+}  // namespace penstock::models
+namespace penstock::zero {
+struct TensorBatch;
+}  // namespace penstock::zero
 
 namespace penstock::tools {
 

@@ -18,6 +18,7 @@
 #include "base/status_macros.h"
 #include "kernels/cpu_features.h"
 #include "models/data_mixture.h"
+#include "models/family.h"
 #include "swap/checkpoint.h"
 #include "text/tokenizer.h"
 #include "tiering/simulate/run_prediction.h"

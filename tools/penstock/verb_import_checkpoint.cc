@@ -15,6 +15,7 @@
 #include "absl/strings/str_replace.h"
 #include "base/status_macros.h"
 #include "models/deepspeed_checkpoint.h"
+#include "models/family.h"
 #include "tools/base/cli.h"
 #include "tools/penstock/recorded_config.h"
 #include "tools/penstock/state_reader.h"

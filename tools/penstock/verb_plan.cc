@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "models/family.h"
 #include "tiering/advice/what_if.h"
 #include "tools/base/cli.h"
 #include "tools/base/progress.h"

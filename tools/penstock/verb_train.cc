@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "models/family.h"
 #include "tools/base/cli.h"
 #include "tools/base/output_path.h"
 #include "tools/base/progress.h"

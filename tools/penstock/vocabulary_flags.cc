@@ -9,6 +9,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "models/family.h"
 #include "models/vocabulary_tiles.h"
 #include "tools/penstock/flag_check.h"
 
