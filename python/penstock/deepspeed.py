@@ -46,6 +46,8 @@ def install() -> None:
         raise RuntimeError("deepspeed was imported already: import penstock.deepspeed before it")
     if _SHIM not in sys.path:
         sys.path.insert(0, _SHIM)
+    # By itself: a spawned worker has its parent's path already.
+    if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
 
 

@@ -128,8 +128,11 @@ use_cpu: false
     assert os.path.isdir(tmp_path / "of-file"), "the paths of the file are used"
 
 
-def test_a_plugin_without_a_path_is_refused():
-    import penstock.deepspeed
+def test_a_plugin_without_a_path_is_refused(in_child, tmp_path):
+    """In a process of its own: from its import on, deepspeed is Penstock."""
+    text = """
+    import os
+    import penstock.deepspeed, pytest, torch
 
     offload = {"device": "nvme", "nvme_path": "none"}  # as DeepSpeedPlugin fills it in
     with pytest.raises(ValueError, match="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH"):
@@ -137,3 +140,6 @@ def test_a_plugin_without_a_path_is_refused():
     with pytest.raises(ValueError, match="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH"):
         penstock.deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3, "offload_param": offload}})
     assert not os.path.exists("none")
+    print("refused")
+    """
+    assert in_child(text, cwd=tmp_path)[:2] == (0, "refused\n")

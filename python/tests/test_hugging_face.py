@@ -116,6 +116,23 @@ print("done")
     assert done.stdout == "done\n", done.stderr[-3000:]
 
 
+def test_who_inherits_the_path_finds_deepspeed_too(in_child):
+    """Workers that are spawned get their parent's sys.path, and nothing else of it."""
+    worker = """
+    import importlib.metadata, sys
+    assert any(each.endswith("_shim") for each in sys.path)
+    import penstock.deepspeed, deepspeed
+    print(importlib.metadata.version("deepspeed") == deepspeed.__version__)
+    """
+    parent = f"""
+    import os, subprocess, sys, textwrap
+    import penstock.deepspeed
+    print(subprocess.run([sys.executable, "-c", textwrap.dedent({worker!r})], capture_output=True, text=True,
+                         env={{**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}}).stdout, end="")
+    """
+    assert in_child(parent)[:2] == (0, "True\n")
+
+
 def test_run_without_a_script(tmp_path):
     def call(*arguments, **environment):
         return subprocess.run(
