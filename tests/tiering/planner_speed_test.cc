@@ -11,7 +11,7 @@
 namespace penstock::tiering {
 namespace {
 
-TEST(Planner, AThousandBlocksArePlannedWithinASecond) {
+TEST(Planner, AThousandBlocksArePlannedWithinSeconds) {
   const ModelGraph graph = Chain(1000, 3 << 18, 1e-3);
   PlanOptions options;
   options.host_memory_budget_bytes = int64_t{2} << 30;
@@ -25,7 +25,7 @@ TEST(Planner, AThousandBlocksArePlannedWithinASecond) {
   }
   RecordProperty("seconds", std::to_string(seconds));
 #if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  EXPECT_LT(seconds, 1.0);
+  EXPECT_LT(seconds, 2.0) << "a second where it was measured; a processor may be half as fast";
 #endif
 }
 
