@@ -12,10 +12,10 @@ namespace penstock::aio {
 
 class LoadedLibrary {
  public:
-  // The first of these names that is there.
-  explicit LoadedLibrary(std::initializer_list<const char*> names) {
+  // The first of these names that is there; with RTLD_NOLOAD, that the process has already.
+  explicit LoadedLibrary(std::initializer_list<const char*> names, int flags = 0) {
     for (const char* name : names) {
-      if (handle_ == nullptr) handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+      if (handle_ == nullptr) handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL | flags);
     }
   }
   bool loaded() const { return handle_ != nullptr; }

@@ -320,7 +320,8 @@ class DeviceMemory {
   }
 
  private:
-  const aio::LoadedLibrary runtime_{"libcudart.so"};
+  // By its path, and so the one that the engine finds in the process.
+  const aio::LoadedLibrary runtime_{FAKE_CUDA_DIRECTORY "/libcudart.so"};
   int (*const malloc_)(void**, size_t) = runtime_.Get<int(void**, size_t)>("cudaMalloc");
   int (*const free_)(void*) = runtime_.Get<int(void*)>("cudaFree");
   int (*const get_device_)(int*) = runtime_.Get<int(int*)>("cudaGetDevice");

@@ -1,7 +1,8 @@
 // Gradients that a driven model's owner has computed on a CUDA device, in host memory, where the engine sums
 // them.
 //
-// The CUDA runtime is looked up when the first ones come (libcudart.so): nothing here links it.
+// The CUDA runtime is looked up when the first ones come, the one that the process has before any other
+// (libcudart.so): nothing here links it.
 #ifndef PENSTOCK_ZERO_COMPUTE_DEVICE_GRADIENTS_H_
 #define PENSTOCK_ZERO_COMPUTE_DEVICE_GRADIENTS_H_
 
@@ -38,6 +39,8 @@ class DeviceGradients {
   struct Runtime;
   absl::Status Load();
   absl::Status Reserve(int64_t bytes);
+  // On the device that is current, `bytes` in all.
+  absl::Status Copy(const DeviceStream& from, int64_t bytes, std::vector<Gradient>* gradients);
   absl::Status Check(int error, const char* call, int device, int64_t bytes) const;
 
   std::unique_ptr<Runtime> runtime_;  // null: not looked up yet

@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "zero/compute/device.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -155,6 +156,7 @@ absl::Status DrivenCompute::Leave(Entered entered, Result result) {
   absl::Status wrong = CheckResult(result);
   if (wrong.ok() && result.stream.has_value()) {
     lock.unlock();  // the use is entered until it is left: nobody else is here
+    const TensorScope scope(pool_);
     for (auto& [of, gradients] : result.gradients)
       wrong.Update(device_gradients_.ToHost(*result.stream, &gradients));
     lock.lock();
@@ -235,6 +237,7 @@ absl::StatusOr<std::unique_ptr<InitialReader>> DrivenCompute::Initial(tiering::B
 absl::Status DrivenCompute::Begin(const PassInfo& pass, std::vector<Batch> batches) {
   std::lock_guard lock(mutex_);
   pass_ = pass;
+  pool_ = TensorMemory::Here();
   losses_.assign(batches.size(), 0);
   return failure_;
 }

@@ -157,6 +157,7 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
   bool open_ = false, enters_no_more_ = false;
   absl::Status failure_;
   PassInfo pass_;
+  TensorPool* pool_ = nullptr;  // the engine's, of the pass that is open
   State state_ = State::kNone;
   Direction direction_ = Direction::kForward;
   StageUse use_;

@@ -156,7 +156,7 @@ class CudaDevice : public Device {
     }
     // Its allocator is there from now on: it is asked for limits and peaks before there is a tensor.
     try {
-      at::globalContext().lazyInitDevice(torch::kCUDA);
+      at::globalContext().lazyInitDevice(at::kCUDA);
     } catch (const c10::Error& error) {
       return absl::InternalError(
           absl::StrCat("LibTorch's CUDA does not start: ", error.what_without_backtrace()));
