@@ -10,6 +10,10 @@
 
 namespace penstock::aio {
 
+// The CUDA runtime, by the names that it is installed under.
+inline constexpr std::initializer_list<const char*> kCudaRuntime = {"libcudart.so", "libcudart.so.13",
+                                                                    "libcudart.so.12", "libcudart.so.11.0"};
+
 class LoadedLibrary {
  public:
   // The first of these names that is there; with RTLD_NOLOAD, that the process has already.

@@ -50,6 +50,7 @@ function(penstock_library)
   target_link_libraries(${target} PUBLIC penstock_options ${ARG_DEPS} PRIVATE ${ARG_PRIVATE_DEPS})
 endfunction()
 
+set(PENSTOCK_TORCH_HEADERS <torch/types.h> <torch/autograd.h> <torch/nn/module.h> <torch/utils.h>)
 # Of the library penstock_<name> these sources include LibTorch's tensors, and share its headers as penstock_libtorch has
 # read them. To the others, four seconds each would be lost.
 function(penstock_torch_headers name)
@@ -57,7 +58,7 @@ function(penstock_torch_headers name)
   list(REMOVE_ITEM others ${ARGN})
   set_source_files_properties(${others} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
   if(name STREQUAL libtorch)
-    target_precompile_headers(penstock_libtorch PRIVATE <torch/types.h> <torch/autograd.h> <torch/nn/module.h> <torch/utils.h>)
+    target_precompile_headers(penstock_libtorch PRIVATE ${PENSTOCK_TORCH_HEADERS})
   else()
     target_precompile_headers(penstock_${name} REUSE_FROM penstock_libtorch)
   endif()

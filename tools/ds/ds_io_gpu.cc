@@ -43,7 +43,7 @@ absl::StatusOr<std::unique_ptr<GpuBuffer>> GpuBuffer::Make(int device, GpuPath p
                                                            std::span<std::byte> host) {
   std::unique_ptr<GpuBuffer> buffer(new GpuBuffer());
   Cuda& cuda = *buffer->cuda_;
-  aio::LoadedLibrary runtime({"libcudart.so", "libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"});
+  aio::LoadedLibrary runtime(aio::kCudaRuntime);
   if (!runtime.loaded()) {
     return absl::FailedPreconditionError(
         "--gpu: no CUDA runtime (libcudart.so) on this machine; leave out --gpu to measure the drive's side");

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <cstddef>
-#include <initializer_list>
 #include <string>
 #include <utility>
 
@@ -15,8 +14,6 @@
 namespace penstock::zero {
 namespace {
 
-constexpr std::initializer_list<const char*> kNames = {"libcudart.so", "libcudart.so.13", "libcudart.so.12",
-                                                       "libcudart.so.11.0"};
 constexpr unsigned kPortable = 1;   // cudaHostRegisterPortable: of every device
 constexpr int kDeviceToHost = 2;    // cudaMemcpyDeviceToHost
 constexpr int64_t kAlignment = 64;  // of each gradient, as the kernels like it
@@ -51,8 +48,8 @@ absl::Status DeviceGradients::Load() {
   if (runtime_ != nullptr) return absl::OkStatus();
   // The owner's own, which is loaded, before one that lies about: a second runtime has no part in its
   // streams.
-  const aio::LoadedLibrary owners(kNames, RTLD_NOLOAD);
-  const aio::LoadedLibrary library = owners.loaded() ? owners : aio::LoadedLibrary(kNames);
+  const aio::LoadedLibrary owners(aio::kCudaRuntime, RTLD_NOLOAD);
+  const aio::LoadedLibrary library = owners.loaded() ? owners : aio::LoadedLibrary(aio::kCudaRuntime);
   if (!library.loaded()) {
     return absl::FailedPreconditionError(
         "gradients on a device: no CUDA runtime (libcudart.so) was found; give them in host memory");
@@ -116,26 +113,19 @@ absl::Status DeviceGradients::Copy(const DeviceStream& from, int64_t bytes,
   RETURN_IF_ERROR(Reserve(bytes));
   absl::Status status;
   std::byte* to = memory_.data();
-  std::vector<std::byte*> places;
-  for (const Gradient& gradient : *gradients) {
+  for (Gradient& gradient : *gradients) {
     if (!gradient.value.on_device || !status.ok()) continue;
     const int64_t of_it = gradient.value.bytes();
     status = Check(runtime_->MemcpyAsync(to, gradient.value.data, static_cast<size_t>(of_it), kDeviceToHost,
                                          from.stream),
                    "cudaMemcpyAsync", from.device, of_it);
-    places.push_back(to);
+    gradient.value.data = to;
+    gradient.value.on_device = false;
     to += Aligned(of_it);
   }
   // Also after an error: copies that were begun write here.
   status.Update(Check(runtime_->StreamSynchronize(from.stream), "cudaStreamSynchronize", from.device, bytes));
-  RETURN_IF_ERROR(status);
-  auto place = places.begin();
-  for (Gradient& gradient : *gradients) {
-    if (!gradient.value.on_device) continue;
-    gradient.value.data = *place++;
-    gradient.value.on_device = false;
-  }
-  return absl::OkStatus();
+  return status;
 }
 
 }  // namespace penstock::zero

@@ -29,10 +29,10 @@ class DeviceGradients {
   DeviceGradients& operator=(const DeviceGradients&) = delete;
 
   // Those that lie on the device (TensorView::on_device) are copied behind all that has been enqueued on
-  // `from`, which it waits for; then their views are of host memory of this object's, until the next call. It
-  // has as much as the largest call wanted, from the counting allocator (zero/memory/tensor_memory.h), pinned
-  // where the runtime can. kFailedPrecondition: no CUDA runtime, or one without what is needed.
-  // kResourceExhausted: no memory. kUnavailable: the device's own error.
+  // `from`, which it waits for; then their views are of host memory of this object's, until the next call;
+  // after an error they are nothing. It has as much as the largest call wanted, from the counting allocator
+  // (zero/memory/tensor_memory.h), pinned where the runtime can. kFailedPrecondition: no CUDA runtime, or one
+  // without what is needed. kResourceExhausted: no memory. kUnavailable: the device's own error.
   absl::Status ToHost(const DeviceStream& from, std::vector<Gradient>* gradients);
 
  private:
