@@ -2,8 +2,10 @@
 // as it was where the plan is refused.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <memory>
 #include <set>
@@ -314,6 +316,41 @@ TEST_F(ReplanTest, NobodyGetsAtTheRunMeanwhile) {
   ASSERT_TRUE(engine->Flush().ok());
   for (const char* step : {"2", "4"})
     EXPECT_TRUE(std::filesystem::exists(directory_ + "/kept/step-0000000" + step)) << step;
+}
+
+TEST_F(ReplanTest, NobodyGetsAtTheRunWhenAPlanCannotBeCarriedOut) {
+  EngineOptions options = Options(8);
+  options.memory.host_memory_budget_bytes = LeastFor(options, 32);
+  const Trained expected = Resumed(options, {{8, 4}});
+  rlimit descriptors{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &descriptors), 0);
+  // The new plan finds no descriptor for the file of inputs that it has; the one before is carried out again.
+  bool refuses = false;
+  std::vector<swap::Holding> seen;
+  options.hooks.planned = [&](const EnginePlan&) {
+    const rlimit none = {refuses ? 3 : descriptors.rlim_cur, descriptors.rlim_max};
+    return setrlimit(RLIMIT_NOFILE, &none) == 0 ? absl::OkStatus() : absl::ErrnoToStatus(errno, "setrlimit");
+  };
+  options.hooks.preparing = [&](const std::string&) {
+    (void)setrlimit(RLIMIT_NOFILE, &descriptors);
+    seen.push_back(swap::Probe(options.storage.state_dirs).holding);
+  };
+  const auto engine = Open(options);
+  ASSERT_NE(engine, nullptr);
+  Trained ours;
+  Train(*engine, {8, 2}, &ours);
+  seen.clear();
+  refuses = true;
+  const absl::Status refused = engine->Replan(Example(32));
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &descriptors), 0);
+  EXPECT_FALSE(refused.ok());
+  EXPECT_THAT(std::string(refused.message()),
+              testing::AllOf(HasSubstr("inputs"), HasSubstr("goes on with the plan that it had")));
+  ASSERT_GE(seen.size(), 2U);
+  EXPECT_EQ(std::set<swap::Holding>(seen.begin(), seen.end()), std::set{swap::Holding::kInUse});
+  Train(*engine, {8, 4}, &ours);
+  ReadState(*engine, &ours);
+  EXPECT_EQ(ours, expected);
 }
 
 TEST_F(ReplanTest, WhatTheCallerHasSaidOfTheRunStays) {

@@ -79,8 +79,7 @@ absl::Status Engine::Impl::Create() {
 }
 
 absl::Status Engine::Impl::MakeResources() {
-  ASSIGN_OR_RETURN(resources_,
-                   RunResources::Create(plan_, options_, identity_.dump(), std::exchange(held_, {})));
+  ASSIGN_OR_RETURN(resources_, RunResources::Create(plan_, options_, identity_.dump(), held_));
   return options_.trains && options_.storage.checkpoints.any() ? MakeCheckpointing() : absl::OkStatus();
 }
 

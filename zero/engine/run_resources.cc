@@ -25,25 +25,29 @@ absl::Status TakeRegion(aio::Arena& arena, int64_t bytes, aio::Region* region) {
 absl::StatusOr<std::unique_ptr<RunResources>> RunResources::Create(const EnginePlan& plan,
                                                                    const EngineOptions& options,
                                                                    const std::string& identity,
-                                                                   swap::HeldFiles held) {
+                                                                   swap::HeldFiles& held) {
   auto made = std::unique_ptr<RunResources>(new RunResources(plan, options));
-  absl::Status status = made->MakeMemory();
-  if (status.ok()) status = made->MakeDevice();
-  const bool checkpoints = options.trains && options.storage.checkpoints.any();
-  if (status.ok() && (plan.plan.on_nvme || options.resumes() || checkpoints)) status = made->MakeIo();
-  if (status.ok() && plan.plan.on_nvme) status = made->MakeStore(identity, std::move(held));
-  if (status.ok() && plan.plan.input_scratch_bytes > 0) {
-    absl::StatusOr<std::unique_ptr<ActivationSpill>> inputs =
-        ActivationSpill::Create(*made->io_, plan.graph, plan.plan, options.storage.state_dirs);
-    status = inputs.status();
-    if (status.ok()) made->inputs_ = std::move(*inputs);
+  if (absl::Status status = made->Make(identity, held); !status.ok()) {
+    if (made->store_ != nullptr) held = made->CloseStore();
+    return status;
   }
-  if (status.ok() && plan.plan.on_nvme && SumsSpill::Bytes(plan.plan) > 0) {
-    ASSIGN_OR_RETURN(made->sums_,
-                     SumsSpill::Create(*made->io_, plan.plan, options.storage.state_dirs.front()));
-  }
-  RETURN_IF_ERROR(status);
   return made;
+}
+
+absl::Status RunResources::Make(const std::string& identity, swap::HeldFiles& held) {
+  RETURN_IF_ERROR(MakeMemory());
+  RETURN_IF_ERROR(MakeDevice());
+  const bool checkpoints = options_.trains && options_.storage.checkpoints.any();
+  if (plan_.plan.on_nvme || options_.resumes() || checkpoints) RETURN_IF_ERROR(MakeIo());
+  if (plan_.plan.on_nvme) RETURN_IF_ERROR(MakeStore(identity, held));
+  if (plan_.plan.input_scratch_bytes > 0) {
+    ASSIGN_OR_RETURN(inputs_,
+                     ActivationSpill::Create(*io_, plan_.graph, plan_.plan, options_.storage.state_dirs));
+  }
+  if (plan_.plan.on_nvme && SumsSpill::Bytes(plan_.plan) > 0) {
+    ASSIGN_OR_RETURN(sums_, SumsSpill::Create(*io_, plan_.plan, options_.storage.state_dirs.front()));
+  }
+  return absl::OkStatus();
 }
 
 swap::HeldFiles RunResources::CloseStore() {
@@ -136,7 +140,7 @@ absl::Status RunResources::MakeIo() {
   return absl::OkStatus();
 }
 
-absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFiles held) {
+absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFiles& held) {
   swap::StoreOptions store_options;
   store_options.slots = static_cast<uint32_t>(plan_.versions);
   store_options.directories = options_.resumes() ? plan_.parts.front() : options_.storage.state_dirs;
@@ -158,7 +162,7 @@ absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFile
   }
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> store,
                    options_.resumes()
-                       ? swap::Store::Open(*io_, store_options, std::move(held))
+                       ? swap::Store::Open(*io_, store_options, std::exchange(held, {}))
                        : swap::Store::Create(*io_, store_options, LayoutOf(plan_.plan), identity));
   store_ = std::move(store);
   return options_.resumes() && options_.comm != nullptr ? GoBackTogether() : absl::OkStatus();

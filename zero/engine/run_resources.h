@@ -29,12 +29,13 @@ class RunResources {
  public:
   // Opens the store of a run that goes on, of all ranks at the newest commit that all have made, and makes
   // that of a new one, with `identity` (swap/store.h). `held`: the store's files, where CloseStore gave them;
-  // taken. From here on tensors on the host are counted afresh, and bounded by what the arena leaves of the
-  // budget. Plan and options outlive it.
+  // taken, and given
+  // back with an error, unless it is the store's own. From here on tensors on the host are counted afresh,
+  // and bounded by what the arena leaves of the budget. Plan and options outlive it.
   static absl::StatusOr<std::unique_ptr<RunResources>> Create(const EnginePlan& plan,
                                                               const EngineOptions& options,
                                                               const std::string& identity,
-                                                              swap::HeldFiles held = {});
+                                                              swap::HeldFiles& held);
   // The run stays locked, and is opened by what is created next. Empty: no drive.
   swap::HeldFiles CloseStore();
   // Nothing may be in flight. Tensors are bounded by nothing afterwards.
@@ -69,10 +70,11 @@ class RunResources {
  private:
   RunResources(const EnginePlan& plan, const EngineOptions& options) : plan_(plan), options_(options) {}
   static int NodeFor(const EngineOptions& options);  // of NUMA, for the arena; -1: the kernel's choice
+  absl::Status Make(const std::string& identity, swap::HeldFiles& held);
   absl::Status MakeMemory();
   absl::Status MakeDevice();
   absl::Status MakeIo();
-  absl::Status MakeStore(const std::string& identity, swap::HeldFiles held);
+  absl::Status MakeStore(const std::string& identity, swap::HeldFiles& held);
   absl::Status OpenOthers(swap::StoreOptions* own);
   absl::Status GoBackTogether();
   void Log(const std::string& line) const {
