@@ -210,7 +210,7 @@ absl::Status PlainCompute::Forward(const StageUse& use, std::span<const Weights>
     losses_[static_cast<size_t>(use.micro_batch)] = sum / static_cast<double>(elements);
   }
   const auto at = static_cast<size_t>(use.position.value());
-  if (!use.trains) batch.saved[at].memory = HostBuffer();
+  if (!use.keeps_inputs) batch.saved[at].memory = HostBuffer();
   if (!use.last || !use.trains) {
     Saved& next = batch.saved[use.last ? at : at + 1];
     next.memory = std::move(y);
@@ -241,7 +241,7 @@ absl::Status PlainCompute::Backward(const StageUse& use, std::span<const Weights
   ASSIGN_OR_RETURN(weight_gradient_, HostBuffer::Of(width * width * kFloat, "memory for a gradient"));
   ASSIGN_OR_RETURN(bias_gradient_, HostBuffer::Of(width * kFloat, "memory for a gradient"));
   HostBuffer dx;
-  if (use.position.value() > 0) {
+  if (use.passes_gradients) {
     ASSIGN_OR_RETURN(dx, Rows(rows, width));
   }
   Differentiate(layer, x, Floats(y), rows, width, Floats(dy), Floats(weight_gradient_),

@@ -101,6 +101,7 @@ class PyTrainingEngine {
       }
       CheckEngine(alike);
     }
+    model.measured.graph.input_gradients = given.input_gradients;
     zero::EngineOptions& made = given.engine;
     made.initial_values = std::move(model.initial_values);
     made.hooks.log = [heard = heard_](const std::string& line) { heard->Line(line); };

@@ -42,7 +42,8 @@ nlohmann::json ParseJson(const std::string& text);
 
 struct GivenOptions {
   zero::EngineOptions engine;
-  std::string restore_from;  // the checkpoint that the run is made of; empty: none
+  std::string restore_from;      // the checkpoint that the run is made of; empty: none
+  bool input_gradients = false;  // ModelGraph's
 };
 // From a JSON object; the keys are python/penstock/_engine/_engine.py's. kInvalidArgument names one that is
 // wrong. comm: the other ranks, or null.

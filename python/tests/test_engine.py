@@ -3,11 +3,13 @@
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 
 import pytest
 
@@ -720,6 +722,108 @@ def test_frozen_parameters_stay_as_they_are(tmp_path):
         state = engine.state_dict()
         for name, value in frozen.items():
             assert torch.equal(state[name], value), name
+
+
+def _last_layers_train(count=2, **options):
+    model = net(tied=False, **options)
+    for part in (model.embed, *model.layers[:-count]):
+        part.requires_grad_(False)
+    return model, [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("way", ["steps", "batch", "accumulation"])
+def test_backward_ends_at_the_first_block_that_trains(tmp_path, way):
+    model, trained = _last_layers_train()
+    model.embed.register_forward_hook(lambda module, inputs, out: out.requires_grad_(True))  # enable_input_require_grads of transformers
+    each = 1 if way == "steps" else 2
+    data = batches(5 * each)
+    steps = [data[first : first + each] for first in range(0, len(data), each)]
+    names = [{"params": [name for name, p in model.named_parameters() if p.requires_grad]}]
+    expected = plain_losses(model, names, steps, clip=0)[0]
+    calls = [0] * len(model.layers)
+    for number, layer in enumerate(model.layers):
+        layer.norm.register_forward_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+    losses, options = [], {} if way == "steps" else {"gradient_accumulation_steps": 2}
+    with make(model, tmp_path, optimizer=torch.optim.AdamW(trained, lr=1e-2), gradient_clipping=0, **options) as engine:
+        for number, pair in enumerate(steps):
+            if number == 1:
+                calls[:] = [0] * len(calls)  # without what was measured at first
+            if way == "batch":
+                losses.append(float(engine.train_batch(pair)))
+            else:
+                losses.append(sum(step(engine, batch) for batch in pair) / each)
+    assert losses == pytest.approx(expected, abs=1e-5)
+    passes = 4 * each
+    forwards = 2 if way == "accumulation" else 1
+    assert calls == [forwards * passes] * 2 + [(forwards + 1) * passes] * 2
+
+
+class Prompted(nn.Module):
+    """Takes what an embedding would have given; its last layers train."""
+
+    def __init__(self, leaf=False):
+        super().__init__()
+        self.net, self.trained = _last_layers_train()
+        self.leaf = leaf
+
+    def forward(self, prompt, targets):
+        x = prompt + 0 if not self.leaf else prompt.detach().requires_grad_(True)  # as transformers' speech models do, for checkpointing
+        for layer in self.net.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.net.head(self.net.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def test_gradients_of_what_goes_into_the_model(tmp_path):
+    model, targets = Prompted(), batches(1)[0]["targets"]
+    plain = copy.deepcopy(model)
+    prompt = torch.randn(*targets.shape, 32)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with make(model, tmp_path / "wanted", optimizer=torch.optim.SGD(trained, lr=0.1), gradient_clipping=0) as engine:
+        ours, theirs = (prompt.clone().requires_grad_(True) for _ in range(2))
+        optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(3):
+            ours.grad = theirs.grad = None
+            loss = step(engine, {"prompt": ours, "targets": targets})
+            expected = plain(theirs, targets)
+            optimizer.zero_grad()
+            expected.backward()
+            optimizer.step()
+            assert loss == pytest.approx(expected.item(), abs=1e-5)
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_tensor_that_the_model_brings_in_below_what_trains(tmp_path, hooked):
+    model, targets = Prompted(leaf=not hooked), batches(1)[0]["targets"]
+    if hooked:  # transformers' enable_input_require_grads
+        model.net.layers[0].register_forward_hook(lambda module, inputs, out: out.requires_grad_(True))
+    data = [{"prompt": torch.randn(*targets.shape, 32), "targets": targets} for _ in range(3)]
+    names = [{"params": [name for name, p in model.named_parameters() if p.requires_grad]}]
+    expected = plain_losses(model, names, [[batch] for batch in data])[0]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with make(model, tmp_path, optimizer=optimizer) as engine, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert run(engine, data) == pytest.approx(expected, abs=1e-5)
+    lines = [str(each.message) for each in told if "requires a gradient" in str(each.message)]
+    assert len(lines) == (0 if hooked else 1)
+    assert hooked or re.search(r"net\.layers\.0 is given .* backward ends at net\.layers\.2", lines[0])
+
+
+def test_a_gradient_that_backward_would_leave_out_is_refused(tmp_path):
+    model, targets = Prompted(), batches(1)[0]["targets"]
+    prompt = torch.randn(*targets.shape, 32)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with make(model, tmp_path, optimizer=optimizer, gradient_accumulation_steps=2) as engine:
+        batch, asking = {"prompt": prompt, "targets": targets}, {"prompt": prompt.clone().requires_grad_(True), "targets": targets}
+        engine.train_batch([batch, batch])
+        with pytest.raises(RuntimeError, match=r"backward ends at net\.layers\.2, the first block that trains"):
+            engine(**asking)
+        with pytest.raises(RuntimeError, match="backward ends at"):
+            engine.train_batch([batch, asking])
+        engine.eval()
+        engine(**asking)
+        engine.train()
+        engine.train_batch([batch, batch])
 
 
 def test_bf16_masters_are_fp32(tmp_path):

@@ -508,9 +508,11 @@ void MeaningLanes::Apply(const Op& op) {
       if (op.evaluates) return;
       EXPECT_TRUE(op.position == Position(0) || inputs_.count({op.position, op.micro_batch}) == 1)
           << op.position;
+      if (op.position < op.first_trained) inputs_.erase({op.position, op.micro_batch});
       Keep(op.position + 1, op.micro_batch);
       return;
     case OpKind::kBackward:
+      EXPECT_GE(op.position, op.first_trained) << "backward of what no gradient is wanted of";
       EXPECT_TRUE(op.position == Position(0) || inputs_.count({op.position, op.micro_batch}) == 1)
           << op.position;
       inputs_.erase({op.position, op.micro_batch});

@@ -387,6 +387,53 @@ TEST(Program, AFrozenBlockCostsNoMoreThanItsWeights) {
   EXPECT_TRUE(MakePlan(graph, options).ok());
 }
 
+// What comes before the first block that trains is computed forward: read once, and no input of it is kept.
+TEST(Program, BackwardEndsAtTheFirstBlockThatTrains) {
+  constexpr int kLayers = 12, kFrozen = 8;
+  ModelGraph graph = Chain(kLayers, 64 * kElementAlignment);
+  for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = kMiB;
+  PlanOptions options;
+  options.bounds.placement = Placement::kCpu;
+  const auto plan_for = [&] {
+    options.host_memory_budget_bytes = 0;
+    options.host_memory_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes;
+    return *MakePlan(graph, options);
+  };
+  const Plan all = plan_for();
+  for (int b = 0; b < kFrozen; ++b) graph.blocks[BlockIndex(b)].trains = false;
+  const Plan plan = plan_for();
+  ASSERT_TRUE(plan.SpillsInput(Position(kFrozen)));
+  EXPECT_LE(plan.least_host_memory_bytes, all.least_host_memory_bytes);
+  ProgramBuilder builder(graph, plan, 1);
+  // By position: operations of backward, and transfers of inputs. By block: bytes of weights read.
+  const auto count = [&](int frozen) {
+    std::vector<int> backward(kLayers), inputs(kLayers);
+    std::vector<int64_t> read(kLayers);
+    for (const Op& op : builder.Append(Pass::kTrain)) {
+      if (op.kind == OpKind::kBackward) ++backward[At(op.position)];
+      if (op.kind == OpKind::kWriteInput || op.kind == OpKind::kReadInput) ++inputs[At(op.position)];
+      if (op.kind == OpKind::kReadWeights) read[At(op.block)] += op.bytes;
+    }
+    for (int i = 0; i < kLayers; ++i) {
+      SCOPED_TRACE(i);
+      EXPECT_EQ(backward[At(i)], i < frozen ? 0 : 1);
+      EXPECT_EQ(inputs[At(i)], i < std::max(1, frozen) || !plan.SpillsInput(Position(i)) ? 0 : 2);
+      if (i < frozen) {
+        EXPECT_LE(read[At(i)], graph.blocks[BlockIndex(i)].elements * 2);
+      }
+    }
+  };
+  builder.Append(Pass::kTrain);
+  count(kFrozen);
+  std::vector<int> order(kLayers);
+  std::iota(order.begin(), order.end(), 0);
+  std::rotate(order.begin(), order.begin() + kFrozen, order.end() - 1);  // one that trains comes first
+  builder.SetOrder(order);
+  count(0);
+  EXPECT_LT(plan.nvme_read_bytes, all.nvme_read_bytes - kFrozen * 64 * kElementAlignment * 2 * 2);
+  RunPasses(graph, plan, MachineModel(), nullptr);
+}
+
 // A large base that is frozen and a small part beside it that trains, as with LoRA: the base is read for
 // forward and for backward, and that is all; memory for state and gradients is that of the small part.
 TEST(Program, WhatIsFrozenBesideWhatTrainsCostsItsTwoReadsAlone) {

@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tests/soak.h"
+#include "tests/zero/freeze.h"
 #include "tests/zero/training.h"
 #include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
@@ -22,6 +23,7 @@
 namespace penstock::zero {
 namespace {
 
+using testing_support::Freeze;
 using testing_support::MakeTestDevice;
 using testing_support::RunOptions;
 using testing_support::ScratchTest;
@@ -42,17 +44,6 @@ struct Oddities {
                         transposed ? ", transposed" : "");
   }
 };
-
-// Every `every`-th parameter of the block.
-void Freeze(BlockSpec* block, size_t every) {
-  absl::StrAppend(&block->kind, ", frozen ", every);
-  block->build = [build = block->build, every] {
-    std::shared_ptr<torch::nn::Module> module = build();
-    std::vector<torch::Tensor> parameters = module->parameters();
-    for (size_t p = 0; p < parameters.size(); p += every) parameters[p].set_requires_grad(false);
-    return module;
-  };
-}
 
 Model MakeOdd(const models::GptConfig& config, const Oddities& odd) {
   Model model = models::MakeGpt(config);

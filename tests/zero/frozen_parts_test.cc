@@ -30,9 +30,12 @@ using tiering::StageIndex;
 constexpr int kBlocks = 3, kMicroBatches = 2;
 constexpr int64_t kSteps = 6;
 
-// A frozen base around two adapters of different groups; one block that trains whole.
-std::vector<ParameterSpec> Specs(int block, bool frozen) {
+// A frozen base around two adapters of different groups; one block that trains whole. `plain_first`: the
+// first block is all base.
+std::vector<ParameterSpec> Specs(int block, bool frozen, bool plain_first) {
   if (block == 1) return {{"weight", {37, 90}}};
+  if (block == 0 && plain_first)
+    return {{"base.0", {300, 100}, !frozen, 2}, {"base.1", {90, 50}, !frozen, 2}};
   return {{"base.0", {300, 100}, !frozen, 2},
           {"a", {70, 30}, true, 0},
           {"base.1", {90, 50}, !frozen, 2},
@@ -53,9 +56,10 @@ struct Result {
 // Its gradients follow from all weights, so that one that lies in a wrong place shows.
 class Owner {
  public:
-  Owner(bool frozen, kernels::DType dtype) : dtype_(dtype) {
+  Owner(bool frozen, kernels::DType dtype, bool plain_first = false)
+      : dtype_(dtype), last_backward_(frozen && plain_first ? 1 : 0) {
     for (int b = 0; b < kBlocks; ++b)
-      layouts_.push_back(std::make_shared<const FlatLayout>(FlatLayout::Of(Specs(b, frozen))));
+      layouts_.push_back(std::make_shared<const FlatLayout>(FlatLayout::Of(Specs(b, frozen, plain_first))));
   }
 
   Measured Given() const {
@@ -98,7 +102,7 @@ class Owner {
       for (int m = 0; status.ok() && m < kMicroBatches; ++m)
         status = Use(driven.compute(), Direction::kForward, s, m, step);
     }
-    for (int s = kBlocks; status.ok() && s >= 0; --s) {
+    for (int s = kBlocks; status.ok() && s >= last_backward_; --s) {
       for (int m = 0; status.ok() && m < kMicroBatches; ++m)
         status = Use(driven.compute(), Direction::kBackward, s, m, step);
     }
@@ -131,7 +135,7 @@ class Owner {
       }
       gradients.push_back({static_cast<int>(p), {gradient.data(), ElementType::kFp32, parameter.sizes}});
     }
-    result.gradients = {{weights.block, std::move(gradients)}};
+    if (layout.Trains()) result.gradients = {{weights.block, std::move(gradients)}};
     result.loss = sum;
     return compute.Leave(*std::move(entered), std::move(result));
   }
@@ -141,6 +145,7 @@ class Owner {
  private:
   static size_t At(int64_t i) { return static_cast<size_t>(i); }
   const kernels::DType dtype_;
+  const int last_backward_;  // the first stage whose block trains
   std::vector<std::shared_ptr<const FlatLayout>> layouts_;
 };
 
@@ -280,6 +285,25 @@ TEST_F(FrozenPartsTest, TheBitsAreThoseOfARunThatKeepsStateForEverything) {
       }
     }
   }
+}
+
+// The same, where backward ends behind the first stage.
+TEST_F(FrozenPartsTest, AFrozenBlockThatComesFirstIsLeftOutOfBackward) {
+  const auto train = [](bool frozen, const EngineOptions& options) {
+    Owner owner(frozen, options.dtype, /*plain_first=*/true);
+    Result result;
+    if (const auto driven = Open(owner, options); driven != nullptr) Train(owner, *driven, 1, &result);
+    return result;
+  };
+  EngineOptions options = Options(kernels::DType::kBf16, OffloadDevice::kNone);
+  const Result expected = train(/*frozen=*/true, options), everything = train(/*frozen=*/false, options);
+  EXPECT_EQ(everything.losses, expected.losses);
+  EXPECT_EQ(everything.values, expected.values);
+  options.storage.offload = OffloadDevice::kNvme;
+  options.storage.state_dirs = {directory_ + "/state"};
+  Owner owner(true, options.dtype, /*plain_first=*/true);
+  options.memory.host_memory_budget_bytes = Open(owner, options)->plan().plan.least_host_memory_bytes;
+  ExpectSame(train(true, options), expected);
 }
 
 TEST_F(FrozenPartsTest, WhatIsFrozenIsReadTwiceAStepAndNeverWritten) {

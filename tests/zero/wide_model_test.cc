@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "tests/zero/freeze.h"
 #include "tests/zero/wide_training.h"
 #include "zero/compute/libtorch/libtorch_compute.h"
 
@@ -33,6 +34,26 @@ void ExpectGradientsOf(WholeModel& whole, Engine& engine) {
       EXPECT_GT(ours->abs().max().item<float>(), 0) << name;
     }
   }
+}
+
+// With the engine's parameters and the statistics that the whole model's steps have left.
+void ExpectEvaluatesAs(WholeModel& whole, Engine& engine, const WideShape& shape) {
+  torch::NoGradGuard no_grad;
+  const TensorBatch held_out = MakeWideBatch(shape, 1000, 0);
+  for (size_t b = 0; b < whole.modules.size(); ++b) {
+    whole.modules[b]->eval();
+    for (auto& parameter : whole.modules[b]->named_parameters()) {
+      const auto now =
+          ReadStateTensor(engine, whole.model.blocks[b].name + "." + parameter.key(), StateKind::kParameter);
+      ASSERT_TRUE(now.ok()) << now.status();
+      parameter.value().set_data(*now);
+    }
+  }
+  double expected = 0;
+  whole.Loss(held_out, 1, 1, 0, &expected);
+  const absl::StatusOr<double> evaluated = engine.Evaluate({held_out});
+  ASSERT_TRUE(evaluated.ok()) << evaluated.status();
+  EXPECT_EQ(*evaluated, expected);
 }
 
 TEST_F(WideModelTest, GradientsOfListsAreThoseOfTheWholeModel) {
@@ -69,22 +90,7 @@ TEST_F(WideModelTest, LossesOfInnerStagesCountWithTheirGradientAndAreShownApart)
   }
   ExpectGradientsOf(whole, **engine);
   // An evaluation has them too.
-  torch::NoGradGuard no_grad;
-  const TensorBatch held_out = MakeWideBatch(shape, 1000, 0);
-  for (size_t b = 0; b < whole.modules.size(); ++b) {
-    whole.modules[b]->eval();
-    for (auto& parameter : whole.modules[b]->named_parameters()) {
-      const auto now = ReadStateTensor(**engine, whole.model.blocks[b].name + "." + parameter.key(),
-                                       StateKind::kParameter);
-      ASSERT_TRUE(now.ok()) << now.status();
-      parameter.value().set_data(*now);
-    }
-  }
-  double expected = 0;
-  whole.Loss(held_out, 1, 1, 0, &expected);
-  const absl::StatusOr<double> evaluated = (*engine)->Evaluate({held_out});
-  ASSERT_TRUE(evaluated.ok()) << evaluated.status();
-  EXPECT_EQ(*evaluated, expected);
+  ExpectEvaluatesAs(whole, **engine, shape);
 }
 
 TEST_F(WideModelTest, LossesAreTheSameInMemoryAndOnADriveInTheLeastMemory) {
@@ -114,6 +120,72 @@ TEST_F(WideModelTest, LossesAreTheSameInMemoryAndOnADriveInTheLeastMemory) {
   const WideLosses rest = TrainWide(**resumed, shape, 6);
   ours.Append(rest);
   EXPECT_EQ(ours, expected);
+}
+
+// Their losses count and their statistics go on, and backward does not come to them.
+TEST_F(WideModelTest, StagesBeforeTheFirstThatTrainsAreComputedOnce) {
+  WideShape shape;
+  shape.inner_losses = true;
+  shape.statistics = true;
+  shape.layers = 5;
+  Model model = MakeWideModel(shape);
+  constexpr size_t kFrozen = 3;  // the embedding and two layers
+  for (size_t b = 0; b < kFrozen; ++b) testing_support::Freeze(&model.blocks[b]);
+  std::vector<int> repeated(model.stages.size());
+  Model counting = model;
+  for (size_t s = 0; s < model.stages.size(); ++s) {
+    counting.stages[s].compute = [&repeated, s, compute = model.stages[s].compute](StageCall& call,
+                                                                                   const Values& inputs) {
+      if (torch::GradMode::is_enabled()) ++repeated[s];
+      return compute(call, inputs);
+    };
+  }
+  const auto compute = std::make_shared<LibTorchCompute>(counting);
+  absl::StatusOr<std::unique_ptr<Engine>> in_memory = Engine::Create(compute, WideOptions(shape));
+  ASSERT_TRUE(in_memory.ok()) << in_memory.status();
+  std::fill(repeated.begin(), repeated.end(), 0);  // while they were measured
+  const absl::StatusOr<StepResult> result = (*in_memory)->Step(WideBatches(shape, 1));
+  ASSERT_TRUE(result.ok()) << result.status();
+  for (size_t s = 0; s < model.stages.size(); ++s)
+    EXPECT_EQ(repeated[s], s < kFrozen ? 0 : testing_support::kWideMicroBatches) << s;
+  WholeModel whole(model, EngineOptions().seed);
+  EXPECT_EQ(result->loss, whole.Backward({MakeWideBatch(shape, 1, 0), MakeWideBatch(shape, 1, 1)},
+                                         EngineOptions().seed, 1));
+  const absl::StatusOr<std::map<std::string, double>> inner = compute->InnerLosses();
+  ASSERT_TRUE(inner.ok()) << inner.status();
+  for (const auto& [name, value] : whole.inner_losses) EXPECT_NEAR(inner->at(name), value, 1e-12) << name;
+  for (size_t b = kFrozen; b < whole.modules.size(); ++b) {
+    for (const auto& parameter : whole.modules[b]->named_parameters()) {
+      const std::string name = model.blocks[b].name + "." + parameter.key();
+      const absl::StatusOr<torch::Tensor> ours = ReadStateTensor(**in_memory, name, StateKind::kGradient);
+      ASSERT_TRUE(ours.ok()) << ours.status();
+      EXPECT_TRUE(torch::equal(*ours, parameter.value().grad())) << name;
+    }
+  }
+  // An evaluation goes by the statistics that the step has left, of all layers.
+  ExpectEvaluatesAs(whole, **in_memory, shape);
+  // Another order brings a layer that trains before one that does not, and back again.
+  const auto train = [&](Engine& engine, int64_t first) {
+    WideLosses losses = TrainWide(engine, shape, first + 2);
+    EXPECT_TRUE(engine.SetOrder({0, 1, 4, 2, 3, 5, 6}).ok());
+    std::fill(repeated.begin(), repeated.end(), 0);
+    losses.Append(TrainWide(engine, shape, first + 4));
+    EXPECT_TRUE(engine.SetOrder({0, 1, 2, 3, 4, 5, 6}).ok());
+    losses.Append(TrainWide(engine, shape, first + 6));
+    return losses;
+  };
+  in_memory->reset();
+  in_memory = CreateEngine(model, WideOptions(shape));
+  ASSERT_TRUE(in_memory.ok()) << in_memory.status();
+  const WideLosses expected = train(**in_memory, 0);
+  absl::StatusOr<std::unique_ptr<Engine>> on_a_drive =
+      CreateEngine(counting, WideOnADrive(shape, model, scratch_ + "/state"));
+  ASSERT_TRUE(on_a_drive.ok()) << on_a_drive.status();
+  EXPECT_EQ(train(**on_a_drive, 0), expected);
+  EXPECT_EQ(repeated[1], 0);
+  EXPECT_EQ(repeated[2], 2 * testing_support::kWideMicroBatches);  // in the other order alone
+  EXPECT_LE((*on_a_drive)->peak_managed_bytes(),
+            WideOnADrive(shape, model, scratch_).memory.host_memory_budget_bytes);
 }
 
 TEST_F(WideModelTest, AnotherOrderOfLayersHasTheSameBitsEverywhere) {

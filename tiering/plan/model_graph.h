@@ -2,8 +2,8 @@
 //
 // A *block* is one contiguous run of parameters that is fetched, computed with and released as one (a
 // transformer layer, an embedding). A *stage* is one use of a block in the forward pass; stages run in order
-// 0..S-1, and the backward pass runs them in reverse. A block may be used by several stages (tied embeddings,
-// repeated layers).
+// 0..S-1, and the backward pass runs them in reverse, down to the first one that trains. A block may be used
+// by several stages (tied embeddings, repeated layers).
 #ifndef PENSTOCK_TIERING_PLAN_MODEL_GRAPH_H_
 #define PENSTOCK_TIERING_PLAN_MODEL_GRAPH_H_
 
@@ -126,6 +126,7 @@ struct ModelGraph {
   PerStage<StageShape> stages;
   int64_t batch_bytes = 0;         // tensor memory of one micro-batch's inputs and targets
   int64_t fixed_tensor_bytes = 0;  // tensors that live as long as the run (buffers of modules)
+  bool input_gradients = false;    // who computes wants gradients of what goes into the first stage
 
   int64_t elements() const {
     int64_t sum = 0;
@@ -136,6 +137,33 @@ struct ModelGraph {
   int64_t trained_elements() const {
     int64_t sum = 0;
     for (const BlockShape& block : blocks) sum += block.trains ? block.elements : 0;
+    return sum;
+  }
+  // Backward ends at the first stage whose block trains: to those before it no gradient leads, and forward is
+  // all that is computed of them. The last one where nothing trains; where `input_gradients`, the first.
+  StageIndex first_trained() const {
+    StageIndex first(0);
+    if (input_gradients) return first;
+    while (first + 1 < stages.end_index() && !blocks[stages[first].block].trains) ++first;
+    return first;
+  }
+  // By block: not 0 where backward comes to it.
+  PerBlock<char> in_backward() const {
+    PerBlock<char> comes(blocks.size(), 0);
+    for (StageIndex s = first_trained(); s < stages.end_index(); ++s) comes[stages[s].block] = 1;
+    return comes;
+  }
+  struct PassSeconds {
+    double forward = 0, backward = 0;
+  };
+  // What computing a micro-batch takes.
+  PassSeconds pass_seconds() const {
+    PassSeconds sum;
+    const StageIndex first = first_trained();
+    for (const StageIndex s : stages.indices()) {
+      sum.forward += stages[s].forward_seconds;
+      if (s >= first) sum.backward += stages[s].backward_seconds;
+    }
     return sum;
   }
   // Tensor memory, per micro-batch, that the inputs of any `stages_kept` stages take while they wait for

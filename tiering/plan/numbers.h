@@ -11,7 +11,7 @@ using TileIndex = Index<struct TileTag>;     // within its block
 using StageIndex = Index<struct StageTag>;   // of the model: the order of its description
 using Position = Index<struct PositionTag>;  // of a stage in the order in which a pass runs them
 // Of a block's weights in a pass: each stage of forward uses one, and then each of backward, whose last stage
-// first. A pass of S stages that trains has 2 S - 1 of them.
+// first. A pass of S stages that trains has 2 S - 1 of them, less those before the first that trains.
 using UseIndex = Index<struct UseTag>;
 
 template <class T>

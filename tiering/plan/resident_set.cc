@@ -21,7 +21,8 @@ ResidentSet::ResidentSet(const ModelGraph& graph, const PlanOptions& options)
   for (const StageShape& stage : graph.stages) walk_.push_back(stage.block);
   // The last stage runs forward and backward in one go: one use.
   StageIndex stage = graph.stages.end_index() - 1;
-  while (options.trains && stage > StageIndex(0)) walk_.push_back(graph.stages[--stage].block);
+  const StageIndex first = graph.first_trained();
+  while (options.trains && stage > first) walk_.push_back(graph.stages[--stage].block);
 }
 
 int64_t ResidentSet::BytesOf(const Plan& plan, const PerBlock<char>& stays) {

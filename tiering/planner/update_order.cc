@@ -51,25 +51,30 @@ int64_t TrainedElements(const ModelGraph& graph, const Plan& plan) {
   return elements;
 }
 
+// Of the blocks that backward comes to.
+int64_t ElementsInBackward(const ModelGraph& graph) {
+  const PerBlock<char> comes = graph.in_backward();
+  int64_t elements = 0;
+  for (const BlockIndex b : comes.indices()) elements += comes[b] != 0 ? graph.blocks[b].elements : 0;
+  return elements;
+}
+
 // The share of tiles whose update in backward gives the drive as much to do in backward as the processor has.
 double EvenShare(const ModelGraph& graph, const Plan& plan) {
-  double forward = 0, backward = 0;
-  for (const StageShape& stage : graph.stages) {
-    forward += stage.forward_seconds;
-    backward += stage.backward_seconds;
-  }
+  const auto [forward, backward] = graph.pass_seconds();
   if (forward + backward <= 0) return 0;
   const double weights = plan.precision.weight_bytes();
   const double update = 2.0 * static_cast<double>(plan.precision.UnpaddedBytes(kSample)) / kSample;
-  // Of what is frozen the weights are read in both.
-  const double trained =
-      static_cast<double>(TrainedElements(graph, plan)) / static_cast<double>(graph.elements());
+  // Of what is frozen the weights are read in both, where backward comes to it.
+  const auto elements = static_cast<double>(graph.elements());
+  const double trained = static_cast<double>(TrainedElements(graph, plan)) / elements;
+  const double in_backward = static_cast<double>(ElementsInBackward(graph)) / elements;
   // What a device writes of its own updates falls into forward, and is borne by the others' tiles.
   const double there = plan.on_device_share();
   const double written_there = there < 1 ? there * update / 2 / (1 - there) : 0;
-  const double all = trained * (update + written_there) + (2 - trained) * weights;
+  const double all = trained * (update + written_there) + (1 + in_backward - trained) * weights;
   const double of_backward = all * backward / (forward + backward);
-  return std::clamp((of_backward - weights) / (trained * (update - weights)), 0.0, 1.0);
+  return std::clamp((of_backward - in_backward * weights) / (trained * (update - weights)), 0.0, 1.0);
 }
 
 // The tile may be previewed in such a plan: it is read for forward and written, and forward has it once.
@@ -97,12 +102,9 @@ void MarkPreviews(const ModelGraph& graph, double share, double tilt, Plan* plan
 
 // The share of previews with which backward has as much to move as it has time for, or forward no more.
 double EvenPreviews(const ModelGraph& graph, const MachineModel& machine, const Plan& plan) {
-  double forward_seconds = 0, backward_seconds = 0;
-  for (const StageShape& stage : graph.stages) {
-    forward_seconds += stage.forward_seconds;
-    backward_seconds += stage.backward_seconds;
-  }
+  const auto [forward_seconds, backward_seconds] = graph.pass_seconds();
   double forward = 0, backward = 0, less = 0, more = 0;  // bytes, and what previews change
+  const PerBlock<char> in_backward = graph.in_backward();
   for (const BlockIndex b : plan.blocks.indices()) {
     const BlockPlan& of = plan.blocks[b];
     const bool stays = of.private_weight_slot.valid();
@@ -115,7 +117,7 @@ double EvenPreviews(const ModelGraph& graph, const MachineModel& machine, const 
       const double state = of.updates(t) ? static_cast<double>(plan.precision.StateBytes(elements)) : 0;
       const bool state_stays = of.private_tile_slot[t].valid();
       forward += gradient + (stays ? 0 : weights) + (state_stays ? 0 : 2 * state);
-      backward += gradient + weights + (state_stays ? state : 0);
+      backward += gradient + (in_backward[b] != 0 ? weights : 0) + (state_stays ? state : 0);
       if (of.updates(t) && !stays) forward += weights;  // written
       if (!TileMayBe(graph, plan, b, t)) continue;
       less += state + (stays ? 0 : weights);

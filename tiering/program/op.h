@@ -115,7 +115,8 @@ struct Op {
   BlockIndex block;
   TileIndex tile;  // within the block
   StageIndex stage;
-  Position position;  // of the stage in the pass's order
+  Position position;       // of the stage in the pass's order
+  Position first_trained;  // of a stage's: where backward of the pass ends
   int micro_batch = -1;
   int64_t step = 0;        // training step whose work this is (an update belongs to the step of its gradient)
   WeightSlot weight_slot;  // where the block's weights are

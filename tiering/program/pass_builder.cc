@@ -20,11 +20,20 @@ PassBuilder::PassBuilder(const ModelGraph& graph, const Plan& plan, const Parts&
       device_(parts.device),
       stage_order_(graph.stages.size()) {
   std::iota(stage_order_.begin(), stage_order_.end(), StageIndex(0));
+  FindFirstTrained();
+}
+
+void PassBuilder::FindFirstTrained() {
+  first_trained_ = Position(0);
+  if (graph_.input_gradients) return;
+  while (first_trained_ < last_position() && !graph_.blocks[block_at(first_trained_)].trains)
+    ++first_trained_;
 }
 
 void PassBuilder::SetOrder(const std::vector<int>& stages) {
   PENSTOCK_CHECK(stages.size() == graph_.stages.size(), "an order of other stages than the model's");
   for (const Position position : positions()) stage_order_[position] = StageIndex(stages[At(position)]);
+  FindFirstTrained();
 }
 
 PassBuilder::Weights PassBuilder::FetchForCompute(BlockIndex block, UseIndex use, bool updates) {
@@ -79,6 +88,7 @@ Op& PassBuilder::EmitForStage(OpKind kind, Lane lane, Position position, int mic
   op.block = block_at(position);
   op.stage = stage_order_[position];
   op.position = position;
+  op.first_trained = first_trained_;
   op.micro_batch = micro_batch;
   return op;
 }
@@ -117,10 +127,10 @@ OpId PassBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
       if (!train) continue;
       // What it hands on must find room: inputs on their way to the drive are as many as the ring has.
       const Position leaving = position + (1 - plan_.input_ring);
-      if (plan_.SpillsInput(leaving)) {
+      if (SpillsInput(leaving)) {
         for (const OpId written : input_written_[leaving]) AddIf(&op.after, written);
       }
-      if (!plan_.SpillsInput(position)) continue;
+      if (!SpillsInput(position)) continue;
       input_written_[position][At(m)] = ops_.next_id();
       EmitInput(OpKind::kWriteInput, position, m, step).after = {id};
     }
@@ -143,7 +153,7 @@ OpId PassBuilder::EmitBackward(Position position, const Weights& weights, const 
   const StageShape& stage = stage_at(position);
   OpId last = -1;
   for (int m = 0; m < plan_.micro_batches; ++m) {
-    const OpId input_read = plan_.SpillsInput(position) ? EmitInputRead(position, m, step) : -1;
+    const OpId input_read = SpillsInput(position) ? EmitInputRead(position, m, step) : -1;
     const auto emit = [&](OpKind kind) -> Op& {
       last = ops_.next_id();
       Op& op = EmitForStage(kind, Lane::kCompute, position, m, step);
@@ -201,12 +211,12 @@ void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool spec
   for (const BlockIndex b : uses_left.indices()) uses_left[b] = plan_.blocks[b].uses;
   // Deferred writes go beside the first half, so that gradients on their way out are not long behind them,
   // and the commit is over when the next forward writes.
-  const size_t first_half = std::max<size_t>(1, stage_order_.size() / 2);
+  const size_t first_half = std::max<size_t>(1, (stage_order_.size() - At(first_trained_)) / 2);
   const size_t written_with_each = (writer_.deferred() + first_half - 1) / first_half;
   Edges finals;
   input_used_.assign(stage_order_.size(), -1);
   gradients_.StartBackward(call.first);
-  for (Position position = last_position(); position.valid(); --position) {
+  for (Position position = last_position(); position >= first_trained_; --position) {
     const BlockIndex block = block_at(position);
     const BlockPlan& bp = plan_.blocks[block];
     const bool last_use = --uses_left[block] == 0;
@@ -220,10 +230,7 @@ void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool spec
     const OpId last = EmitBackward(position, weights, wait, step);
     ComputedWith(weights, last);
     before = last;
-    if (!bp.trains) {
-      if (position == Position(0)) finals.push_back(last);  // the step ends when it does
-      continue;
-    }
+    if (!bp.trains) continue;
     if (!last_use) {
       gradients_.EmitSums(block, last, step);
       continue;

@@ -48,6 +48,8 @@ class PassBuilder {
   BlockIndex block_at(Position position) const { return stage_at(position).block; }
   IndexRange<Position> positions() const { return stage_order_.indices(); }
   Position last_position() const { return stage_order_.end_index() - 1; }
+  // Where backward ends (ModelGraph::first_trained, in this order).
+  Position first_trained() const { return first_trained_; }
   // Of its weights.
   static UseIndex UseInForward(Position position) { return UseIndex(position.value()); }
   UseIndex UseInBackward(Position position) const {
@@ -74,6 +76,11 @@ class PassBuilder {
   };
 
   const StageShape& stage_at(Position position) const { return graph_.stages[stage_order_[position]]; }
+  void FindFirstTrained();
+  // Of an input that backward wants.
+  bool SpillsInput(Position position) const {
+    return position >= first_trained_ && plan_.SpillsInput(position);
+  }
   // `updates`: an update in backward will need them in host memory.
   Weights FetchForCompute(BlockIndex block, UseIndex use, bool updates);
   // `op` computes with them, where they are, when they are there.
@@ -101,6 +108,7 @@ class PassBuilder {
   WeightFetcher& fetcher_;
   DeviceWeights& device_;
   PerPosition<StageIndex> stage_order_;
+  Position first_trained_;
   OpId batch_ = -1;                               // kBatch of the pass
   PerPosition<std::vector<OpId>> input_written_;  // [micro_batch] of this pass, -1
   PerPosition<OpId> input_used_;                  // last backward of this pass, -1

@@ -75,7 +75,8 @@ void ProgramBuilder::Parts::CountUses(Pass pass) {
   }
   if (pass == Pass::kTrain || pass == Pass::kSum) {
     // The last stage runs forward and backward in one go: one use.
-    for (Position position = passes.last_position() - 1; position.valid(); --position) {
+    const Position first = passes.first_trained();
+    for (Position position = passes.last_position() - 1; position >= first; --position) {
       uses.Add(passes.block_at(position));
     }
   }

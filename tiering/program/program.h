@@ -6,8 +6,8 @@
 // plan, whatever the timing; the executor needs no allocator and no lock order. Because the future of a
 // training step is known, the slot to reuse is the one whose content is needed furthest in the future
 // (Belady, "A study of replacement algorithms", 1966), but for the one that computes just before; on the walk
-// 0..S-1, S-1..0 of a step that keeps the last blocks of forward for the start of backward, and the last of
-// backward for the next forward.
+// 0..S-1, S-1..0 of a step (or down to the first stage that trains) that keeps the last blocks of forward for
+// the start of backward, and the last of backward for the next forward.
 //
 // A tile is updated in one of two orders, which the plan chooses tile by tile:
 //   in the next forward  when the next pass first needs its block: the global norm is known by then, and the

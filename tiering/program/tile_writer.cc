@@ -16,12 +16,9 @@ TileWriter::TileWriter(const ModelGraph& graph, const Plan& plan, OpList* ops, S
 }
 
 double TileWriter::DeferredShare(const ModelGraph& graph) const {
-  double forward_seconds = 0, backward_seconds = 0;
-  for (const StageShape& stage : graph.stages) {
-    forward_seconds += stage.forward_seconds;
-    backward_seconds += stage.backward_seconds;
-  }
+  const auto [forward_seconds, backward_seconds] = graph.pass_seconds();
   double forward = 0, backward = 0, either = 0;  // bytes of the drive
+  const PerBlock<char> in_backward = graph.in_backward();
   for (const BlockIndex b : plan_.blocks.indices()) {
     const BlockPlan& block = plan_.blocks[b];
     if (plan_.on_device(b)) continue;
@@ -29,7 +26,7 @@ double TileWriter::DeferredShare(const ModelGraph& graph) const {
     const auto weights = static_cast<double>(block.elements * plan_.precision.weight_bytes());
     const auto gradient = static_cast<double>(block.gradient_elements() * plan_.precision.gradient_bytes);
     for (double* pass : {&forward, &backward}) {
-      if (!stays) *pass += weights;
+      if (!stays && (pass == &forward || in_backward[b] != 0)) *pass += weights;
       if (block.trains && !block.gradient_slot.valid()) *pass += gradient;
     }
     for (const TileIndex t : block.tiles.indices()) {

@@ -8,8 +8,9 @@
 // one.
 //
 // A training pass calls, in the program's order and for each micro-batch: Forward of every stage but the
-// last; then, from the last stage to the first, Backward (of the last stage forward and backward at once),
-// Gradients for the stage's block where it trains, and Release. An evaluation calls Forward of all stages.
+// last; then, from the last stage to the first one whose block trains, Backward (of the last stage forward
+// and backward at once), Gradients for the stage's block where it trains, and Release. An evaluation calls
+// Forward of all stages.
 // Between the two uses of a position the engine may take its saved inputs out of memory (SavedInputs,
 // DropInputs) and have them back (RestoreInputs).
 //
@@ -97,8 +98,13 @@ struct StageUse {
   tiering::Position position;  // in the order of the pass, by default the stage's own number
   int micro_batch = 0;
   bool last = false;   // of the pass: its output is the loss, or what Infer returns
-  bool trains = true;  // false: dropout and its like are off, and no input is kept
-  uint64_t seed = 0;   // of generators: the same in forward and backward, whatever else is computed between
+  bool trains = true;  // false: dropout and its like are off
+  // Of Forward: its backward comes and wants its inputs. false: in an evaluation, and where no stage up to
+  // this one trains; then nothing of it is asked for again.
+  bool keeps_inputs = true;
+  // Of Backward: a stage before it wants the gradients of its inputs. false: backward ends here.
+  bool passes_gradients = true;
+  uint64_t seed = 0;  // of generators: the same in forward and backward, whatever else is computed between
 };
 
 // A block's flat parameters, in the device's memory, in the type of the weights.

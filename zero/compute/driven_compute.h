@@ -9,8 +9,8 @@
 //   Leave(entered, gradients)            ->   sums them; Leave returns when it has
 //
 // Every use of a pass is entered once, in the program's order: of a training pass forward of all stages but
-// the last; then backward from the last to the first, of which the last one's has its forward too. Before
-// Enter returns the weights have arrived.
+// the last; then backward from the last to the first one whose block trains, of which the last one's has its
+// forward too. Before Enter returns the weights have arrived.
 //
 // Threads: Enter, Leave and Fail from any; each driver is a thread that is inside one use at a time. The
 // overrides are the engine's. Two drivers enter uses of different micro-batches; a use is entered by one. A

@@ -21,6 +21,8 @@ StageUse ComputeLane::UseOf(const Op& op) const {
           .micro_batch = op.micro_batch,
           .last = op.position + 1 == tiering::Position(plan_.positions),
           .trains = !op.evaluates,
+          .keeps_inputs = !op.evaluates && op.position >= op.first_trained,
+          .passes_gradients = op.position > op.first_trained,
           .seed = MixSeed(options_.seed, static_cast<uint64_t>(op.step), number,
                           static_cast<uint64_t>(op.stage.value()))};
 }

@@ -38,7 +38,7 @@ from ._report import Report
 from ._runtime import Runtime
 from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, resolve, without_places
 from ._trace import trace
-from ._tree import counted, map_tensors
+from ._tree import counted, map_tensors, tensors_of
 from ._watch import Watch
 from ._weights import Weights
 from ._whole import Whole
@@ -120,6 +120,7 @@ class Engine:
         self._resume = resume
         self._overwrite = overwrite
         self._seed = seed
+        self._input_gradients = False  # wanted of what went into the first forward
         self._core: Any = None
         self._made = False  # a run, which came to nothing after that
         self._ranks: Alone = Alone()  # until they have met
@@ -270,12 +271,10 @@ class Engine:
             return tensor.to(self.device, tensor.dtype if cast_to is None or not tensor.is_floating_point() else cast_to)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            self._input_gradients |= any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
             args, kwargs = map_tensors((args, kwargs), taken_in)
             return own(*args, **kwargs)
 
-        if cast_to is None and self.device.type == "cpu":
-            yield
-            return
         previous = replace_forward(self.module, forward)
         try:
             yield
@@ -356,6 +355,7 @@ class Engine:
             "overwrite": (self._overwrite or self._made) and not resume,
             "restore_from": self._restore_from,
             "seed": self._seed,
+            "input_gradients": self._input_gradients,
         }
         self._ranks.agree(self._alike(options, described))
         other = next((each for each in _started if not set(each._places()).isdisjoint(self._places())), None)
@@ -409,7 +409,7 @@ class Engine:
             raise
         weights.hide_all()
         trains = [[trains for trains, _ in mark] for mark in marks]
-        self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains)
+        self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains, self._input_gradients)
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
         self._runtime.device = self.device
@@ -421,6 +421,9 @@ class Engine:
         self._watch = watch
         self._watch.again(self._watched)
         self._runtime.flops_of = self._watch.flops
+        seconds = [use.seconds for use in uses]
+        if sum(seconds) > 0:
+            self._watch.backward_share = sum(seconds[self._runtime.first_trained :]) / sum(seconds)
         _started.add(self)
 
     # Where this process keeps its part of the state.

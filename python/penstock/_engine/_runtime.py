@@ -8,6 +8,8 @@ the block once more and computes it again. Rules that this rests on:
 - autograd runs what it can of a block before it goes on to the one before it, so a block is left when the next is entered.
 - The last use is entered once, as backward: it is computed with its graph, and nothing is computed again.
 - Uses that a pass does not come to are entered and left without computing.
+- Backward ends at the first use whose block trains, unless what goes into the model wants a gradient. What comes before it is computed
+  without a graph.
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ class Driver:
         self.came = threading.Event()  # to its first use, or to its end
         self.random: Optional[RandomState] = None  # while another driver computes
         self.counts = (0, 0)  # tokens and samples
+        self.made: Dict[int, weakref.ref[torch.Tensor]] = {}  # by uses that backward does not come to
         self.graph: Dict[Any, List[Any]] = {}  # from nodes of autograd that a block's outputs have to those of its inputs
         self.forward: Optional[Forward] = None  # of an accumulation: computed now, to be computed again, or that again
 
@@ -83,9 +86,16 @@ class Runtime:
     """The model's modules, patched, and the pass that is open."""
 
     def __init__(
-        self, core: Any, model: nn.Module, blocks: Sequence[Block], uses: Sequence[Use], weights: Weights, trains: Sequence[Sequence[bool]]
+        self,
+        core: Any,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        uses: Sequence[Use],
+        weights: Weights,
+        trains: Sequence[Sequence[bool]],
+        input_gradients: bool,
     ) -> None:
-        """trains: of each parameter of each block, whether it is updated."""
+        """trains: of each parameter of each block, whether it is updated. input_gradients: what goes into the model may ask for them."""
         self._core = core
         self._model = model
         self._blocks = blocks
@@ -96,6 +106,9 @@ class Runtime:
         for number, use in enumerate(uses):
             self._places.setdefault(id(use.module), []).append(number)
         self._trains = trains
+        trained = (number for number, use in enumerate(uses) if any(trains[use.block]))
+        #: The use where backward ends.
+        self.first_trained = 0 if input_gradients else next(trained, self._last)
         self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
         self._structure = Structure(model)
         self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
@@ -119,6 +132,7 @@ class Runtime:
         #: What the engine's share of a micro-batch in the loss is multiplied by.
         self.loss_factor = 1.0
         self._looked_at_kept = False
+        self._told_of_lost_gradients = False
         self._trained = 0  # passes
         self._compares = False  # in this one: what blocks give when they are computed again with what they gave
         self._random_after: Optional[RandomState] = None  # of the first micro-batch, at its end
@@ -287,11 +301,21 @@ class Runtime:
             return self._original(*args, **kwargs)  # the model calls itself
         if driver is not None and driver.trains and driver.forward_at == 0 and getattr(self._local, "awaited", False):
             self._local.awaited = False
+            self._refuse_lost_gradients(args, kwargs)
             driver.counts = counted(args, kwargs)
             return self._inside(args, without_cache(self._original, kwargs))
         if self._model.training and torch.is_grad_enabled():
+            self._refuse_lost_gradients(args, kwargs)
             return self.on_training_forward(args, kwargs)
         return self.evaluate(args, kwargs)
+
+    def _refuse_lost_gradients(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+        if self.first_trained > 0 and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+            raise PassFailed(
+                f"what goes into the model requires a gradient, and backward ends at {self._uses[self.first_trained].name}, the first block "
+                "that trains, since nothing that went into the first forward required one. Detach it, or make a new engine whose first "
+                "forward has it so"
+            )
 
     # Set by the engine: called before a pass begins.
     before_pass: Callable[[], None]
@@ -353,9 +377,12 @@ class Runtime:
             if not driver.trains:
                 with self._entered_forward(driver, stage), self._buffers_noted(driver, stage), torch.no_grad():
                     return self._apart(stage, _computed(original, settings, args, kwargs))
-            if not torch.is_grad_enabled() and stage != self._last:
-                with self._entered_forward(driver, stage), self._as_before(driver, stage):
-                    return self._apart(stage, _computed(original, settings, args, kwargs))
+            if stage != self._last and (stage < self.first_trained or not torch.is_grad_enabled()):
+                self._tell_of_lost_gradients(driver, stage, tensors_of((args, kwargs)))
+                with self._entered_forward(driver, stage), self._as_before(driver, stage), torch.no_grad():
+                    out = self._apart(stage, _computed(original, settings, args, kwargs))
+                driver.made.update((id(tensor), weakref.ref(tensor)) for tensor in tensors_of(out))
+                return out
             if stage == self._last:
                 self._enter_backward(driver, stage)
                 with self._as_before(driver, stage):
@@ -365,6 +392,22 @@ class Runtime:
             return self._checkpointed(driver, stage, original, args, kwargs)
 
         return forward
+
+    # Of a use that backward does not come to. What such uses give may be said to require a gradient, as transformers does for
+    # checkpointing (enable_input_require_grads): nobody reads that one.
+    def _tell_of_lost_gradients(self, driver: Driver, stage: int, given: Sequence[torch.Tensor]) -> None:
+        if self._told_of_lost_gradients or not torch.is_grad_enabled():
+            return
+        made = {number for number, tensor in driver.made.items() if tensor() is not None}
+        if all(id(leaf) in made for leaf in _leaves_of(given)):
+            return
+        self._told_of_lost_gradients = True
+        warnings.warn(
+            f"{self._uses[stage].name} is given a tensor that requires a gradient, which the model's forward brings in: backward ends at "
+            f"{self._uses[self.first_trained].name}, the first block that trains, and makes none of it. Where it is wanted, make it a parameter "
+            "of the model, or give it to the model",
+            stacklevel=4,
+        )
 
     # A forward that will be computed again: its buffers as they are before it.
     @contextlib.contextmanager
@@ -594,9 +637,10 @@ class Runtime:
     # To the last use, which stays entered until the pass is finished; another micro-batch may have to follow it there.
     def _end_backward(self, driver: Driver) -> None:
         self._pass_by(driver, self._last)
-        while driver.backward_at > 0 or (driver.backward_at == 0 and driver.inside is None):
+        first = self.first_trained
+        while driver.backward_at > first or (driver.backward_at == first and driver.inside is None):
             self._leave_backward(driver)
-            if driver.backward_at >= 0:
+            if driver.backward_at >= first:
                 self._enter_now(driver, driver.backward_at)
         if driver.number + 1 < len(self._drivers):
             self._leave_backward(driver)
@@ -801,6 +845,21 @@ def _note_graph(driver: Driver, given: Sequence[torch.Tensor], out: Any) -> None
     for tensor in tensors_of(out):
         if tensor.grad_fn is not None and id(tensor) not in passed:
             driver.graph[tensor.grad_fn] = inputs
+
+
+# Tensors without a history that gradients of these lead to.
+def _leaves_of(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
+    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes.extend(each for each, _ in node.next_functions)
+    return leaves
 
 
 # A gradient that comes to a weight while its block is not computed would be of a value that is none, and lost.

@@ -78,6 +78,8 @@ class Watch:
         self._ended = time.perf_counter()
         #: Of a forward, by the unit that batches are counted in; None: not known.
         self.forward_flops: Optional[float] = None
+        #: Of a forward, by time: what backward comes to.
+        self.backward_share = 1.0
         self._rate = 0.0
         self._size = 1024 if settings.device.type == "cpu" else 8192  # of the matrices of a product that says what the device can
 
@@ -87,8 +89,8 @@ class Watch:
         self._rate = self._world * _product_rate(DTYPES[self._settings.dtype], self._size, self._settings.device)
 
     def flops(self, tokens: int, samples: int) -> float:
-        """Of a step: its forwards, and twice that for backward. 0: not known."""
-        return 3 * (self.forward_flops or 0.0) * (tokens or samples)
+        """Of a step: its forwards, and twice that for backward of what that comes to. 0: not known."""
+        return (1 + 2 * self.backward_share) * (self.forward_flops or 0.0) * (tokens or samples)
 
     def again(self, entry: Optional[Dict[str, Any]]) -> None:
         """A step whose commit another process has made: who was to be told may not have heard of it."""

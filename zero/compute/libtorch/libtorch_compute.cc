@@ -264,7 +264,7 @@ absl::Status LibTorchCompute::Forward(const StageUse& use, std::span<const Weigh
     Values copies = CopyBuffers(use);
     if (use.trains) {
       LendBuffers(use);
-      from.buffers = std::move(copies);
+      if (use.keeps_inputs) from.buffers = std::move(copies);
     } else {
       LendBuffers(use, copies);
     }
@@ -274,8 +274,8 @@ absl::Status LibTorchCompute::Forward(const StageUse& use, std::span<const Weigh
     Values outputs = KeptValues(RunStage(use, call, from.values), from.values, blocks);
     Detach(use);
     EndBorrowing(use);
-    if (!use.trains) {
-      NoteLosses(use, call);  // of a training pass backward has them
+    if (!use.keeps_inputs) {
+      NoteLosses(use, call);  // else backward has them
       from.values.clear();
     }
     if (!use.last) {
@@ -311,6 +311,7 @@ void LibTorchCompute::ComputeBackward(const StageUse& use) {
   } else {
     LendBuffers(use, from.buffers);
   }
+  if (!use.passes_gradients) std::fill(from.flows.begin(), from.flows.end(), 0);
   const Values inputs = LeavesOf(std::exchange(from.values, Values()), from.flows);
   StageCall call = CallOf(use);
   const Values outputs = RunStage(use, call, inputs);
@@ -326,6 +327,7 @@ void LibTorchCompute::ComputeBackward(const StageUse& use) {
   }
   roots.Add(call.losses(), pass_.loss_gradient);
   roots.Run();
+  if (!use.passes_gradients) return;
   Flowing& down = flowing_[At(use.micro_batch)];
   for (size_t i = 0; i < inputs.size(); ++i)
     down.gradients.push_back(from.flows[i] != 0 ? inputs[i].grad() : torch::Tensor());
