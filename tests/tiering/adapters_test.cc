@@ -23,8 +23,7 @@ struct Shape {
   int64_t vocabulary;
   int tiles;  // of it, for embedding and head each, or for both together
   bool tied;
-  double most;         // of its lower bound
-  int64_t most_apart;  // bytes written beside commits
+  double most_clipped;  // of the lower bound of a step
 };
 
 // A layer's matrices, and what rank-16 adapters of all of them are.
@@ -38,7 +37,6 @@ int64_t AdapterElements(const Shape& of) {
 struct Model {
   ModelGraph graph;
   int64_t base_bytes = 0;
-  int64_t used_bytes = 0;  // the same, but for what two stages use, which counts twice
 };
 
 // Of `tokens`; a step computes for `seconds`.
@@ -59,7 +57,6 @@ Model ModelOf(const Shape& of, int64_t tokens, double seconds) {
   const auto add_stage = [&](const char* name, BlockIndex block, int64_t flops_of) {
     StageShape stage{name, block, input, 6 * input, 24 * input};
     stage.input_scratch_bytes = input;
-    model.used_bytes += graph.blocks[block].elsewhere_bytes;
     stage.forward_seconds = static_cast<double>(flops_of);
     // What is frozen has no gradient of its own: computed again, and one product of two.
     stage.backward_seconds = 2 * stage.forward_seconds;
@@ -119,42 +116,45 @@ TEST_P(Adapters, ReadTheirBaseTwiceAndWriteNothingButTheirCommits) {
     options.host_memory_budget_bytes = model.base_bytes / 8;
     const absl::StatusOr<Plan> plan = MakePlan(model.graph, options);
     ASSERT_TRUE(plan.ok()) << plan.status();
-    EXPECT_LE(plan->nvme_read_bytes, 2 * model.used_bytes);
-    int64_t committed = 0, apart = 0;
+    int64_t committed = 0, apart = 0, base_read = 0;
     const CondensedPlan condensed(*plan);
     ForStepOps(model.graph, condensed.plan(), /*speculative_update=*/true, [&](const Op& op) {
+      const int64_t bytes = op.bytes * condensed.times(op);
+      if (op.kind == OpKind::kReadWeights) base_read += bytes;
       if (op.lane != Lane::kWrite) return;
-      (IsTileWrite(op.kind) ? committed : apart) += op.bytes * condensed.times(op);
+      (IsTileWrite(op.kind) ? committed : apart) += bytes;
     });
-    EXPECT_LT(apart, of.most_apart);
+    EXPECT_LE(base_read, 2 * model.base_bytes);
+    EXPECT_LT(apart, 1'000'000);
     EXPECT_LE(committed, plan->precision.UnpaddedBytes(of.layers * AdapterElements(of)) * 1.02);
     const absl::StatusOr<Prediction> step = Predict(model.graph, *plan, options.machine);
     ASSERT_TRUE(step.ok()) << step.status();
     const double bound = LowerBoundOf(model, *plan, *step, options.machine);
     std::printf(
-        "%s, compute to drive %.1f: %.2f GB in %d tiles, %d blocks in flight; read %.3f of it, written %.1f "
+        "%s, compute to drive %.1f: %.2f GB in %d tiles, %d blocks in flight; read %.3f of it and %.3f with "
+        "the states, written %.1f "
         "+ %.3f "
         "MB; %.3f s, %.3f of its lower bound, %.3f of its busiest part (%s); clipped %.3f\n",
         of.name, compute_to_drive, base * 1e-9, static_cast<int>(plan->tile_count()),
-        plan->weight_classes.back().slots, static_cast<double>(plan->nvme_read_bytes) / base,
-        static_cast<double>(committed) * 1e-6, static_cast<double>(apart) * 1e-6, step->step_seconds,
-        step->step_seconds / bound, step->step_seconds / step->lower_bound_seconds, step->bound_by.c_str(),
+        plan->weight_classes.back().slots, static_cast<double>(base_read) / base,
+        static_cast<double>(plan->nvme_read_bytes) / base, static_cast<double>(committed) * 1e-6,
+        static_cast<double>(apart) * 1e-6, step->step_seconds, step->step_seconds / bound,
+        step->step_seconds / step->lower_bound_seconds, step->bound_by.c_str(),
         step->clipped_step_seconds / bound);
     // Where both take as long, every wait of one is a wait of the other.
-    const double most = compute_to_drive == 1.0 ? 1.15 : of.most;
-    EXPECT_LE(step->step_seconds, most * bound);
-    EXPECT_LE(step->clipped_step_seconds, most * bound);
+    const bool even = compute_to_drive == 1.0;
+    EXPECT_LE(step->step_seconds, (even ? 1.15 : 1.05) * bound);
+    EXPECT_LE(step->clipped_step_seconds, (even ? 1.15 : of.most_clipped) * bound);
   }
 }
 
-// What a tied vocabulary is used for last and first computes nothing, and is read all the same; and three
-// blocks in flight leave an eighth of a small base little room, so that the gradients of some blocks spill.
-INSTANTIATE_TEST_SUITE_P(
-    Llama, Adapters,
-    testing::Values(Shape{"llama_3b", 28, 3072, 8192, 1024, 128256, 5, true, 1.13, 16'000'000},
-                    Shape{"llama_8b", 32, 4096, 14336, 1024, 128256, 3, false, 1.05, 1'000'000},
-                    Shape{"llama_70b", 80, 8192, 28672, 1024, 128256, 1, false, 1.05, 1'000'000}),
-    [](const auto& each) { return std::string(each.param.name); });
+// Three blocks in flight leave an eighth of a small base little room for tiles of state, which a clipped step
+// has all in forward.
+INSTANTIATE_TEST_SUITE_P(Llama, Adapters,
+                         testing::Values(Shape{"llama_3b", 28, 3072, 8192, 1024, 128256, 5, true, 1.11},
+                                         Shape{"llama_8b", 32, 4096, 14336, 1024, 128256, 3, false, 1.05},
+                                         Shape{"llama_70b", 80, 8192, 28672, 1024, 128256, 1, false, 1.05}),
+                         [](const auto& each) { return std::string(each.param.name); });
 
 }  // namespace
 }  // namespace penstock::tiering

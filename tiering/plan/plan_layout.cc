@@ -26,10 +26,10 @@ int64_t AccumulatorBytes(const Plan& plan, BlockIndex block) {
 }
 
 // What is frozen and what trains are cut apart.
-PerTile<Tile> TilesOfBlock(const BlockPlan& block, int64_t tile_elements) {
+PerTile<Tile> TilesOfBlock(const BlockPlan& block, int64_t tile_elements, int64_t adapter_tile_elements) {
   if (block.trained_from == 0) return CutTiles(block.elements, tile_elements);
   PerTile<Tile> tiles = CutTiles(block.trained_from, tile_elements);
-  for (Tile tile : CutTiles(block.gradient_elements(), tile_elements)) {
+  for (Tile tile : CutTiles(block.gradient_elements(), adapter_tile_elements)) {
     tile.offset += block.trained_from;
     tiles.push_back(tile);
   }
@@ -86,6 +86,9 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     tile_elements -= kElementAlignment;
   }
 
+  const int64_t adapter_tile_elements =
+      level.adapter_tile_elements > 0 ? std::min(tile_elements, level.adapter_tile_elements) : tile_elements;
+
   PerBlock<int> uses(graph_.blocks.size(), 0);
   for (const StageShape& stage : graph_.stages) ++uses[stage.block];
   PerBlock<int64_t> sizes;
@@ -103,7 +106,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
       block.elsewhere_to = block.trains ? block.trained_from : block.elements;
       block.elsewhere_bytes = graph_.blocks[b].elsewhere_bytes;
     }
-    block.tiles = options_.fixed_tiles.empty() ? TilesOfBlock(block, tile_elements)
+    block.tiles = options_.fixed_tiles.empty() ? TilesOfBlock(block, tile_elements, adapter_tile_elements)
                                                : FixedTiles(block, options_.fixed_tiles[b], tile_elements);
     block.private_tile_slot.assign(block.tiles.size(), TileSlot());
     block.speculative_update.assign(block.tiles.size(), 0);

@@ -21,6 +21,7 @@ struct Level {
   int least_ring;
   int gradient_ring;
   bool sums_leave = false;
+  int64_t adapter_tile_elements = 0;  // of what trains beside what is frozen; 0: as of all others
 };
 
 // An arena is made of whole ones.

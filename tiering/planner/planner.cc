@@ -45,6 +45,14 @@ constexpr std::array<Level, 6> kLevels = {{
     {2, 1 << 16, 3 * kMiB, 4, 1},
 }};
 
+// Beside adapters, whose state is little: the memory of its tiles is worth more to gradients and weights.
+constexpr Level kOfAdapters = {.runs = 3,
+                               .tile_elements = 1 << 20,
+                               .ring_bytes = 24 * kMiB,
+                               .least_ring = 4,
+                               .gradient_ring = 2,
+                               .adapter_tile_elements = 1 << 18};
+
 // And with less memory for the sums of blocks that several stages use: all levels with them on the drive are
 // compared where they would take more than this share of the budget; else the likeliest (WithoutSums).
 constexpr double kSumsShare = 0.5;
@@ -165,6 +173,7 @@ class Planner {
   // Those to choose from under a budget; 0: all. The last is the leanest.
   std::vector<Level> Levels(int64_t budget) const {
     std::vector<Level> levels(kLevels.begin(), kLevels.end());
+    if (has_adapters() && options_.keeps_frozen_apart()) levels.insert(levels.begin() + 1, kOfAdapters);
     const int64_t sums = layout_.SumsThatMayLeave();
     const auto fits = [&] {
       return std::any_of(kLevels.begin(), kLevels.end(),
@@ -413,14 +422,15 @@ class Planner {
     return options_.commits_every_step ? kSpendings : kLateSpendings;
   }
 
+  bool has_adapters() const {
+    return std::any_of(graph_.blocks.begin(), graph_.blocks.end(), [](const BlockShape& block) {
+      return block.trains && block.trained_from > block.elements / 2;
+    });
+  }
+
   // What is tried first, and taken where there are too many tiles to compare. Beside adapters weights are
   // nearly all that there is, and gradients, which would be written, nearly nothing.
-  const Spending& first_spending() const {
-    const bool adapters = std::any_of(
-        graph_.blocks.begin(), graph_.blocks.end(),
-        [](const BlockShape& block) { return block.trains && block.trained_from > block.elements / 2; });
-    return spendings()[adapters ? 1 : 0];
-  }
+  const Spending& first_spending() const { return spendings()[has_adapters() ? 1 : 0]; }
 
   // The working set of `level`, and the rest of the budget spent in the given order.
   Plan FillBudget(const Level& level, const Spending& spending, int64_t budget) const {
