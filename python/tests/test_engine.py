@@ -763,14 +763,14 @@ class Prompted(nn.Module):
 
     def __init__(self, leaf=False):
         super().__init__()
-        self.net, self.trained = _last_layers_train()
-        self.leaf = leaf
+        model = _last_layers_train()[0]
+        self.layers, self.norm, self.head, self.leaf = model.layers, model.norm, model.head, leaf
 
     def forward(self, prompt, targets):
         x = prompt + 0 if not self.leaf else prompt.detach().requires_grad_(True)  # as transformers' speech models do, for checkpointing
-        for layer in self.net.layers:
+        for layer in self.layers:
             x = layer(x)
-        return nn.functional.cross_entropy(self.net.head(self.net.norm(x)).flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
 def test_gradients_of_what_goes_into_the_model(tmp_path):
@@ -796,7 +796,7 @@ def test_gradients_of_what_goes_into_the_model(tmp_path):
 def test_a_tensor_that_the_model_brings_in_below_what_trains(tmp_path, hooked):
     model, targets = Prompted(leaf=not hooked), batches(1)[0]["targets"]
     if hooked:  # transformers' enable_input_require_grads
-        model.net.layers[0].register_forward_hook(lambda module, inputs, out: out.requires_grad_(True))
+        model.layers[0].register_forward_hook(lambda module, inputs, out: out.requires_grad_(True))
     data = [{"prompt": torch.randn(*targets.shape, 32), "targets": targets} for _ in range(3)]
     names = [{"params": [name for name, p in model.named_parameters() if p.requires_grad]}]
     expected = plain_losses(model, names, [[batch] for batch in data])[0]
@@ -806,7 +806,7 @@ def test_a_tensor_that_the_model_brings_in_below_what_trains(tmp_path, hooked):
         assert run(engine, data) == pytest.approx(expected, abs=1e-5)
     lines = [str(each.message) for each in told if "requires a gradient" in str(each.message)]
     assert len(lines) == (0 if hooked else 1)
-    assert hooked or re.search(r"net\.layers\.0 is given .* backward ends at net\.layers\.2", lines[0])
+    assert hooked or re.search(r"layers\.0 is given .* backward ends at layers\.2", lines[0])
 
 
 def test_a_gradient_that_backward_would_leave_out_is_refused(tmp_path):
@@ -816,7 +816,7 @@ def test_a_gradient_that_backward_would_leave_out_is_refused(tmp_path):
     with make(model, tmp_path, optimizer=optimizer, gradient_accumulation_steps=2) as engine:
         batch, asking = {"prompt": prompt, "targets": targets}, {"prompt": prompt.clone().requires_grad_(True), "targets": targets}
         engine.train_batch([batch, batch])
-        with pytest.raises(RuntimeError, match=r"backward ends at net\.layers\.2, the first block that trains"):
+        with pytest.raises(RuntimeError, match=r"backward ends at layers\.2, the first block that trains"):
             engine(**asking)
         with pytest.raises(RuntimeError, match="backward ends at"):
             engine.train_batch([batch, asking])

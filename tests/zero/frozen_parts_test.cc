@@ -56,8 +56,11 @@ struct Result {
 // Its gradients follow from all weights, so that one that lies in a wrong place shows.
 class Owner {
  public:
-  Owner(bool frozen, kernels::DType dtype, bool plain_first = false)
-      : dtype_(dtype), last_backward_(frozen && plain_first ? 1 : 0) {
+  // `input_gradients`: of what goes into the first stage (ModelGraph).
+  Owner(bool frozen, kernels::DType dtype, bool plain_first = false, bool input_gradients = false)
+      : dtype_(dtype),
+        input_gradients_(input_gradients),
+        last_backward_(frozen && plain_first && !input_gradients ? 1 : 0) {
     for (int b = 0; b < kBlocks; ++b)
       layouts_.push_back(std::make_shared<const FlatLayout>(FlatLayout::Of(Specs(b, frozen, plain_first))));
   }
@@ -65,6 +68,7 @@ class Owner {
   Measured Given() const {
     Measured measured;
     measured.identity = {{"architecture", "adapters"}};
+    measured.graph.input_gradients = input_gradients_;
     for (int b = 0; b < kBlocks; ++b) {
       const FlatLayout& layout = *layouts_[At(b)];
       measured.graph.blocks.push_back({.name = "block." + std::to_string(b),
@@ -136,7 +140,7 @@ class Owner {
       gradients.push_back({static_cast<int>(p), {gradient.data(), ElementType::kFp32, parameter.sizes}});
     }
     if (layout.Trains()) result.gradients = {{weights.block, std::move(gradients)}};
-    result.loss = sum;
+    if (stage == kBlocks) result.loss = sum;
     return compute.Leave(*std::move(entered), std::move(result));
   }
 
@@ -145,6 +149,7 @@ class Owner {
  private:
   static size_t At(int64_t i) { return static_cast<size_t>(i); }
   const kernels::DType dtype_;
+  const bool input_gradients_;
   const int last_backward_;  // the first stage whose block trains
   std::vector<std::shared_ptr<const FlatLayout>> layouts_;
 };
@@ -289,8 +294,8 @@ TEST_F(FrozenPartsTest, TheBitsAreThoseOfARunThatKeepsStateForEverything) {
 
 // The same, where backward ends behind the first stage.
 TEST_F(FrozenPartsTest, AFrozenBlockThatComesFirstIsLeftOutOfBackward) {
-  const auto train = [](bool frozen, const EngineOptions& options) {
-    Owner owner(frozen, options.dtype, /*plain_first=*/true);
+  const auto train = [](bool frozen, const EngineOptions& options, bool input_gradients = false) {
+    Owner owner(frozen, options.dtype, /*plain_first=*/true, input_gradients);
     Result result;
     if (const auto driven = Open(owner, options); driven != nullptr) Train(owner, *driven, 1, &result);
     return result;
@@ -299,6 +304,7 @@ TEST_F(FrozenPartsTest, AFrozenBlockThatComesFirstIsLeftOutOfBackward) {
   const Result expected = train(/*frozen=*/true, options), everything = train(/*frozen=*/false, options);
   EXPECT_EQ(everything.losses, expected.losses);
   EXPECT_EQ(everything.values, expected.values);
+  ExpectSame(train(/*frozen=*/true, options, /*input_gradients=*/true), expected);
   options.storage.offload = OffloadDevice::kNvme;
   options.storage.state_dirs = {directory_ + "/state"};
   Owner owner(true, options.dtype, /*plain_first=*/true);

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
 #include <filesystem>
 #include <memory>
 #include <set>
@@ -321,18 +322,20 @@ TEST_F(ReplanTest, NobodyGetsAtTheRunMeanwhile) {
 TEST_F(ReplanTest, NobodyGetsAtTheRunWhenAPlanCannotBeCarriedOut) {
   EngineOptions options = Options(8);
   options.memory.host_memory_budget_bytes = LeastFor(options, 32);
+  options.storage.sync = swap::Sync::kProcess;  // opening writes nothing
   const Trained expected = Resumed(options, {{8, 4}});
-  rlimit descriptors{};
-  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &descriptors), 0);
-  // The new plan finds no descriptor for the file of inputs that it has; the one before is carried out again.
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  // From the new plan on no file may grow: it wants one for inputs, and the one before had none.
   bool refuses = false;
   std::vector<swap::Holding> seen;
   options.hooks.planned = [&](const EnginePlan&) {
-    const rlimit none = {refuses ? 3 : descriptors.rlim_cur, descriptors.rlim_max};
-    return setrlimit(RLIMIT_NOFILE, &none) == 0 ? absl::OkStatus() : absl::ErrnoToStatus(errno, "setrlimit");
+    const rlimit none = {0, before.rlim_max};
+    return refuses && setrlimit(RLIMIT_FSIZE, &none) != 0 ? absl::ErrnoToStatus(errno, "setrlimit")
+                                                          : absl::OkStatus();
   };
   options.hooks.preparing = [&](const std::string&) {
-    (void)setrlimit(RLIMIT_NOFILE, &descriptors);
     seen.push_back(swap::Probe(options.storage.state_dirs).holding);
   };
   const auto engine = Open(options);
@@ -342,7 +345,8 @@ TEST_F(ReplanTest, NobodyGetsAtTheRunWhenAPlanCannotBeCarriedOut) {
   seen.clear();
   refuses = true;
   const absl::Status refused = engine->Replan(Example(32));
-  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &descriptors), 0);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  std::signal(SIGXFSZ, handler);
   EXPECT_FALSE(refused.ok());
   EXPECT_THAT(std::string(refused.message()),
               testing::AllOf(HasSubstr("inputs"), HasSubstr("goes on with the plan that it had")));

@@ -230,7 +230,10 @@ void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool spec
     const OpId last = EmitBackward(position, weights, wait, step);
     ComputedWith(weights, last);
     before = last;
-    if (!bp.trains) continue;
+    if (!bp.trains) {
+      if (position == first_trained_) finals.push_back(last);  // the step ends when it does
+      continue;
+    }
     if (!last_use) {
       gradients_.EmitSums(block, last, step);
       continue;
