@@ -54,7 +54,8 @@ TEST(Planner, SeventyBillionParametersArePlannedAndPredictedWithinSeconds) {
   for (const int64_t budget : {10 * kGiB, 64 * kGiB}) {
     PlanOptions options;
     options.host_memory_budget_bytes = budget;
-    // The processor's time, as the machine may have other work; the best of three, as that makes it slower too.
+    // The processor's time, as the machine may have other work; the best of three, as that makes it slower
+    // too.
     double seconds = std::numeric_limits<double>::max();
     for (int attempt = 0; attempt < 3 && seconds >= 5; ++attempt) {
       const std::clock_t begin = std::clock();
