@@ -29,9 +29,8 @@ class RunResources {
  public:
   // Opens the store of a run that goes on, of all ranks at the newest commit that all have made, and makes
   // that of a new one, with `identity` (swap/store.h). `held`: the store's files, where CloseStore gave them;
-  // taken, and given
-  // back with an error, unless it is the store's own. From here on tensors on the host are counted afresh,
-  // and bounded by what the arena leaves of the budget. Plan and options outlive it.
+  // taken, and given back with an error, unless it is the store's own. From here on tensors on the host are
+  // counted afresh, and bounded by what the arena leaves of the budget. Plan and options outlive it.
   static absl::StatusOr<std::unique_ptr<RunResources>> Create(const EnginePlan& plan,
                                                               const EngineOptions& options,
                                                               const std::string& identity,

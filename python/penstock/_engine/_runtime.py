@@ -20,7 +20,7 @@ import math
 import threading
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -398,8 +398,7 @@ class Runtime:
     def _tell_of_lost_gradients(self, driver: Driver, stage: int, given: Sequence[torch.Tensor]) -> None:
         if self._told_of_lost_gradients or not torch.is_grad_enabled():
             return
-        made = {number for number, tensor in driver.made.items() if tensor() is not None}
-        if all(id(leaf) in made for leaf in _leaves_of(given)):
+        if all(leaf is driver.made.get(id(leaf), lambda: None)() for leaf in _leaves_of(given)):
             return
         self._told_of_lost_gradients = True
         warnings.warn(
@@ -663,16 +662,10 @@ class Runtime:
     # Where a weight is used outside of its block, it is NaN, and its gradient becomes part of the block's. Looked for where a loss is NaN.
     def _refuse_outside_uses(self, driver: Driver, roots: Sequence[torch.Tensor]) -> None:
         names = {id(parameter): name for block in self._blocks for name, parameter in block.parameters}
-        nodes, seen = [root.grad_fn for root in roots], set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in _history(roots, driver.graph):
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) in names:
                 raise PassFailed(_OUTSIDE.format(names[id(variable)]))
-            nodes.extend(driver.graph[node] if node in driver.graph else [each for each, _ in node.next_functions])
 
     def computes(self, block: int) -> bool:
         """Whether backward of this block is being computed, by this thread where it is known."""
@@ -847,19 +840,22 @@ def _note_graph(driver: Driver, given: Sequence[torch.Tensor], out: Any) -> None
             driver.graph[tensor.grad_fn] = inputs
 
 
-# Tensors without a history that gradients of these lead to.
-def _leaves_of(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
+# Nodes of autograd that backward from these tensors comes to; from one of `shortcuts` it goes on to those there.
+def _history(tensors: Sequence[torch.Tensor], shortcuts: Mapping[Any, Sequence[Any]]) -> Iterator[Any]:
     nodes, seen = [tensor.grad_fn for tensor in tensors], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        nodes.extend(each for each, _ in node.next_functions)
-    return leaves
+        yield node
+        nodes.extend(shortcuts[node] if node in shortcuts else [each for each, _ in node.next_functions])
+
+
+# Tensors without a history that gradients of these lead to.
+def _leaves_of(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+    own = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
+    return own + [node.variable for node in _history(tensors, {}) if hasattr(node, "variable")]
 
 
 # A gradient that comes to a weight while its block is not computed would be of a value that is none, and lost.
