@@ -29,8 +29,8 @@ inline int64_t Threads() {
   return threads;
 }
 
-// How many there are as soon as there are no more than `most`, or after ten seconds: the kernel lists a thread for a
-// moment after it was joined.
+// How many there are as soon as there are no more than `most`, or after ten seconds: the kernel lists a
+// thread for a moment after it was joined.
 inline int64_t ThreadsOnceAtMost(int64_t most) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   int64_t threads = Threads();
