@@ -27,6 +27,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
+#include "aio/ring_memory.h"
 #include "base/status_macros.h"
 
 namespace penstock::aio {
@@ -52,7 +53,7 @@ constexpr Rung kRungs[] = {
 class IoUringBackend final : public Backend {
  public:
   ~IoUringBackend() override {
-    if (ring_open_) io_uring_queue_exit(&ring_);
+    if (ring_open_) CloseRing();
     if (wake_fd_ >= 0) close(wake_fd_);
     if (witness_fd_ >= 0) close(witness_fd_);
   }
@@ -69,6 +70,7 @@ class IoUringBackend final : public Backend {
 
  private:
   absl::Status OpenRing(const BackendConfig& config);
+  void CloseRing();
   absl::Status RegisterTable(const BackendConfig& config);
   absl::Status Probe();
   int ProbeTransfer(int fd, bool fixed);
@@ -106,6 +108,7 @@ absl::Status IoUringBackend::OpenRing(const BackendConfig& config) {
       continue;
     }
     ring_open_ = true;
+    AfterRingMapped();
     if ((params.features & IORING_FEAT_EXT_ARG) == 0 || (params.features & IORING_FEAT_NODROP) == 0) {
       return absl::UnavailableError("io_uring: this kernel's lacks timed waits (needs Linux 5.11)");
     }
@@ -116,6 +119,12 @@ absl::Status IoUringBackend::OpenRing(const BackendConfig& config) {
                            : error == ENOMEM ? "; the limit on locked memory (`ulimit -l`) is too low"
                                              : "";
   return absl::UnavailableError(absl::StrCat("io_uring_setup: ", ErrnoText(error), hint));
+}
+
+void IoUringBackend::CloseRing() {
+  ring_open_ = false;
+  BeforeRingUnmapped();
+  io_uring_queue_exit(&ring_);
 }
 
 absl::Status IoUringBackend::Start(const BackendConfig& config) {
@@ -359,10 +368,9 @@ int64_t IoUringBackend::Run(std::span<Completion> out, uint32_t want, int64_t ti
 // Closes the ring; its error once the kernel has nothing of it any more, 0 until then.
 int64_t IoUringBackend::BreakDown() {
   if (ring_open_) {
-    ring_open_ = false;
     file_slot_used_.clear();
     buffers_.clear();
-    io_uring_queue_exit(&ring_);
+    CloseRing();
   }
   pollfd witness{witness_fd_, POLLIN, 0};
   if (poll(&witness, 1, kTeardownPollMs) == 1) return error_;

@@ -21,6 +21,7 @@
 #include "aio/file.h"
 #include "aio/io_error.h"
 #include "aio/numa.h"
+#include "aio/ring_memory.h"
 #include "base/status_macros.h"
 
 #ifdef PENSTOCK_HAVE_URING
@@ -69,6 +70,7 @@ Feature TryPolledRead() {
     feature.detail = ErrnoText(error);
     return feature;
   }
+  AfterRingMapped();
   const int fd = open(".", O_TMPFILE | O_RDWR | O_DIRECT | O_CLOEXEC, 0600);
   void* const page = mmap(nullptr, kSectorBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (fd < 0 || page == MAP_FAILED ||
@@ -87,6 +89,7 @@ Feature TryPolledRead() {
   }
   if (page != MAP_FAILED) munmap(page, kSectorBytes);
   if (fd >= 0) close(fd);
+  BeforeRingUnmapped();
   io_uring_queue_exit(&ring);
   return feature;
 }
