@@ -5,18 +5,18 @@
 #include <numeric>
 #include <utility>
 
+#include "aio/bytes.h"
 #include "base/check.h"
 #include "base/status_macros.h"
 
 namespace penstock::generate {
 namespace {
 
-constexpr uint64_t kSector = 4096;
 constexpr uint64_t kLeastPageBytes = uint64_t{32} << 10;
 constexpr uint64_t kWriteBytes = uint64_t{256} << 10;  // of one write, where a page is not longer
 constexpr uint64_t kWrites = 8;                        // in flight at once
 
-uint64_t Padded(uint64_t bytes) { return (bytes + kSector - 1) / kSector * kSector; }
+uint64_t Padded(uint64_t bytes) { return aio::AlignUp(bytes, aio::kSectorBytes); }
 
 uint64_t WriteBytes(const CacheGeometry& geometry) {
   const uint64_t page = geometry.page_bytes();
@@ -26,7 +26,8 @@ uint64_t WriteBytes(const CacheGeometry& geometry) {
 }  // namespace
 
 int64_t CacheGeometry::page_records() const {
-  const uint64_t whole = kSector / std::gcd(kSector, record_bytes);  // records that fill whole sectors
+  const uint64_t whole =
+      aio::kSectorBytes / std::gcd(aio::kSectorBytes, record_bytes);  // records that fill whole sectors
   const uint64_t bytes = whole * record_bytes;
   return static_cast<int64_t>(whole * ((kLeastPageBytes + bytes - 1) / bytes));
 }
@@ -62,7 +63,7 @@ absl::StatusOr<std::unique_ptr<KvCache>> KvCache::OnDrive(const CacheGeometry& g
   aio::FileOptions options;
   options.path = directory + "/keys and values";
   options.nameless = true;
-  options.size = std::max(geometry.file_bytes(positions) * static_cast<uint64_t>(slots), kSector);
+  options.size = std::max(geometry.file_bytes(positions) * static_cast<uint64_t>(slots), aio::kSectorBytes);
   ASSIGN_OR_RETURN(cache->file_, aio::File::Open(options));
   ASSIGN_OR_RETURN(cache->tails_, arena->Allocate(geometry.tail_bytes() * static_cast<uint64_t>(slots)));
   ASSIGN_OR_RETURN(cache->staging_, arena->Allocate(StagingBytes(geometry)));

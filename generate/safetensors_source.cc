@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "aio/bytes.h"
 #include "base/status_macros.h"
 #include "generate/weight_source.h"
 #include "models/stored_type.h"
@@ -22,7 +23,6 @@ namespace {
 
 using kernels::DType;
 
-constexpr uint64_t kSector = 4096;
 constexpr uint64_t kRowReads = 64;  // in flight at once
 constexpr uint64_t kLeastScratch = uint64_t{1} << 20;
 
@@ -32,8 +32,9 @@ uint64_t WidthOf(DType type) { return type == DType::kFp32 ? 4 : 2; }
 struct Sectors {
   uint64_t begin = 0, end = 0;
   Sectors(uint64_t from, uint64_t to, uint64_t size)
-      : begin(from / kSector * kSector), end(std::min((to + kSector - 1) / kSector * kSector, size)) {}
-  uint64_t padded() const { return (end - begin + kSector - 1) / kSector * kSector; }
+      : begin(aio::AlignDown(from, aio::kSectorBytes)),
+        end(std::min(aio::AlignUp(to, aio::kSectorBytes), size)) {}
+  uint64_t padded() const { return aio::AlignUp(end - begin, aio::kSectorBytes); }
 };
 
 class SafetensorsSource : public WeightSource {
@@ -67,7 +68,7 @@ class SafetensorsSource : public WeightSource {
   }
 
   uint64_t scratch_bytes() const override {
-    const uint64_t row = (largest_row_ + 2 * kSector) / kSector * kSector;
+    const uint64_t row = aio::AlignDown(largest_row_ + 2 * aio::kSectorBytes, aio::kSectorBytes);
     return std::max(kLeastScratch / row, uint64_t{1}) * row;
   }
 
@@ -75,7 +76,7 @@ class SafetensorsSource : public WeightSource {
                         std::byte* to) override {
     const auto index = static_cast<size_t>(tensor);
     const uint64_t row_bytes = RowBytes(index);
-    const uint64_t slot = (row_bytes + 2 * kSector) / kSector * kSector;
+    const uint64_t slot = aio::AlignDown(row_bytes + 2 * aio::kSectorBytes, aio::kSectorBytes);
     const size_t at_once = std::min<size_t>(kRowReads, memory.size() / slot);
     if (at_once == 0) return absl::InvalidArgumentError("weights: less scratch than scratch_bytes()");
     for (size_t from = 0; from < rows.size(); from += at_once) {
@@ -186,7 +187,7 @@ class SafetensorsSource : public WeightSource {
   std::vector<Place> places_;    // parallel to layout_.tensors
   std::vector<Extent> extents_;  // parallel to units_
   std::array<aio::Request, kRowReads> requests_;
-  uint64_t largest_row_ = kSector;
+  uint64_t largest_row_ = aio::kSectorBytes;
 };
 
 }  // namespace

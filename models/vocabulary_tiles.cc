@@ -19,7 +19,7 @@ constexpr int64_t kLeastTiled = int64_t{64} << 20;
 
 // Rows of a matrix by number. Of torch's own the gradient of 16-bit rows is summed in 16 bit, and the matrix
 // as fp32 would be twice as much again.
-struct Rows : torch::autograd::Function<Rows> {
+struct SelectedRows : torch::autograd::Function<SelectedRows> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& matrix,
                         const Tensor& numbers, int64_t padding) {
     context->save_for_backward({numbers});
@@ -122,7 +122,7 @@ Tensor EmbedTile(const Tensor& tile, int64_t first, const Tensor& ids, int64_t p
   const int64_t width = tile.size(1);
   const Tensor local = ids.reshape({-1}) - first;
   const Tensor here = IsInTile(local, tile).nonzero().squeeze(1);
-  const Tensor rows = Rows::apply(tile, local.index_select(0, here), padding - first);
+  const Tensor rows = SelectedRows::apply(tile, local.index_select(0, here), padding - first);
   const Tensor all =
       before.defined() ? before.reshape({-1, width}) : torch::zeros({local.size(0), width}, tile.options());
   std::vector<int64_t> sizes = ids.sizes().vec();

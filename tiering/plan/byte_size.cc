@@ -13,19 +13,19 @@ namespace penstock::tiering {
 namespace {
 
 // What is being read, for the error line.
-struct Kind {
+struct Syntax {
   const char* what;
   const char* like;
   double (*factor)(std::string_view unit);  // of a unit in lower case; 0: there is no such unit
 };
 
-absl::Status Bad(const Kind& kind, std::string_view text, std::string_view why) {
+absl::Status Bad(const Syntax& syntax, std::string_view text, std::string_view why) {
   // The text may be anything that was typed: keep the line short and printable.
   std::string shown;
   for (const char c : text.substr(0, 40)) shown += std::isprint(static_cast<unsigned char>(c)) ? c : '?';
   if (text.size() > 40) shown += "...";
-  return absl::InvalidArgumentError(absl::StrCat("\"", shown, "\" is not a ", kind.what, ": ",
-                                                 std::string(why), "; write it like ", kind.like));
+  return absl::InvalidArgumentError(absl::StrCat("\"", shown, "\" is not a ", syntax.what, ": ",
+                                                 std::string(why), "; write it like ", syntax.like));
 }
 
 double SizeFactor(std::string_view unit) {
@@ -47,32 +47,32 @@ double CountFactor(std::string_view unit) {
   return 0;
 }
 
-constexpr Kind kSize = {"size", "512M, 4GiB or 1e9", SizeFactor};
-constexpr Kind kCount = {"count", "350M, 7B or 1e9", CountFactor};
+constexpr Syntax kSize = {"size", "512M, 4GiB or 1e9", SizeFactor};
+constexpr Syntax kCount = {"count", "350M, 7B or 1e9", CountFactor};
 
-absl::StatusOr<int64_t> Parse(const Kind& kind, std::string_view text) {
+absl::StatusOr<int64_t> Parse(const Syntax& syntax, std::string_view text) {
   const std::string_view original = text;
   const auto blank = [](char c) { return c == ' ' || c == '\t'; };
   while (!text.empty() && blank(text.front())) text.remove_prefix(1);
   while (!text.empty() && blank(text.back())) text.remove_suffix(1);
-  if (text.empty()) return Bad(kind, original, "it is empty");
-  if (text.front() == '-') return Bad(kind, original, "it is negative");
+  if (text.empty()) return Bad(syntax, original, "it is empty");
+  if (text.front() == '-') return Bad(syntax, original, "it is negative");
   if (text.front() == '+') text.remove_prefix(1);
   if (text.empty() || (!std::isdigit(static_cast<unsigned char>(text.front())) && text.front() != '.')) {
-    return Bad(kind, original, "it does not begin with a number");
+    return Bad(syntax, original, "it does not begin with a number");
   }
 
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error == std::errc::result_out_of_range) return Bad(kind, original, "the number is out of range");
-  if (error != std::errc()) return Bad(kind, original, "it does not begin with a number");
+  if (error == std::errc::result_out_of_range) return Bad(syntax, original, "the number is out of range");
+  if (error != std::errc()) return Bad(syntax, original, "it does not begin with a number");
   std::string_view unit = text.substr(static_cast<size_t>(end - text.data()));
   const std::string_view digits = text.substr(0, static_cast<size_t>(end - text.data()));
   while (!unit.empty() && blank(unit.front())) unit.remove_prefix(1);
   std::string lower(unit);
   for (char& c : lower) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  const double factor = kind.factor(lower);
-  if (factor == 0) return Bad(kind, original, "its unit is unknown");
+  const double factor = syntax.factor(lower);
+  if (factor == 0) return Bad(syntax, original, "its unit is unknown");
 
   // Whole numbers go the integer way, so that 2^53 + 1 bytes are not rounded.
   int64_t whole = 0;
@@ -80,13 +80,13 @@ absl::StatusOr<int64_t> Parse(const Kind& kind, std::string_view text) {
   if (exact.ec == std::errc() && exact.ptr == digits.data() + digits.size()) {
     int64_t bytes = 0;
     if (__builtin_mul_overflow(whole, static_cast<int64_t>(factor), &bytes)) {
-      return Bad(kind, original, "it is beyond 2^63 - 1");
+      return Bad(syntax, original, "it is beyond 2^63 - 1");
     }
     return bytes;
   }
   const double bytes = std::round(value * factor);
   // 2^63 itself is the first double that does not fit.
-  if (!(bytes < 0x1p63)) return Bad(kind, original, "it is beyond 2^63 - 1");
+  if (!(bytes < 0x1p63)) return Bad(syntax, original, "it is beyond 2^63 - 1");
   return static_cast<int64_t>(bytes);
 }
 

@@ -11,7 +11,7 @@
 namespace penstock::tools {
 namespace {
 
-double Seconds() {
+double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -25,12 +25,12 @@ ProductRate MeasureProductRate(kernels::DType weights) {
   const torch::Tensor a = torch::ones({kSize, kSize}, bf16 ? torch::kBFloat16 : torch::kFloat32);
   const torch::Tensor b = a.clone();
   torch::Tensor product = torch::empty_like(a);
-  const double begin = Seconds();
+  const double begin = Now();
   double best = 0;
-  for (int made = 0; made < 3 || Seconds() - begin < kEnough; ++made) {
-    const double start = Seconds();
+  for (int made = 0; made < 3 || Now() - begin < kEnough; ++made) {
+    const double start = Now();
     torch::mm_out(product, a, b);
-    const double seconds = Seconds() - start;
+    const double seconds = Now() - start;
     if (made > 0 && (best == 0 || seconds < best)) best = seconds;  // the first one makes its buffers
   }
   constexpr double kFlops = 2.0 * kSize * kSize * kSize;

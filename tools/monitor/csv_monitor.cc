@@ -19,7 +19,7 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kWhat = "csv_monitor";
+constexpr const char* kCsvMonitor = "csv_monitor";
 constexpr const char* kEndOfLine = "\r\n";
 constexpr const char* kMark = "penstock_run_id";
 
@@ -47,8 +47,8 @@ absl::StatusOr<int64_t> SamplesOf(const std::string& path, const std::string& li
   const std::string first = line.substr(0, line.find(','));
   if (line.find(',') != std::string::npos && absl::SimpleAtoi(first, &samples) && samples >= 0)
     return samples;
-  return absl::FailedPreconditionError(
-      absl::StrCat(kWhat, ": ", path, " is no file of scalars: move it away, or give another job_name"));
+  return absl::FailedPreconditionError(absl::StrCat(
+      kCsvMonitor, ": ", path, " is no file of scalars: move it away, or give another job_name"));
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ std::string PythonFloat(double value) {
 
 absl::StatusOr<std::unique_ptr<CsvMonitor>> CsvMonitor::Open(const std::string& directory,
                                                              const MonitorOwner& owner) {
-  RETURN_IF_ERROR(MakeDirectory(kWhat, directory));
+  RETURN_IF_ERROR(MakeDirectory(kCsvMonitor, directory));
   std::unique_ptr<CsvMonitor> monitor(new CsvMonitor(directory, owner));
   RETURN_IF_ERROR(monitor->Owns().status());
   return monitor;
@@ -75,7 +75,7 @@ absl::StatusOr<bool> CsvMonitor::Owns() const {
   if (mark.empty() && owner_.resumes) return false;
   if (!mark.empty() && owner_.replaces.count(mark) > 0) return true;
   return absl::FailedPreconditionError(
-      absl::StrCat(kWhat, ": ", directory_, " holds the samples of another run",
+      absl::StrCat(kCsvMonitor, ": ", directory_, " holds the samples of another run",
                    mark.empty() ? "" : absl::StrCat(" (", mark, ")"),
                    ": give another job_name or output_path, or move them away"));
 }
@@ -95,7 +95,7 @@ absl::Status CsvMonitor::Take(const std::string& path, int64_t samples, bool kee
   if (whole == size) return absl::OkStatus();
   if (!keeps) return file->file->Cut(whole);
   return absl::FailedPreconditionError(
-      absl::StrCat(kWhat, ": ", path, " has lines behind sample ", samples,
+      absl::StrCat(kCsvMonitor, ": ", path, " has lines behind sample ", samples,
                    ", where this run goes on, and does not say whose they are: give another job_name, or "
                    "move it away"));
 }
@@ -106,7 +106,7 @@ absl::Status CsvMonitor::Begin(int64_t samples) {
   const bool replaces = own && !owner_.resumes;
   for (const std::string& path : FilesIn(directory_)) {
     File file;
-    ASSIGN_OR_RETURN(file.file, AppendFile::Open(kWhat, path));
+    ASSIGN_OR_RETURN(file.file, AppendFile::Open(kCsvMonitor, path));
     if (replaces) {
       RETURN_IF_ERROR(file.file->Cut(0));
     } else {
@@ -114,14 +114,14 @@ absl::Status CsvMonitor::Begin(int64_t samples) {
     }
     files_[path] = std::move(file);
   }
-  return WriteWholeFile(kWhat, directory_ + "/" + kMark, owner_.run_id + "\n");
+  return WriteWholeFile(kCsvMonitor, directory_ + "/" + kMark, owner_.run_id + "\n");
 }
 
 absl::StatusOr<CsvMonitor::File*> CsvMonitor::FileOf(const std::string& tag) {
   const std::string path = (std::filesystem::path(directory_) / NameOf(tag)).string();
   File& file = files_[path];
   if (file.file == nullptr) {
-    ASSIGN_OR_RETURN(file.file, AppendFile::Open(kWhat, path));
+    ASSIGN_OR_RETURN(file.file, AppendFile::Open(kCsvMonitor, path));
   }
   return &file;
 }

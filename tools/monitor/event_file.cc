@@ -21,7 +21,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little);
 
-constexpr const char* kWhat = "tensorboard";
+constexpr const char* kTensorboard = "tensorboard";
 constexpr const char* kPrefix = "events.out.tfevents.";
 constexpr size_t kFrame = 16;  // of a record, beside its message
 
@@ -193,7 +193,7 @@ absl::StatusOr<std::pair<int64_t, std::string>> ReadEvent(std::string_view messa
 
 absl::StatusOr<std::unique_ptr<EventFile>> EventFile::Open(const std::string& directory,
                                                            const MonitorOwner& owner) {
-  RETURN_IF_ERROR(MakeDirectory(kWhat, directory));
+  RETURN_IF_ERROR(MakeDirectory(kTensorboard, directory));
   return std::unique_ptr<EventFile>(new EventFile(directory, owner));
 }
 
@@ -205,7 +205,7 @@ absl::Status EventFile::Begin(int64_t samples) {
       std::error_code error;
       std::filesystem::remove(path, error);
       if (error)
-        return absl::UnknownError(absl::StrCat(kWhat, ": ", path, ": remove: ", error.message(),
+        return absl::UnknownError(absl::StrCat(kTensorboard, ": ", path, ": remove: ", error.message(),
                                                ": it is of the run that is replaced"));
     }
   }
@@ -213,7 +213,7 @@ absl::Status EventFile::Begin(int64_t samples) {
   const std::string name =
       absl::StrFormat("%s%010d.%s.%s", kPrefix, static_cast<int64_t>(Now()), HostName(), owner_.run_id);
   const std::string path = there.empty() ? (std::filesystem::path(directory_) / name).string() : there.back();
-  ASSIGN_OR_RETURN(file_, AppendFile::Open(kWhat, path));
+  ASSIGN_OR_RETURN(file_, AppendFile::Open(kTensorboard, path));
   return Take(samples);
 }
 

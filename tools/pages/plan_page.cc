@@ -1,7 +1,6 @@
 #include "tools/pages/plan_page.h"
 
 #include <cmath>
-#include <limits>
 #include <optional>
 #include <vector>
 
@@ -9,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "tools/pages/chart.h"
 #include "tools/pages/markup.h"
+#include "tools/pages/run_files.h"
 #include "tools/pages/step_charts.h"
 #include "zero/config/json_field.h"
 
@@ -17,9 +17,6 @@ namespace {
 
 using nlohmann::json;
 
-double NumberOf(const json& object, const char* key) {
-  return zero::JsonField<double>(object, key).value_or(std::numeric_limits<double>::quiet_NaN());
-}
 std::string TextOf(const json& object, const char* key) {
   return zero::JsonField<std::string>(object, key).value_or("");
 }

@@ -27,10 +27,6 @@ absl::Status Wrong(const std::string& path, const std::string& what) {
       absl::StrCat(path, ": ", what, ": give files that --report, --log or --trace wrote"));
 }
 
-double NumberOf(const json& object, const char* key) {
-  return zero::JsonField<double>(object, key).value_or(kMissing);
-}
-
 bool IsEvaluation(const json& line) { return line.is_object() && line.contains("windows"); }
 
 void AddLine(const json& line, Run* run) {
@@ -149,6 +145,10 @@ void Join(Run log, Run* run) {
 }
 
 }  // namespace
+
+double NumberOf(const json& object, const char* key) {
+  return zero::JsonField<double>(object, key).value_or(kMissing);
+}
 
 double Run::Figure(const char* path) const {
   const json* at = &report;

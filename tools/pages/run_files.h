@@ -15,6 +15,8 @@
 namespace penstock::tools {
 
 inline constexpr double kMissing = std::numeric_limits<double>::quiet_NaN();
+// A number of `object`; kMissing where it is none.
+double NumberOf(const nlohmann::json& object, const char* key);
 
 // A `steps` entry of the report, or a line of the log; what is missing or null is NaN.
 struct StepFigures {

@@ -14,7 +14,7 @@
 namespace penstock::tools {
 namespace {
 
-constexpr double kWidth = 1000, kLeft = 76, kRight = 992;
+constexpr double kLanesWidth = 1000, kLanesLeft = 76, kLanesRight = 992;
 constexpr double kRow = 17, kGap = 9;
 constexpr size_t kMostRows = 6;  // of a lane; what overlaps more shares the last one
 
@@ -54,7 +54,7 @@ LaneRows RowsOf(const std::string& lane, std::vector<const TraceEvent*> events, 
   LaneRows rows{.lane = lane};
   std::sort(events.begin(), events.end(),
             [](const TraceEvent* a, const TraceEvent* b) { return a->start_seconds < b->start_seconds; });
-  const double scale = (kRight - kLeft) / (view.end_seconds - view.start_seconds);
+  const double scale = (kLanesRight - kLanesLeft) / (view.end_seconds - view.start_seconds);
   double busy_until = view.start_seconds;
   for (const TraceEvent* event : events) {
     const double start = std::max(event->start_seconds, view.start_seconds);
@@ -66,7 +66,7 @@ LaneRows RowsOf(const std::string& lane, std::vector<const TraceEvent*> events, 
     rows.bytes += event->bytes;
     ++rows.count;
     Box box{.name = event->name,
-            .left = kLeft + (start - view.start_seconds) * scale,
+            .left = kLanesLeft + (start - view.start_seconds) * scale,
             .seconds = end - start,
             .bytes = event->bytes,
             .count = 1,
@@ -183,7 +183,7 @@ std::map<std::string, std::vector<Tenure>> TenuresOf(const TraceView& view, cons
   return tenures;
 }
 
-constexpr int kColumns = 240;
+constexpr int kHeldColumns = 240;
 
 // The most that was held at once in each column of the picture.
 std::vector<Point> HeldOver(const std::vector<Tenure>& tenures, const TraceView& view) {
@@ -195,10 +195,10 @@ std::vector<Point> HeldOver(const std::vector<Tenure>& tenures, const TraceView&
   // What ends makes room before what begins at the same moment.
   std::sort(changes.begin(), changes.end());
   std::vector<Point> points;
-  const double width = (view.end_seconds - view.start_seconds) / kColumns;
+  const double width = (view.end_seconds - view.start_seconds) / kHeldColumns;
   int64_t held = 0;
   size_t next = 0;
-  for (int column = 0; column <= kColumns; ++column) {
+  for (int column = 0; column <= kHeldColumns; ++column) {
     const double until = view.start_seconds + width * column;
     int64_t most = held;
     for (; next < changes.size() && changes[next].first <= until; ++next) {
@@ -236,7 +236,7 @@ std::string DrawLanes(const TraceView& view, const std::string& whose) {
                      lane.bytes > 0 ? Format(static_cast<double>(lane.bytes), Unit::kBytes) : ""});
   }
   for (const double tick : Ticks(0, length, 8, Unit::kSeconds)) {
-    const double x = kLeft + tick / length * (kRight - kLeft);
+    const double x = kLanesLeft + tick / length * (kLanesRight - kLanesLeft);
     absl::StrAppendFormat(&svg,
                           "<path class=\"axis\" d=\"M%.1f %.0fv5\"/><text x=\"%.1f\" y=\"%.0f\" "
                           "text-anchor=\"middle\">%s</text>\n",
@@ -250,7 +250,7 @@ std::string DrawLanes(const TraceView& view, const std::string& whose) {
       "<div class=\"scroll\" tabindex=\"0\" role=\"group\" aria-label=\"%s, scrolls\"><svg class=\"wide\" "
       "viewBox=\"0 "
       "0 %.0f %.0f\" role=\"img\" aria-label=\"%s; as numbers below\">\n%s</svg></div>\n",
-      Escape(text.title), kWidth, y, Escape(text.title), svg);
+      Escape(text.title), kLanesWidth, y, Escape(text.title), svg);
   return Figure(
       text, picture,
       absl::StrCat(key, "</ul>\n",

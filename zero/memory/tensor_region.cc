@@ -13,12 +13,12 @@
 namespace penstock::zero {
 namespace {
 
-constexpr int64_t kGranule = TensorRegion::kGranule;
-constexpr int64_t kHugePage = (int64_t{2} << 20) / kGranule;  // granules
-constexpr int64_t kStride = (int64_t{64} << 20) / kGranule;   // at once, when more addresses are needed
+constexpr int64_t kHugePage = (int64_t{2} << 20) / TensorRegion::kGranule;  // granules
+constexpr int64_t kStride =
+    (int64_t{64} << 20) / TensorRegion::kGranule;  // at once, when more addresses are needed
 constexpr int64_t kMost = int64_t{1} << 40, kEnough = int64_t{1} << 36, kLeast = int64_t{1} << 30;
 
-size_t Bytes(int64_t granules) { return static_cast<size_t>(granules * kGranule); }
+size_t Bytes(int64_t granules) { return static_cast<size_t>(granules * TensorRegion::kGranule); }
 
 // Some times the machine's memory: fragments need addresses. Not all that there are: others have regions too.
 int64_t MostBytes() {
