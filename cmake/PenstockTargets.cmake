@@ -18,7 +18,8 @@ endif()
 add_library(penstock_options INTERFACE)
 # These are for our own sources; whoever uses an installed library keeps to their own.
 target_compile_options(penstock_options INTERFACE
-  "$<BUILD_INTERFACE:$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-Wnon-virtual-dtor;-fno-math-errno>>"
+  # Of sources that are compiled together, a name may hide a neighbour's.
+  "$<BUILD_INTERFACE:$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;$<$<NOT:$<BOOL:$<TARGET_PROPERTY:UNITY_BUILD>>>:-Wshadow>;-Wnon-virtual-dtor;-fno-math-errno>>"
   # One rounding per operation unless a kernel asks for a fused one: the same bits from every compiler flag.
   $<BUILD_INTERFACE:$<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>>
   $<BUILD_INTERFACE:$<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${PENSTOCK_WERROR}>>:-Werror>>)
@@ -48,6 +49,20 @@ function(penstock_library)
   add_library(penstock::${ARG_NAME} ALIAS ${target})
   set_target_properties(${target} PROPERTIES EXPORT_NAME ${ARG_NAME})
   target_link_libraries(${target} PUBLIC penstock_options ${ARG_DEPS} PRIVATE ${ARG_PRIVATE_DEPS})
+  penstock_compile_in_groups(${target})
+endfunction()
+
+# Most of what a compiler works on is headers' code: sources that are compiled together share it. A class whose private part
+# uses an anonymous namespace looks like one of a header then. Verbs and families are compiled alone: each names its parts
+# as its siblings do.
+function(penstock_compile_in_groups target)
+  if(PENSTOCK_UNITY)
+    get_target_property(alone ${target} SOURCES)
+    list(FILTER alone INCLUDE REGEX "(^|/)(verb_.*|gpt|llama)\\.cc$")
+    set_source_files_properties(${alone} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+  endif()
 endfunction()
 
 # With headers that are read once, GCC 12 finds in std::string what is not there (its bugs 105329 and 105651).
@@ -80,6 +95,7 @@ function(penstock_torch_headers name)
   add_library(${library}_torch OBJECT ${ARGN})
   target_link_libraries(${library}_torch PRIVATE ${libraries})
   target_precompile_headers(${library}_torch REUSE_FROM penstock_libtorch)
+  penstock_compile_in_groups(${library}_torch)
   set_target_properties(${library} PROPERTIES SOURCES "${others};$<TARGET_OBJECTS:${library}_torch>")
 endfunction()
 
