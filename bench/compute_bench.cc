@@ -1,9 +1,11 @@
 // What it costs that a model's owner drives it (zero/compute/driven_compute.h): steps of the hand-written
-// model of examples/plain_model, so small that little is computed, with all state in memory; the same as a
-// Compute and driven from a thread of its owner's. `uses` is the number of times that a stage is computed in
-// a step.
+// model of examples/plain_model, so small that little is computed; the same as a Compute and driven from a
+// thread of its owner's. State is all in memory, or all on a drive that is none: a directory in /dev/shm.
+// `uses` is the number of times that a stage is computed in a step.
 #include <benchmark/benchmark.h>
+#include <unistd.h>
 
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <utility>
@@ -29,10 +31,25 @@ zero::Batch MakeBatch() {
   return batch;
 }
 
-zero::EngineOptions Options() {
+// A directory that goes with it.
+class Directory {
+ public:
+  Directory() : path_("/dev/shm/compute_bench-" + std::to_string(getpid())) {}
+  Directory(const Directory&) = delete;
+  Directory& operator=(const Directory&) = delete;
+  ~Directory() { std::filesystem::remove_all(path_); }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+zero::EngineOptions Options(bool on_drive, const Directory& directory) {
   zero::EngineOptions options;
   options.dtype = kernels::DType::kFp32;
-  options.storage.offload = zero::OffloadDevice::kNone;
+  options.storage.offload = on_drive ? zero::OffloadDevice::kNvme : zero::OffloadDevice::kNone;
+  if (on_drive) options.storage.state_dirs = {directory.path()};
+  options.storage.overwrite = true;
   options.example = MakeBatch();
   return options;
 }
@@ -43,7 +60,9 @@ void Report(benchmark::State& state) {
 }
 
 void StepOfACompute(benchmark::State& state) {
-  auto engine = zero::Engine::Create(std::make_shared<plain::PlainCompute>(kShape), Options());
+  const Directory directory;
+  auto engine = zero::Engine::Create(std::make_shared<plain::PlainCompute>(kShape),
+                                     Options(state.range(0) != 0, directory));
   if (!engine.ok()) return state.SkipWithError(std::string(engine.status().message()).c_str());
   const zero::Batch batch = MakeBatch();
   for (auto _ : state) {
@@ -51,7 +70,7 @@ void StepOfACompute(benchmark::State& state) {
   }
   Report(state);
 }
-BENCHMARK(StepOfACompute)->UseRealTime()->Unit(benchmark::kMicrosecond);
+BENCHMARK(StepOfACompute)->ArgName("drive")->Arg(0)->Arg(1)->UseRealTime()->Unit(benchmark::kMicrosecond);
 
 // One use, on the owner's thread.
 absl::Status One(zero::DrivenCompute& driven, plain::PlainCompute& plain, zero::Direction direction,
@@ -76,7 +95,8 @@ absl::Status One(zero::DrivenCompute& driven, plain::PlainCompute& plain, zero::
 
 void StepOfADrivenModel(benchmark::State& state) {
   plain::PlainCompute plain(kShape);
-  zero::EngineOptions options = Options();
+  const Directory directory;
+  zero::EngineOptions options = Options(state.range(0) != 0, directory);
   std::unique_ptr<zero::InitialReader> reader;
   options.initial_values = [&](int block, int64_t first, int64_t n, float* to) {
     if (first == 0) reader = *plain.Initial(tiering::BlockIndex(block), 1);
@@ -99,7 +119,7 @@ void StepOfADrivenModel(benchmark::State& state) {
   }
   Report(state);
 }
-BENCHMARK(StepOfADrivenModel)->UseRealTime()->Unit(benchmark::kMicrosecond);
+BENCHMARK(StepOfADrivenModel)->ArgName("drive")->Arg(0)->Arg(1)->UseRealTime()->Unit(benchmark::kMicrosecond);
 
 }  // namespace
 }  // namespace penstock

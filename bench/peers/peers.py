@@ -15,6 +15,7 @@ import venv
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "release" / "bin"
 WORK = ROOT / "build" / "peers"
+OURS = WORK / "penstock"  # beside the environment, which other comparisons use
 # What several comparisons install is one environment, and compiled once.
 DEEPSPEED = ["torch", "transformers", "deepspeed", "safetensors", "ninja", "setuptools", "numpy"]
 TRANSFORMERS = ["torch", "transformers", "accelerate", "safetensors", "numpy"]
@@ -39,6 +40,19 @@ class Environment:
         """'torch 2.9, ...' as they are installed."""
         code = "import importlib.metadata as m, sys; print(', '.join(f'{p} {m.version(p)}' for p in sys.argv[1:]))"
         return subprocess.run([self.python, "-c", code, *packages], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def install_wheel(environment):
+    """What is wrong, or nothing. pip takes the wheel that is for its Python."""
+    wheels = ROOT / "build" / "wheels"
+    if not list(wheels.glob("penstock-*.whl")):
+        return "no wheel in build/wheels: run make wheel"
+    shutil.rmtree(OURS, ignore_errors=True)
+    ran = subprocess.run(
+        [environment.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--find-links", wheels, "--target", OURS, "penstock"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return ran.stderr.strip().splitlines()[-1] if ran.returncode else ""
 
 
 class MemoryLimit:

@@ -1,7 +1,7 @@
 """One contestant of bench/peers/train, in the environment with torch, transformers and deepspeed.
 
     train_worker.py make MODEL TOKENS LAYERS HIDDEN HEADS VOCAB CONTEXT
-    train_worker.py torch|deepspeed MODEL TOKENS CONFIG BATCH SEQ STEPS
+    train_worker.py torch|deepspeed|penstock MODEL TOKENS CONFIG BATCH SEQ STEPS
 
 Prints a line of JSON a step: loss, seconds, bytes read and written by the kernel for this process, peak RSS.
 """
@@ -124,6 +124,17 @@ class DeepSpeed:
         return loss.item()
 
 
+class Penstock(DeepSpeed):
+    """DeepSpeed's script, with another initialize."""
+
+    mends = ()
+
+    def __init__(self, model, config):
+        import penstock
+
+        self.engine, *_ = penstock.initialize(model=load(model, torch.float32), config=config, overwrite=True)
+
+
 def mend_repeated_swap_in():
     """A weight that is used twice in the window of the prefetch is asked for twice, and the swapper asserts."""
     from deepspeed.runtime.swap_tensor import partitioned_param_swapper
@@ -151,7 +162,7 @@ def main():
     config = json.loads(pathlib.Path(rest[0]).read_text())
     batch, seq, steps = map(int, rest[1:])
     torch.manual_seed(SEED)
-    runner = (Plain if what == "torch" else DeepSpeed)(model, config)
+    runner = {"torch": Plain, "deepspeed": DeepSpeed, "penstock": Penstock}[what](model, config)
     before = peers.own_usage()
     for step, rows in enumerate(batches(tokens, batch, seq, steps), 1):
         at = time.perf_counter()
