@@ -7,7 +7,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -287,11 +286,8 @@ class PyTrainingEngine {
   // Of a parameter by its full name, in fp32, to `address`, which has room for its elements.
   void Read(const std::string& name, const std::string& kind, uint64_t address, uint64_t bytes) {
     const zero::StateKind which = StateKindOf(kind);
-    const zero::HostTensor value =
-        Ask<zero::HostTensor>([&](zero::Engine& of) { return of.ReadState(name, which); });
-    if (static_cast<uint64_t>(value.view.bytes()) != bytes)
-      throw nb::value_error((name + " has another size").c_str());
-    std::memcpy(reinterpret_cast<void*>(address), value.view.data, bytes);
+    const std::span<float> to(reinterpret_cast<float*>(address), bytes / sizeof(float));
+    Call([&](zero::Engine& of) { return of.ReadState(name, which, to); });
   }
   void Write(const std::string& name, const std::string& kind, uint64_t address,
              const std::vector<int64_t>& sizes) {

@@ -275,6 +275,8 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
   given.Take("state_dirs", &options.storage.state_dirs);
   given.Take("overwrite", &options.storage.overwrite);
   given.Take("resume", &options.resume.enabled);
+  given.Take("trains", &options.trains);
+  given.Take("new_weights", &options.new_weights);
   given.Take("run", &options.resume.run);
   given.Take("run_changes", &options.resume.run_changes);
   given.Take("clip", &options.optimizer.clip);

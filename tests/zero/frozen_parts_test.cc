@@ -308,6 +308,17 @@ TEST_F(FrozenPartsTest, AFrozenBlockThatComesFirstIsLeftOutOfBackward) {
   options.storage.offload = OffloadDevice::kNvme;
   options.storage.state_dirs = {directory_ + "/state"};
   Owner owner(true, options.dtype, /*plain_first=*/true);
+  // A block that is frozen whole has no state, like what is frozen of the others.
+  int64_t frozen = 0, trained = 0;
+  for (const tiering::BlockShape& block : owner.Given().graph.blocks) {
+    const int64_t to = block.trains ? block.trained_from : block.elements;
+    frozen += to;
+    trained += block.elements - to;
+  }
+  EXPECT_EQ(Open(owner, options)->plan().state_bytes, trained * 12 + frozen * 2);
+  const auto inspection = swap::Inspect(options.storage.state_dirs);
+  ASSERT_TRUE(inspection.ok()) << inspection.status();
+  EXPECT_EQ(static_cast<int64_t>(inspection->state_bytes), trained * 12 + frozen * 2);
   options.memory.host_memory_budget_bytes = Open(owner, options)->plan().plan.least_host_memory_bytes;
   ExpectSame(train(true, options), expected);
 }
@@ -404,7 +415,7 @@ TEST_F(FrozenPartsTest, WhatHasNoStateIsRefusedByNameAndItsValueCanBeWritten) {
   const TensorView view = {values.data(), ElementType::kFp32, {90, 50}};
   const absl::Status called = driven->Call([&](Engine& engine) -> absl::Status {
     const absl::Status moment = engine.WriteState("block.0.base.1", StateKind::kFirstMoment, view);
-    EXPECT_THAT(moment.message(), HasSubstr("block.0.base.1 is frozen beside others that train"));
+    EXPECT_THAT(moment.message(), HasSubstr("block.0.base.1 is frozen: it has no first moment"));
     absl::Status written = engine.WriteState("block.0.base.1", StateKind::kParameter, view);
     if (!written.ok()) return written;
     const auto read = engine.ReadState("block.0.base.1", StateKind::kParameter);

@@ -37,6 +37,8 @@ struct BlockPlan {
   // Its elements before this one are frozen and have tiles of their own, of which the weights are read and
   // nothing else is kept: neither state nor gradient. 0: all of it has both.
   int64_t trained_from = 0;
+  // It is frozen whole, and its weights are all that is kept of it.
+  bool frozen_alone = false;
   // Its elements before this one are frozen and no part of the store: they are read from elsewhere, which
   // moves so many bytes for all of them. 0: all of it is in the store.
   int64_t elsewhere_to = 0;
@@ -69,7 +71,9 @@ struct BlockPlan {
     return static_cast<int64_t>(static_cast<double>(elsewhere_bytes) * static_cast<double>(of_tile) /
                                 static_cast<double>(elsewhere_to));
   }
-  bool weights_alone(TileIndex tile) const { return tiles[tile].offset < trained_from || !in_store(tile); }
+  bool weights_alone(TileIndex tile) const {
+    return frozen_alone || tiles[tile].offset < trained_from || !in_store(tile);
+  }
   bool updates(TileIndex tile) const { return trains && !weights_alone(tile); }
   // All updates of its tiles are made in backward.
   bool all_speculative() const {
@@ -289,6 +293,8 @@ struct PlanOptions {
   // What is frozen of a block that trains has its weights alone. false: it has state like the rest, as a
   // store that is there may want it.
   bool frozen_apart = true;
+  // So has a block that is frozen whole. false: as a store that is there may want it.
+  bool frozen_blocks_alone = true;
   // What is frozen, also whole blocks, is no part of the store and is read from elsewhere. One rank, on the
   // processor, with frozen_apart.
   bool frozen_elsewhere = false;
@@ -306,7 +312,9 @@ struct PlanOptions {
   PerBlock<std::vector<int64_t>> fixed_tiles;
 
   // Shards are cut evenly, whatever trains in them, and a device updates whole blocks.
-  bool keeps_frozen_apart() const { return frozen_apart && world == 1 && !(device.has_own_memory && trains); }
+  bool may_keep_weights_alone() const { return world == 1 && !(device.has_own_memory && trains); }
+  bool keeps_frozen_apart() const { return frozen_apart && may_keep_weights_alone(); }
+  bool keeps_frozen_blocks_alone() const { return frozen_blocks_alone && may_keep_weights_alone(); }
 };
 
 // The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.

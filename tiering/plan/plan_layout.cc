@@ -102,6 +102,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     block.elements = sizes[b];
     block.trains = graph_.blocks[b].trains;
     if (block.trains && options_.keeps_frozen_apart()) block.trained_from = graph_.blocks[b].trained_from;
+    block.frozen_alone = !block.trains && options_.keeps_frozen_blocks_alone();
     if (options_.frozen_elsewhere) {
       block.elsewhere_to = block.trains ? block.trained_from : block.elements;
       block.elsewhere_bytes = graph_.blocks[b].elsewhere_bytes;
@@ -162,7 +163,9 @@ void PlanLayout::KeepInputs(Plan* plan, int kept) const {
     if (device_.has_own_memory)
       for (int m = 0; m < plan->micro_batches; ++m) plan->input_slots.push_back({0, largest});
   }
-  const int64_t initial = plan->trains ? InitialTensorBytes(graph_, plan->tile_elements) : 0;
+  const int64_t initial =
+      plan->trains ? InitialTensorBytes(graph_, plan->tile_elements)
+                   : LookedAtTensorBytes(graph_, plan->tile_elements * plan->precision.weight_bytes());
   if (device_.has_own_memory) {
     // What the host holds for the device: a pass's batch, as its caller made it.
     plan->evaluate_micro_batches = device_.evaluate_micro_batches;

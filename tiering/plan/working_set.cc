@@ -80,4 +80,8 @@ int64_t InitialTensorBytes(const ModelGraph& graph, int64_t tile_elements) {
   return graph.fixed_tensor_bytes + kTensorSlack + bytes;
 }
 
+int64_t LookedAtTensorBytes(const ModelGraph& graph, int64_t tile_bytes) {
+  return graph.fixed_tensor_bytes + kTensorSlack + AlignUp(tile_bytes, kPage) + kPage;
+}
+
 }  // namespace penstock::tiering

@@ -27,6 +27,9 @@ int64_t HostTensorBytes(const ModelGraph& graph, int micro_batches);
 // And while a run is made: building a block, and one tile of its fp32 values on their way to the store.
 int64_t InitialTensorBytes(const ModelGraph& graph, int64_t tile_elements);
 
+// And while somebody looks at a parameter of what is only evaluated: one tile's weights.
+int64_t LookedAtTensorBytes(const ModelGraph& graph, int64_t tile_bytes);
+
 }  // namespace penstock::tiering
 
 #endif  // PENSTOCK_TIERING_PLAN_WORKING_SET_H_

@@ -138,7 +138,18 @@ absl::StatusOr<HostTensor> Engine::ReadState(std::string_view parameter, StateKi
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("reading ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
-  return impl_->ReadState(parameter, kind);
+  return ParameterAccess::Made(
+      [&](const ParameterAccess::Place& place) { return impl_->ReadState(parameter, kind, place); });
+}
+absl::Status Engine::ReadState(std::string_view parameter, StateKind kind, std::span<float> to) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
+  impl_->Enter(absl::StrCat("reading ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
+  return impl_->ReadState(parameter, kind, [&](const Parameter& of) -> absl::StatusOr<float*> {
+    if (std::ssize(to) == of.elements) return to.data();
+    return absl::InvalidArgumentError(absl::StrCat(std::string(parameter), " has ", of.elements,
+                                                   " elements, and there is room for ", to.size()));
+  });
 }
 absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));

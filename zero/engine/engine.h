@@ -172,6 +172,9 @@ class Engine {
   // whole of what they read; a value that was written is committed on all of them or on none.
   std::vector<std::string> ParameterNames() const;
   absl::StatusOr<HostTensor> ReadState(std::string_view parameter, StateKind kind);
+  // The same into the caller's memory, of the parameter's elements (kInvalidArgument: of another number). Of
+  // the engine's it takes a tile's.
+  absl::Status ReadState(std::string_view parameter, StateKind kind, std::span<float> to);
   absl::Status WriteState(std::string_view parameter, StateKind kind, const TensorView& value);
   // Applies and commits what is pending, and waits for the checkpoint that is being written.
   absl::Status Flush();

@@ -54,7 +54,7 @@ class Engine::Impl {
   int64_t EvaluatesAtOnce(const Batch& batch) const;
   absl::StatusOr<std::vector<std::vector<HostTensor>>> Infer(const std::vector<Batch>& batches);
   std::vector<std::string> ParameterNames() const { return ParameterAccess::NamesOf(plan_.graph, layouts_); }
-  absl::StatusOr<HostTensor> ReadState(std::string_view parameter, StateKind kind);
+  absl::Status ReadState(std::string_view parameter, StateKind kind, const ParameterAccess::Place& place);
   absl::Status WriteState(std::string_view parameter, StateKind kind, const TensorView& value);
   absl::Status Flush();
   absl::StatusOr<std::string> Keep();

@@ -189,6 +189,9 @@ struct EngineOptions {
   Batch example;
   // false: Evaluate only (sampling, evaluation of a finished run). Default: trains.
   bool trains = true;
+  // With trains false: state_dirs get a run of initial values that is evaluated only, its weights and nothing
+  // else, on a drive, of one rank. Default: they hold one.
+  bool new_weights = false;
   // Of initial values and dropout. Default 1.
   uint64_t seed = 1;
   // Initial values of elements [first, first + elements) of a block's flat parameters
@@ -219,7 +222,7 @@ struct EngineOptions {
   int rank() const { return comm != nullptr ? comm->rank() : 0; }
   int world() const { return comm != nullptr ? comm->world() : 1; }
   // There is state to go on from: of a run that trains on, or that is only evaluated.
-  bool resumes() const { return resume.enabled || !trains; }
+  bool resumes() const { return resume.enabled || (!trains && !new_weights); }
 };
 
 // The types that the options ask for.

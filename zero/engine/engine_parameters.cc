@@ -23,11 +23,12 @@ ParameterAccess Engine::Impl::Access() const {
           options_.frozen.get()};
 }
 
-absl::StatusOr<HostTensor> Engine::Impl::ReadState(std::string_view parameter, StateKind kind) {
+absl::Status Engine::Impl::ReadState(std::string_view parameter, StateKind kind,
+                                     const ParameterAccess::Place& place) {
   RETURN_IF_ERROR(broken_);
   if (resources_->others() != nullptr) return OnePartOnly();
   RETURN_IF_ERROR(BroadcastError(Flush()));
-  if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
+  if (kind != StateKind::kGradient) return Access().Read(parameter, kind, place);
   if (calls_ > 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("step ", step_ + 1, " has more calls to come: its gradients are not final"));
@@ -36,10 +37,11 @@ absl::StatusOr<HostTensor> Engine::Impl::ReadState(std::string_view parameter, S
   if (last_result_.step == 0) {
     return absl::FailedPreconditionError("no step has been made since the run was opened: no gradient yet");
   }
+  const auto checksum = [this](tiering::BlockIndex block, tiering::TileIndex tile) {
+    return lanes_->gradient_checksum(block, tile);
+  };
   return Access().ReadGradient(parameter, last_result_.loss_scale, last_result_.speculative_share > 0,
-                               [this](tiering::BlockIndex block, tiering::TileIndex tile) {
-                                 return lanes_->gradient_checksum(block, tile);
-                               });
+                               checksum, place);
 }
 
 absl::Status Engine::Impl::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {

@@ -80,15 +80,6 @@ class Initialization {
 
   absl::Status Tile(tiering::BlockIndex number, tiering::TileIndex t, InitialReader* reader) {
     const tiering::BlockPlan& block = plan_.blocks[number];
-    const tiering::Tile& tile = block.tiles[t];
-    ASSIGN_OR_RETURN(const HostBuffer masters,
-                     HostBuffer::Of(tile.elements * static_cast<int64_t>(sizeof(float)),
-                                    "memory for a tile's initial values"));
-    auto* const values = reinterpret_cast<float*>(masters.data());
-    const int64_t first = arena_view_.InWholeBlock(number, tile).offset;
-    RETURN_IF_ERROR(Values(number, first, tile.elements, reader, values));
-    // The same values wherever they are kept: also where what is frozen has a master.
-    RoundToWeights(values, std::clamp<int64_t>(layouts_[number]->trained_from - first, 0, tile.elements));
     const tiering::WeightSlot weight_slot = block.private_weight_slot.valid()
                                                 ? block.private_weight_slot
                                                 : plan_.weight_classes[At(block.weight_class)].first_slot;
@@ -97,7 +88,7 @@ class Initialization {
       const tiering::TileSlot tile_slot =
           block.weights_alone(t) ? tiering::TileSlot() : tiering::TileSlot(slot);
       const TileMemory memory = arena_view_.tile(number, t, weight_slot, tile_slot);
-      FillTile(format_, values, memory);
+      RETURN_IF_ERROR(Fill(number, t, reader, memory));
       std::vector<const void*> segments = {memory.weights};
       segments.insert(segments.end(), memory.state.begin(), memory.state.end());
       return ring_->Write(segments);
@@ -105,8 +96,33 @@ class Initialization {
     const bool staged = device_ != nullptr && device_->has(number);
     const TileMemory memory = staged ? device_->staged(number, t)
                                      : arena_view_.tile(number, t, weight_slot, block.private_tile_slot[t]);
-    FillTile(format_, values, memory);
+    RETURN_IF_ERROR(Fill(number, t, reader, memory));
     return staged ? device_->Write(number, t, memory) : absl::OkStatus();
+  }
+
+  // Where weights are all that there is, piece by piece: plans of what is only evaluated have no room for the
+  // fp32 values of a tile.
+  absl::Status Fill(tiering::BlockIndex number, tiering::TileIndex t, InitialReader* reader,
+                    const TileMemory& memory) const {
+    constexpr int64_t kPiece = int64_t{1} << 16;
+    const tiering::Tile& tile = plan_.blocks[number].tiles[t];
+    const FlatLayout& layout = *layouts_[number];
+    const int64_t first = arena_view_.InWholeBlock(number, tile).offset;
+    const int64_t frozen_to = layout.Trains() ? layout.trained_from : layout.elements;
+    const int64_t most = memory.state.empty() ? std::min(tile.elements, kPiece) : tile.elements;
+    ASSIGN_OR_RETURN(const HostBuffer masters, HostBuffer::Of(most * static_cast<int64_t>(sizeof(float)),
+                                                              "memory for a tile's initial values"));
+    auto* const values = reinterpret_cast<float*>(masters.data());
+    for (int64_t at = 0; at < tile.elements; at += most) {
+      TileMemory piece = memory;
+      piece.elements = std::min(most, tile.elements - at);
+      piece.weights = static_cast<std::byte*>(memory.weights) + plan_.precision.SegmentBytes(0, at);
+      RETURN_IF_ERROR(Values(number, first + at, piece.elements, reader, values));
+      // The same values wherever they are kept: also where what is frozen has a master.
+      RoundToWeights(values, std::clamp<int64_t>(frozen_to - first - at, 0, piece.elements));
+      FillTile(format_, values, piece);
+    }
+    return absl::OkStatus();
   }
 
   Compute& compute_;

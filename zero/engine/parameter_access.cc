@@ -18,6 +18,8 @@
 namespace penstock::zero {
 namespace {
 
+constexpr auto kWidth = static_cast<int64_t>(sizeof(float));
+constexpr const char* kWhat = "memory for a parameter's state";
 constexpr int64_t kSharedAtOnce = int64_t{1} << 17;  // elements of all ranks together
 
 // Memory for direct I/O of that many bytes, padded to pages.
@@ -94,17 +96,24 @@ absl::Status ParameterAccess::OfAll(const absl::Status& mine) const {
   return comm_ == nullptr ? mine : AgreeOnStatus(*comm_, Channel::kSetup, mine);
 }
 
-absl::StatusOr<HostTensor> ParameterAccess::ReadParts(
-    const Found& found,
-    const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, float*)>& read) const {
-  constexpr auto kWidth = static_cast<int64_t>(sizeof(float));
-  constexpr const char* kWhat = "memory for a parameter's state";
+absl::StatusOr<HostTensor> ParameterAccess::Made(const std::function<absl::Status(const Place&)>& read) {
   HostTensor values;
+  RETURN_IF_ERROR(read([&](const Parameter& parameter) -> absl::StatusOr<float*> {
+    RETURN_IF_ERROR(Take(parameter.elements * kWidth, kWhat, &values.memory));
+    values.view = {values.memory.data(), ElementType::kFp32, parameter.sizes};
+    return static_cast<float*>(values.view.data);
+  }));
+  return values;
+}
+
+absl::StatusOr<float*> ParameterAccess::ReadParts(
+    const Found& found, const Place& place,
+    const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, float*)>& read) const {
   HostBuffer exchanged;
-  absl::Status status = Take(found.parameter->elements * kWidth, kWhat, &values.memory);
+  const absl::StatusOr<float*> room = place(*found.parameter);
+  absl::Status status = room.status();
   if (comm_ != nullptr) status.Update(Take(kSharedAtOnce * kWidth, kWhat, &exchanged));
-  values.view = {values.memory.data(), ElementType::kFp32, found.parameter->sizes};
-  auto* const to = static_cast<float*>(values.view.data);
+  float* const to = room.ok() ? *room : nullptr;
   if (status.ok()) {
     status = ForEachTile(found, [&](tiering::TileIndex tile, int64_t begin, int64_t n, int64_t at) {
       return read(tile, begin, n, to + at);
@@ -113,7 +122,7 @@ absl::StatusOr<HostTensor> ParameterAccess::ReadParts(
   status = OfAll(status);
   if (status.ok() && comm_ != nullptr) status = Share(found, reinterpret_cast<float*>(exchanged.data()), to);
   RETURN_IF_ERROR(status);
-  return values;
+  return to;
 }
 
 absl::Status ParameterAccess::Share(const Found& found, float* gathered, float* values) const {
@@ -177,11 +186,14 @@ absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(tiering::BlockInde
   }
   const int64_t elements = bp.tiles[tile].elements;
   std::byte* place = nullptr;
-  ASSIGN_OR_RETURN(HostBuffer copy, Pages(plan_.precision.TotalBytes(elements), &place));
+  const bool alone = bp.weights_alone(tile);
+  ASSIGN_OR_RETURN(HostBuffer copy, Pages(alone ? plan_.precision.SegmentBytes(0, elements)
+                                                : plan_.precision.TotalBytes(elements),
+                                          &place));
   loaded.copy = std::move(copy);
   loaded.memory.elements = elements;
   std::vector<void*> segments;
-  const size_t count = bp.weights_alone(tile) ? 1 : plan_.precision.segment_bytes.size();
+  const size_t count = alone ? 1 : plan_.precision.segment_bytes.size();
   for (size_t s = 0; s < count; ++s) {
     segments.push_back(place);
     place += tiering::AlignUp(plan_.precision.SegmentBytes(s, elements), tiering::kPage);
@@ -221,19 +233,21 @@ absl::Status ParameterAccess::Store(tiering::BlockIndex block, tiering::TileInde
   return store_->WriteTileNow(&io, id, version, sources, aio::Priority::kDemand);
 }
 
-absl::StatusOr<HostTensor> ParameterAccess::Read(std::string_view name, StateKind kind) {
+absl::Status ParameterAccess::Read(std::string_view name, StateKind kind, const Place& to_place) {
   ASSIGN_OR_RETURN(Found found, Find(name));
   RETURN_IF_ERROR(CheckKept(kind));
-  return ReadParts(found, [&](tiering::TileIndex tile, int64_t begin, int64_t n, float* to) -> absl::Status {
+  const auto read_tile = [&](tiering::TileIndex tile, int64_t begin, int64_t n, float* to) -> absl::Status {
     ASSIGN_OR_RETURN(Loaded loaded, Load(found.block, tile));
     ReadValues(format_, loaded.memory, kind, begin, n, to);
     return absl::OkStatus();
-  });
+  };
+  return ReadParts(found, to_place, read_tile).status();
 }
 
-absl::StatusOr<HostTensor> ParameterAccess::ReadGradient(
+absl::Status ParameterAccess::ReadGradient(
     std::string_view name, double scale, bool speculative_update,
-    const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum) {
+    const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum,
+    const Place& to_place) {
   ASSIGN_OR_RETURN(Found found, Find(name));
   if (!found.parameter->trains) {
     return absl::FailedPreconditionError(absl::StrCat(std::string(name), " is frozen: it has no gradient"));
@@ -278,13 +292,12 @@ absl::StatusOr<HostTensor> ParameterAccess::ReadGradient(
                      static_cast<size_t>(n));
     return absl::OkStatus();
   };
-  ASSIGN_OR_RETURN(HostTensor values, ReadParts(found, read_tile));
-  if (scale == 1) return values;
+  ASSIGN_OR_RETURN(float* const of, ReadParts(found, to_place, read_tile));
+  if (scale == 1) return absl::OkStatus();
   // A loss scale is a power of two: exact.
-  auto* const of = static_cast<float*>(values.view.data);
   const auto by = static_cast<float>(1 / scale);
   std::for_each(of, of + found.parameter->elements, [by](float& value) { value *= by; });
-  return values;
+  return absl::OkStatus();
 }
 
 absl::Status ParameterAccess::Write(std::string_view name, StateKind kind, const TensorView& value,
@@ -292,9 +305,8 @@ absl::Status ParameterAccess::Write(std::string_view name, StateKind kind, const
   ASSIGN_OR_RETURN(Found found, Find(name));
   RETURN_IF_ERROR(CheckKept(kind));
   if (kind != StateKind::kParameter && KeepsWeightsAlone(found)) {
-    return absl::FailedPreconditionError(absl::StrCat(std::string(name),
-                                                      " is frozen beside others that train: it has no ",
-                                                      std::string(StateKindName(kind))));
+    return absl::FailedPreconditionError(
+        absl::StrCat(std::string(name), " is frozen: it has no ", std::string(StateKindName(kind))));
   }
   if (!found.parameter->trains && plan_.blocks[found.block].elsewhere_to > 0) {
     return absl::FailedPreconditionError(absl::StrCat(std::string(name), " is frozen and read from ",

@@ -49,15 +49,21 @@ class ParameterAccess {
   // Names of all parameters: the block's, a dot, the parameter's within it.
   static std::vector<std::string> NamesOf(const tiering::ModelGraph& graph,
                                           const GradientSums::Layouts& layouts);
+  // Where a parameter's values are put: room for its elements, or why there is none.
+  using Place = std::function<absl::StatusOr<float*>(const Parameter&)>;
+  // A tensor that is made of them.
+  static absl::StatusOr<HostTensor> Made(const std::function<absl::Status(const Place&)>& read);
+
   // kNotFound: no such parameter (says which name is nearest). kFailedPrecondition: the optimizer has no such
-  // state.
-  absl::StatusOr<HostTensor> Read(std::string_view name, StateKind kind);
+  // state. Memory: one tile's.
+  absl::Status Read(std::string_view name, StateKind kind, const Place& place);
   // `gradient_checksum(block, tile)`: of the part of a gradient that waits on the drive. Values are divided
   // by `scale`, the loss scale of their step; `speculative_update`: that step was updated so, where the
   // plan says it.
-  absl::StatusOr<HostTensor> ReadGradient(
+  absl::Status ReadGradient(
       std::string_view name, double scale, bool speculative_update,
-      const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum);
+      const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum,
+      const Place& place);
   // kInvalidArgument: another shape or type than fp32 in host memory, or values that differ between ranks.
   // `start` is called, on all ranks, when nothing is wrong with the call and before anything is changed.
   absl::Status Write(std::string_view name, StateKind kind, const TensorView& value,
@@ -78,7 +84,8 @@ class ParameterAccess {
   absl::Status CheckKept(StateKind kind) const;
   // It is frozen, and neither master nor moments of it are kept.
   bool KeepsWeightsAlone(const Found& found) const {
-    return !found.parameter->trains && plan_.blocks[found.block].trained_from > 0;
+    const tiering::BlockPlan& block = plan_.blocks[found.block];
+    return !found.parameter->trains && (block.trained_from > 0 || block.frozen_alone);
   }
   // Its only place is the device's memory.
   bool OnDeviceAlone(tiering::BlockIndex block) const {
@@ -94,9 +101,10 @@ class ParameterAccess {
       const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, int64_t)>& body) const;
   // `mine`, or the error of another rank.
   absl::Status OfAll(const absl::Status& mine) const;
-  // A parameter's values: this rank's by `read(tile, begin in tile, n, to)`, the others' from them.
-  absl::StatusOr<HostTensor> ReadParts(
-      const Found& found,
+  // A parameter's values: this rank's by `read(tile, begin in tile, n, to)`, the others' from them. Returns
+  // where they are.
+  absl::StatusOr<float*> ReadParts(
+      const Found& found, const Place& place,
       const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, float*)>& read) const;
   // Fills in the other ranks' parts of a parameter's values, by way of `gathered`.
   absl::Status Share(const Found& found, float* gathered, float* values) const;

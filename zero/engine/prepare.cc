@@ -106,6 +106,11 @@ class Preparation {
           "there is nothing to resume: state in memory is gone with its process, and no checkpoint was "
           "named");
     }
+    if (options_.new_weights &&
+        (options_.trains || options_.resume.enabled || options_.world() > 1 || !on_nvme_)) {
+      return absl::InvalidArgumentError(
+          "new weights that are only evaluated are on a drive, of one rank, and nothing is resumed");
+    }
     RETURN_IF_ERROR(CheckCalls());
     if (options_.frozen != nullptr &&
         (!on_nvme_ || options_.world() > 1 || options_.device->has_own_memory())) {
@@ -178,7 +183,8 @@ class Preparation {
                                                           " ranks, not of one"));
       }
     }
-    plan_options_.world = options_.trains ? options_.world() : static_cast<int>(plan.parts.size());
+    const bool reads_others = options_.resumes() && !options_.trains;
+    plan_options_.world = reads_others ? static_cast<int>(plan.parts.size()) : options_.world();
     // A step cannot be durable while the next is written over it.
     const bool one_version = options_.resumes() ? found_.shape.slots == 1 : options_.storage.versions == 1;
     plan_options_.commits_every_step =
@@ -290,11 +296,14 @@ class Preparation {
                                                  plan_options_.precision, plan_options_.frozen_elsewhere));
       plan_options_.fixed_tiles = std::move(tiles.elements);
       plan_options_.frozen_apart = tiles.frozen_apart;
-      if (in_place_ && tiles.frozen_apart && FrozenElements() > 0 && !plan_options_.keeps_frozen_apart() &&
+      plan_options_.frozen_blocks_alone = tiles.frozen_blocks_alone;
+      const bool alone = (tiles.frozen_apart && FrozenElements() > 0) ||
+                         (tiles.frozen_blocks_alone && FrozenBlockElements() > 0);
+      if (in_place_ && alone && !plan_options_.may_keep_weights_alone() &&
           plan_options_.precision.segment_bytes.size() > 1) {
         return absl::FailedPreconditionError(
             absl::StrCat(options_.storage.state_dirs.front(),
-                         " has no state for what is frozen of a block, which a device with memory of its own "
+                         " has no state for what is frozen, which a device with memory of its own "
                          "keeps: go on without the device"));
       }
     }
@@ -309,9 +318,17 @@ class Preparation {
     return elements;
   }
 
+  int64_t FrozenBlockElements() const {
+    int64_t elements = 0;
+    for (const tiering::BlockShape& block : prepared_.plan.graph.blocks)
+      elements += block.trains ? 0 : block.elements;
+    return elements;
+  }
+
   // Of one version: all segments, and of what is frozen apart the weights.
   int64_t StateBytes() const {
-    const int64_t apart = plan_options_.keeps_frozen_apart() ? FrozenElements() : 0;
+    const int64_t apart = (plan_options_.keeps_frozen_apart() ? FrozenElements() : 0) +
+                          (plan_options_.keeps_frozen_blocks_alone() ? FrozenBlockElements() : 0);
     const tiering::Precision& precision = plan_options_.precision;
     if (plan_options_.frozen_elsewhere) {
       int64_t trained = 0;

@@ -147,7 +147,7 @@ absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFile
   store_options.sync = options_.storage.sync;
   store_options.overwrite = options_.storage.overwrite;
   store_options.overwrites_only = options_.storage.overwrites_only;
-  store_options.read_only = !options_.trains;
+  store_options.read_only = !options_.trains && options_.resumes();
   store_options.payload_capacity += static_cast<uint64_t>(plan_.buffer_bytes);
   if (!options_.resumes()) {
     RETURN_IF_ERROR(swap::CheckSpace(

@@ -86,7 +86,8 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
                                    const tiering::Precision& precision, bool frozen_elsewhere) {
   StoreTiles tiles;
   size_t next = 0;
-  int64_t apart = 0, in_part = 0;  // elements that have their weights alone, and those that may
+  // Elements that have their weights alone, and those that may: of blocks that train, and of frozen ones.
+  int64_t apart = 0, in_part = 0, alone = 0, in_frozen_blocks = 0;
   bool cut = true;
   const auto not_its_models = [&next] {
     return absl::DataLossError(absl::StrCat("tile ", next - 1, " of the store is not one of its model's"));
@@ -103,19 +104,32 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
       of_block.push_back(tile.elements);
       elements += tile.elements;
       if (!tile.weights_alone) continue;
-      if (elements > frozen || world > 1 || elsewhere > 0) return not_its_models();
-      apart += tile.elements;
+      if (world == 1 && block.trains && frozen == 0) {
+        return absl::FailedPreconditionError(
+            absl::StrCat("block ", block.name,
+                         " trains, and the run has no state for it: it was frozen when the run began"));
+      }
+      if (world > 1 || elsewhere > 0 || (block.trains && elements > frozen)) return not_its_models();
+      (block.trains ? apart : alone) += tile.elements;
     }
     if (elsewhere > 0) continue;
     in_part += frozen;
+    if (!block.trains) in_frozen_blocks += block.elements;
     cut &= CutWhereItTrains(of_block, frozen);
   }
   if (next != shape.tiles.size()) return absl::DataLossError("the store has more tiles than its model needs");
+  if (alone != 0 && alone != in_frozen_blocks) {
+    return absl::FailedPreconditionError(
+        "of the blocks that are frozen, some have state in the run and some have none: freeze those that "
+        "were "
+        "frozen when it began");
+  }
   if (apart != 0 && apart != in_part) {
     return absl::DataLossError("some tiles of the store have state for what is frozen, and some have none");
   }
   // Without any state the two kinds are one.
   tiles.frozen_apart = apart > 0 || frozen_elsewhere || (precision.segment_bytes.size() == 1 && cut);
+  tiles.frozen_blocks_alone = alone > 0 || frozen_elsewhere || precision.segment_bytes.size() == 1;
   return tiles;
 }
 
@@ -125,6 +139,7 @@ namespace {
 uint32_t VersionsHere(const EngineOptions& options, swap::StoreOptions store, const swap::Layout& layout,
                       const std::string& identity, std::span<const uint64_t> besides) {
   if (options.storage.versions > 0) return static_cast<uint32_t>(options.storage.versions);
+  if (options.new_weights) return 1;  // nothing is ever written over
   // With a third version a checkpoint is copied at leisure; it is worth its space where there is any. Where
   // only checkpoints are commits, the second one is free meanwhile.
   if (!options.trains || options.storage.checkpoints.every == 0) return 2;

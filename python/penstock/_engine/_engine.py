@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import errno
 import functools
 import json
@@ -80,6 +81,9 @@ class Engine:
     have values only while they are used. ``module(...)`` and ``engine(...)`` are the same call.
 
     The first forward shows the order of the blocks; with it the state is written to ``state_dir`` and the parameters leave memory.
+
+    Where no parameter requires a gradient, it evaluates and generates only: the drive gets the weights and nothing else, and host
+    memory keeps as many of them as there is room for, whatever else a step would need.
 
     On a GPU (``device``) each block's weights are copied there while it is computed, and gradients back; what comes into the model is
     taken there as well, and its outputs are there. Masters, states and updates stay the engine's, in host memory and on the drive.
@@ -224,7 +228,7 @@ class Engine:
                 kwargs = without_cache(self.module.forward, kwargs)
             move_buffers(self.module, self.device)
             with self._inputs_of_the_models_type():
-                forward = call or (lambda: self.module(*args, **kwargs))
+                forward = call or (lambda: self.module(*(_apart(each) for each in args), **{name: _apart(each) for name, each in kwargs.items()}))
                 uses = trace(self.module, self._blocks, forward, self.device)
                 flops = self._flops_of(forward) if self._settings.flops_profiler["enabled"] else None
             with self._met():
@@ -323,6 +327,9 @@ class Engine:
             described.append((block.name or type(self.module).__name__, parameters))
             marks.append([(trains, group) for _, _, trains, group, _, _, _ in parameters])
         stages = [(use.name or "model", use.block, use.seconds, 3 * use.seconds) for use in uses]
+        trains = any(each for mark in marks for each, _ in mark)
+        if not trains:
+            self._check_evaluates()
         resume = self._may_resume()
         if self._values_are_gone and not resume and not self._restore_from:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
@@ -351,6 +358,8 @@ class Engine:
             "optimizer": self._described,
             "optimizer_states": settings.optimizer_states,
             "device_computes": self.device.type != "cpu",
+            "trains": trains,
+            "new_weights": not trains and not resume,
             "resume": resume,
             "overwrite": (self._overwrite or self._made) and not resume,
             "restore_from": self._restore_from,
@@ -364,6 +373,16 @@ class Engine:
         with deferred():
             self._hand_over(described, stages, uses, options, marks, known)
         del held
+
+    # Of an engine that has nothing to train: its weights are all that the drive gets.
+    def _check_evaluates(self) -> None:
+        why = "no parameter of the model requires a gradient (and is the optimizer's), so that the engine only evaluates"
+        if self._settings.offload != "nvme":
+            raise ValueError(f"{why}, with weights on a drive: give state_dir=")
+        if self._ranks.world > 1:
+            raise ValueError(f"{why}, and several ranks only train: make it with ranks=False in each process, with a state_dir of its own")
+        if self._restore_from:
+            raise ValueError(f"{why}, and there is no training to load from a checkpoint: give the model its values first")
 
     def _places(self) -> List[str]:
         return [os.path.realpath(directory) for directory in self._own_dirs()]
@@ -553,6 +572,7 @@ class Engine:
         scale_wrt_gas: it is divided by ``gradient_accumulation_steps``. False: the caller has done so.
         """
         runtime = self._ready()
+        runtime.check_trains()
         if self._accumulation is None:
             runtime.backward(loss, retain_graph)
         else:
@@ -595,6 +615,7 @@ class Engine:
 
     def _step(self) -> None:
         runtime = self._ready()
+        runtime.check_trains()
         if self._accumulation is not None and not runtime.is_open:
             self._repeat(self._accumulation)
         if not runtime.is_open:
@@ -733,6 +754,7 @@ class Engine:
         if self._runtime is None:
             self._materialize((), {}, lambda: of(self.module, given[0]))
         runtime = self._ready()
+        runtime.check_trains()
         if not self.module.training:
             raise RuntimeError("the module is in evaluation mode: call engine.train() first")
         if self._accumulation is not None and self._accumulation.backwards:
@@ -1083,6 +1105,16 @@ class Engine:
         self.close()
 
 
+# What a model's forward may change, as generate()'s cache of keys and values: tracing changes a copy, since the forward itself follows.
+def _apart(given: Any) -> Any:
+    if given is None or isinstance(given, (torch.Tensor, nn.Module, str, bytes, int, float, list, tuple, dict)):
+        return given
+    try:
+        return copy.deepcopy(given)
+    except Exception:  # noqa: B902 - it is as its owner made it
+        return given
+
+
 def _closed_forward(*_: Any, **__: Any) -> Any:
     raise RuntimeError("this model's engine was closed: its weights are in the state directory; make an engine with resume=True")
 
@@ -1165,7 +1197,8 @@ def initialize(
     config: a DeepSpeed configuration, as a dictionary or the path of a JSON file. What it gives and the engine does otherwise is a
         warning; what it cannot do is a ValueError. Arguments win over it.
     optimizer: a new torch.optim.AdamW, Adam, SGD or Adagrad (or a function from parameters to one): its groups and values are taken.
-        Without it, the configuration's; without that, AdamW with torch's defaults.
+        Without it, the configuration's; without that, AdamW with torch's defaults. None is needed where no parameter requires a
+        gradient: the engine evaluates and generates only.
     model_parameters: parameters, or groups of them, for the configuration's optimizer; the default is all that require gradients.
     lr_scheduler: of ``engine.optimizer``, or a function that makes one of it; ``engine.step()`` makes its steps.
     state_dir: a directory, or one for each drive, for weights and states; made where it is missing.
@@ -1223,6 +1256,9 @@ def initialize(
     if parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     parameters = list(parameters)
+    if optimizer is None and model_parameters is None and not parameters:
+        # Nothing to train: the groups of an optimizer that makes no step.
+        optimizer = torch.optim.SGD(list(model.parameters()), lr=0.0)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameters)
     if optimizer is None:

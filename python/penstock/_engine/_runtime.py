@@ -107,6 +107,8 @@ class Runtime:
             self._places.setdefault(id(use.module), []).append(number)
         self._trains = trains
         trained = (number for number, use in enumerate(uses) if any(trains[use.block]))
+        #: Whether any parameter is updated; otherwise every forward is an evaluation.
+        self.trains = any(any(each) for each in trains)
         #: The use where backward ends.
         self.first_trained = 0 if input_gradients else next(trained, self._last)
         self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
@@ -194,6 +196,14 @@ class Runtime:
                 self._compares = self._trained <= _COMPARED or self._trained % _COMPARED_AGAIN == 0
             self._drivers = [Driver(number, len(self._uses), trains) for number in range(micro_batches)]
             self._local.driver = self._drivers[0]
+
+    def check_trains(self) -> None:
+        """RuntimeError where every forward is an evaluation."""
+        if not self.trains:
+            raise RuntimeError(
+                "this engine only evaluates: no parameter required a gradient in its first forward. Close it, call requires_grad_() on what is "
+                "to be trained, and make another, with a state_dir of its own"
+            )
 
     def _check_requires_grad(self) -> None:
         for block, flags in zip(self._blocks, self._requires_grad):
@@ -304,7 +314,7 @@ class Runtime:
             self._refuse_lost_gradients(args, kwargs)
             driver.counts = counted(args, kwargs)
             return self._inside(args, without_cache(self._original, kwargs))
-        if self._model.training and torch.is_grad_enabled():
+        if self.trains and self._model.training and torch.is_grad_enabled():
             self._refuse_lost_gradients(args, kwargs)
             return self.on_training_forward(args, kwargs)
         return self.evaluate(args, kwargs)
@@ -442,7 +452,7 @@ class Runtime:
 
     # A block that is called without the model (an encoder, in generate): an evaluation of its own.
     def _by_itself(self, original: Callable[..., Any], key: int, name: str, args: Any, kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and self._model.training:
+        if self.trains and torch.is_grad_enabled() and self._model.training:
             raise RuntimeError(
                 f"{name} was called outside of the model's forward: gradients are known of whole forwards only; call the model, "
                 "or this under torch.no_grad()"

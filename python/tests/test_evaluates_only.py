@@ -1,0 +1,131 @@
+"""A model of which nothing trains: weights larger than memory are evaluated, and nothing else of them is kept."""
+
+import os
+
+import pytest
+import torch
+
+import penstock
+
+transformers = pytest.importorskip("transformers")
+
+
+def small_model(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        vocab_size=2111, n_positions=64, n_embd=256, n_layer=16, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config).to(dtype).eval()
+
+
+def bytes_of(model):  # 54 MB in fp32
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def on_disk(directory):
+    return sum(os.path.getsize(os.path.join(directory, name)) for name in os.listdir(directory))
+
+
+def generated(model, tokens=12):
+    ids = torch.tensor([[5, 17, 1010, 3], [9, 9, 4, 2000]])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_generates_the_same_tokens_and_the_drive_has_its_weights_alone(tmp_path, dtype):
+    model = small_model(dtype)
+    weights = bytes_of(model)
+    ids = torch.arange(32).reshape(2, 16)
+    with torch.no_grad():
+        expected, logits = generated(model), model(ids).logits
+    model.requires_grad_(False)
+    engine, *_ = penstock.initialize(model=model, state_dir=tmp_path / "state", host_memory=weights // 3, dtype=dtype)
+    assert torch.equal(generated(engine.module), expected)
+    assert torch.equal(engine(ids).logits, logits)
+    assert on_disk(tmp_path / "state") < 1.2 * weights + (1 << 20)
+    assert engine.plan()["peak_managed_bytes"] <= weights // 3
+    engine.module.train()
+    assert torch.equal(engine(ids).logits, logits)  # with gradients switched on, an evaluation all the same
+    for call in (lambda: engine.step(), lambda: engine.backward(engine(ids).logits.sum()), lambda: engine.train_batch([ids])):
+        with pytest.raises(RuntimeError, match="only evaluates"):
+            call()
+    state = engine.module.state_dict()
+    engine.close()
+    again = small_model(dtype, seed=1).requires_grad_(False)  # other values, which nobody reads
+    engine, *_ = penstock.initialize(model=again, state_dir=tmp_path / "state", host_memory=weights // 3, dtype=dtype, resume=True)
+    assert torch.equal(generated(engine.module), expected)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, state[name])
+    engine.close()
+
+
+def test_memory_that_is_free_keeps_weights(tmp_path):
+    def read_per_token(host_memory, directory):
+        model = small_model().requires_grad_(False)
+        engine, *_ = penstock.initialize(model=model, state_dir=directory, host_memory=host_memory)
+        generated(engine.module, 2)
+
+        def read():
+            with open("/proc/self/io", encoding="utf-8") as file:
+                return int(dict(line.split(": ") for line in file.read().splitlines())["read_bytes"])
+
+        before = read()
+        generated(engine.module, 10)
+        per_token = (read() - before) / 10
+        engine.close()
+        return per_token
+
+    weights = bytes_of(small_model())
+    half = read_per_token(weights // 2, tmp_path / "half")
+    assert half < 0.8 * weights
+    assert read_per_token(2 * weights, tmp_path / "all") < 0.02 * weights
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="only evaluates.*state_dir"):
+        engine, *_ = penstock.initialize(model=small_model().requires_grad_(False), offload="cpu")
+        engine(torch.arange(8).reshape(1, 8))
+    engine.close()
+    model = small_model().requires_grad_(False)
+    engine, *_ = penstock.initialize(model=model, state_dir=tmp_path / "state")
+    engine(torch.arange(8).reshape(1, 8))
+    with pytest.raises(RuntimeError, match="only reads"):
+        engine.save_checkpoint(tmp_path / "kept")
+    engine.close()
+    trains = small_model().train()
+    engine, *_ = penstock.initialize(model=trains, state_dir=tmp_path / "state", resume=True)
+    with pytest.raises(Exception, match="another run"):
+        engine(torch.arange(8).reshape(1, 8))
+    engine.close()
+
+
+def test_a_block_that_is_frozen_whole_has_no_state(tmp_path):
+    sizes = {}
+    for frozen in (False, True):
+        model = small_model().train()
+        if frozen:
+            model.transformer.wte.requires_grad_(False)
+            for block in model.transformer.h[:14]:
+                block.requires_grad_(False)
+        directory = tmp_path / str(frozen)
+        engine, *_ = penstock.initialize(model=model, state_dir=directory, host_memory="64M")
+        ids = torch.arange(32).reshape(2, 16)
+        engine.backward(engine(ids, labels=ids).loss)
+        engine.step()
+        engine.close()
+        sizes[frozen] = on_disk(directory)
+    # 28 bytes a parameter that trains (two versions of p, m and v, and a gradient), 8 of one that does not.
+    assert sizes[True] < 0.45 * sizes[False]
+
+
+def test_a_resumed_engine_may_begin_with_generate(tmp_path):
+    def opened(seed, **more):
+        engine, *_ = penstock.initialize(model=small_model(seed=seed), state_dir=tmp_path / "state", host_memory="64M", **more)
+        return engine
+
+    engine = opened(0)
+    expected = generated(engine.module)
+    engine.close()
+    engine = opened(1, resume=True)  # what it is traced with are other values than the drive's
+    assert torch.equal(generated(engine.module), expected)
+    engine.close()
