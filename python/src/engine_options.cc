@@ -16,6 +16,7 @@
 #include "zero/compute/tile_format.h"
 #include "zero/config/config.h"
 #include "zero/engine/config_options.h"
+#include "zero/memory/host_memory.h"
 #include "zero/memory/thread_times.h"
 #include "zero/ranks/comm.h"
 
@@ -306,6 +307,9 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
     ASSIGN_OR_RETURN(const zero::LossScaler scaler, zero::MakeLossScaler(parsed.config.fp16));
     options.optimizer.loss_scale = scaler.options();
   }
+  // As much as it likes would be what is in flight: what is only evaluated gains by all that stays.
+  int64_t& budget = options.memory.host_memory_budget_bytes;
+  if (!options.trains && budget == 0) budget = zero::FindHostMemory().free_bytes / 2;
   return made;
 }
 

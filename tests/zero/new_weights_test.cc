@@ -34,14 +34,15 @@ class NewWeightsTest : public testing::Test {
  protected:
   ~NewWeightsTest() override { std::filesystem::remove_all(directory_); }
 
-  static Measured Given(bool trains) {
-    const auto layout = std::make_shared<const FlatLayout>(
-        FlatLayout::Of(std::vector<ParameterSpec>{{"weight", {kRows, kColumns}, trains}}));
+  // The first `frozen` blocks do not train.
+  static Measured Given(int frozen) {
     Measured measured;
     measured.identity = {{"architecture", "rows"}};
     for (int b = 0; b < kBlocks; ++b) {
+      const auto layout = std::make_shared<const FlatLayout>(
+          FlatLayout::Of(std::vector<ParameterSpec>{{"weight", {kRows, kColumns}, b >= frozen}}));
       measured.graph.blocks.push_back(
-          {.name = "block." + std::to_string(b), .elements = layout->elements, .trains = trains});
+          {.name = "block." + std::to_string(b), .elements = layout->elements, .trains = b >= frozen});
       measured.graph.stages.push_back({.name = "stage", .block = BlockIndex(b)});
       measured.layouts.push_back(layout);
       measured.parameters += layout->parameter_elements;
@@ -91,7 +92,7 @@ TEST_F(NewWeightsTest, TheDriveHasThemAloneAndMemoryAsManyAsThereIsRoomFor) {
   EngineOptions options = Options();
   int64_t least_bytes = 0;
   {
-    const auto least = DrivenEngine::Create(Given(false), options);
+    const auto least = DrivenEngine::Create(Given(kBlocks), options);
     ASSERT_TRUE(least.ok()) << least.status();
     EXPECT_EQ((*least)->plan().state_bytes, kWeights);
     least_bytes = (*least)->plan().plan.least_host_memory_bytes;
@@ -101,7 +102,7 @@ TEST_F(NewWeightsTest, TheDriveHasThemAloneAndMemoryAsManyAsThereIsRoomFor) {
   for (const int64_t resident : {0, kBlocks / 2, kBlocks}) {
     SCOPED_TRACE(resident);
     options.memory.host_memory_budget_bytes = least_bytes + resident * kElements * 2;
-    const auto driven = DrivenEngine::Create(Given(false), options);
+    const auto driven = DrivenEngine::Create(Given(kBlocks), options);
     ASSERT_TRUE(driven.ok()) << driven.status();
     int64_t before = 0, read = 0;
     Evaluate(**driven, &before);
@@ -130,12 +131,12 @@ TEST_F(NewWeightsTest, TheDriveHasThemAloneAndMemoryAsManyAsThereIsRoomFor) {
 
 TEST_F(NewWeightsTest, TheyAreEvaluatedAgainAndNeverTrained) {
   int64_t read = 0;
-  ASSERT_TRUE(DrivenEngine::Create(Given(false), Options()).ok());
+  ASSERT_TRUE(DrivenEngine::Create(Given(kBlocks), Options()).ok());
   EngineOptions options = Options();
-  EXPECT_EQ(DrivenEngine::Create(Given(false), options).status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(DrivenEngine::Create(Given(kBlocks), options).status().code(), absl::StatusCode::kAlreadyExists);
   options.new_weights = false;  // those that are there
   {
-    const auto driven = DrivenEngine::Create(Given(false), options);
+    const auto driven = DrivenEngine::Create(Given(kBlocks), options);
     ASSERT_TRUE(driven.ok()) << driven.status();
     Evaluate(**driven, &read);
     const absl::Status step = (*driven)->Begin();
@@ -143,24 +144,61 @@ TEST_F(NewWeightsTest, TheyAreEvaluatedAgainAndNeverTrained) {
   }
   options.trains = true;
   options.resume.enabled = true;
-  const absl::Status frozen = DrivenEngine::Create(Given(false), options).status();
+  const absl::Status frozen = DrivenEngine::Create(Given(kBlocks), options).status();
   EXPECT_THAT(frozen.message(), HasSubstr("there is nothing to train"));
-  const absl::Status another = DrivenEngine::Create(Given(true), options).status();
+  const absl::Status another = DrivenEngine::Create(Given(0), options).status();
   EXPECT_EQ(another.code(), absl::StatusCode::kFailedPrecondition) << another;
-  EXPECT_THAT(another.message(), HasSubstr("block block.0 trains, and the run has no state for it"));
+  EXPECT_THAT(another.message(), HasSubstr("holds another run: evaluated_only"));
+}
+
+// A training's run, whose first block was frozen when it began.
+TEST_F(NewWeightsTest, WhatWasFrozenWholeMayBeEvaluatedWhateverTrainsNow) {
+  EngineOptions options = Options();
+  options.new_weights = false;
+  options.trains = true;
+  ASSERT_TRUE(DrivenEngine::Create(Given(1), options).ok());
+  options.resume.enabled = true;
+  const absl::Status refused = DrivenEngine::Create(Given(0), options).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_THAT(refused.message(), HasSubstr("block block.0 trains, and the run in "));
+  for (const int frozen : {1, 3}) {
+    const auto goes_on = DrivenEngine::Create(Given(frozen), options);
+    EXPECT_TRUE(goes_on.ok()) << goes_on.status();
+  }
+  options.resume.enabled = false;
+  options.trains = false;
+  for (const int frozen : {0, 1, 3, kBlocks}) {
+    const auto evaluates = DrivenEngine::Create(Given(frozen), options);
+    ASSERT_TRUE(evaluates.ok()) << evaluates.status();
+    int64_t read = 0;
+    Evaluate(**evaluates, &read);
+    const absl::Status looked = (*evaluates)->Call([&](Engine& engine) {
+      for (const char* name : {"block.0.weight", "block.2.weight"}) {
+        const auto value = engine.ReadState(name, StateKind::kParameter);
+        if (!value.ok()) return value.status();
+        EXPECT_EQ(static_cast<const float*>(value->view.data)[7], Initial(name[6] - '0', 7));
+      }
+      return absl::OkStatus();
+    });
+    EXPECT_TRUE(looked.ok()) << looked;
+  }
 }
 
 TEST_F(NewWeightsTest, WhatCannotBeIsRefused) {
   for (const auto& change : std::vector<std::function<void(EngineOptions&)>>{
            [](EngineOptions& options) { options.trains = true; },
            [](EngineOptions& options) { options.resume.enabled = true; },
+           [](EngineOptions& options) { options.initial_values = nullptr; },
            [](EngineOptions& options) { options.storage.offload = OffloadDevice::kCpu; }}) {
     EngineOptions options = Options();
     change(options);
-    const absl::Status refused = DrivenEngine::Create(Given(options.trains), options).status();
+    const absl::Status refused = DrivenEngine::Create(Given(options.trains ? 0 : kBlocks), options).status();
     EXPECT_THAT(std::string(refused.message()), HasSubstr("new weights that are only evaluated"));
     EXPECT_FALSE(std::filesystem::exists(directory_));
   }
+  const absl::Status trained = DrivenEngine::Create(Given(0), Options()).status();
+  EXPECT_THAT(std::string(trained.message()), HasSubstr("whose parameters are all frozen"));
+  EXPECT_FALSE(std::filesystem::exists(directory_));
 }
 
 }  // namespace

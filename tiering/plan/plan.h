@@ -293,8 +293,8 @@ struct PlanOptions {
   // What is frozen of a block that trains has its weights alone. false: it has state like the rest, as a
   // store that is there may want it.
   bool frozen_apart = true;
-  // So has a block that is frozen whole. false: as a store that is there may want it.
-  bool frozen_blocks_alone = true;
+  // Whether a block has its weights alone, as a store that is there has fixed it; empty: frozen ones have.
+  PerBlock<char> blocks_alone;
   // What is frozen, also whole blocks, is no part of the store and is read from elsewhere. One rank, on the
   // processor, with frozen_apart.
   bool frozen_elsewhere = false;
@@ -314,7 +314,11 @@ struct PlanOptions {
   // Shards are cut evenly, whatever trains in them, and a device updates whole blocks.
   bool may_keep_weights_alone() const { return world == 1 && !(device.has_own_memory && trains); }
   bool keeps_frozen_apart() const { return frozen_apart && may_keep_weights_alone(); }
-  bool keeps_frozen_blocks_alone() const { return frozen_blocks_alone && may_keep_weights_alone(); }
+  // Where there is no state, only the place for a gradient would go, which who trains it later on wants.
+  bool keeps_block_alone(BlockIndex block, bool block_trains) const {
+    if (!blocks_alone.empty()) return blocks_alone[block] != 0;
+    return !block_trains && may_keep_weights_alone() && (!trains || precision.segment_bytes.size() > 1);
+  }
 };
 
 // The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.

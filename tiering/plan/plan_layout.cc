@@ -102,7 +102,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     block.elements = sizes[b];
     block.trains = graph_.blocks[b].trains;
     if (block.trains && options_.keeps_frozen_apart()) block.trained_from = graph_.blocks[b].trained_from;
-    block.frozen_alone = !block.trains && options_.keeps_frozen_blocks_alone();
+    block.frozen_alone = options_.keeps_block_alone(b, block.trains);
     if (options_.frozen_elsewhere) {
       block.elsewhere_to = block.trains ? block.trained_from : block.elements;
       block.elsewhere_bytes = graph_.blocks[b].elsewhere_bytes;

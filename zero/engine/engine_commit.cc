@@ -131,7 +131,8 @@ absl::Status Engine::Impl::CommitDescription() {
 
 absl::Status Engine::Impl::CommitDescription(nlohmann::json description) {
   RETURN_IF_ERROR(Flush());
-  if (store() == nullptr) return absl::OkStatus();
+  // What is only evaluated has nothing to say, and others may read it as well.
+  if (store() == nullptr || !options_.trains) return absl::OkStatus();
   nlohmann::json payload = nlohmann::json::parse(store()->committed_payload());
   payload["step"] = std::move(description);
   return CommitAgainWhereItDiffers(payload.dump());

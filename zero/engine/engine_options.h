@@ -189,13 +189,13 @@ struct EngineOptions {
   Batch example;
   // false: Evaluate only (sampling, evaluation of a finished run). Default: trains.
   bool trains = true;
-  // With trains false: state_dirs get a run of initial values that is evaluated only, its weights and nothing
-  // else, on a drive, of one rank. Default: they hold one.
+  // With trains false: state_dirs get initial_values of a model that is all frozen, the weights and nothing
+  // else, of one rank, which are evaluated only. Default: they hold a run.
   bool new_weights = false;
   // Of initial values and dropout. Default 1.
   uint64_t seed = 1;
   // Initial values of elements [first, first + elements) of a block's flat parameters
-  // (zero/compute/flat_layout.h), as fp32 masters, padding 0; each tile is asked for once. Default: the
+  // (zero/compute/flat_layout.h), as fp32 masters, padding 0; each one is asked for once. Default: the
   // Compute's (zero/compute/compute.h).
   std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> initial_values;
   // Where what is frozen is read from, and kept nowhere else: state on a drive, one rank, the processor. A

@@ -106,10 +106,12 @@ class Preparation {
           "there is nothing to resume: state in memory is gone with its process, and no checkpoint was "
           "named");
     }
-    if (options_.new_weights &&
-        (options_.trains || options_.resume.enabled || options_.world() > 1 || !on_nvme_)) {
+    if (options_.new_weights && (options_.trains || options_.resume.enabled || options_.world() > 1 ||
+                                 !on_nvme_ || !options_.initial_values)) {
       return absl::InvalidArgumentError(
-          "new weights that are only evaluated are on a drive, of one rank, and nothing is resumed");
+          "new weights that are only evaluated are the initial_values of one rank, on a drive, and nothing "
+          "is "
+          "resumed");
     }
     RETURN_IF_ERROR(CheckCalls());
     if (options_.frozen != nullptr &&
@@ -201,6 +203,7 @@ class Preparation {
           "a model needs at least one block and one stage, and a layout for each block");
     }
     RETURN_IF_ERROR(CheckBuffers());
+    RETURN_IF_ERROR(CheckNewWeights());
     plan.buffer_bytes = measured_.buffer_bytes;
     if (options_.initial_values || options_.resumes()) {
       // Nothing is built: its values come from elsewhere.
@@ -218,6 +221,15 @@ class Preparation {
     prepared_.layouts = measured_.layouts;
     if (comm() != nullptr) RETURN_IF_ERROR(AgreeOnGraph(*comm(), &plan.graph));
     return absl::OkStatus();
+  }
+
+  absl::Status CheckNewWeights() const {
+    const auto trains = [](const tiering::BlockShape& block) { return block.trains; };
+    if (!options_.new_weights ||
+        std::none_of(measured_.graph.blocks.begin(), measured_.graph.blocks.end(), trains))
+      return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        "new weights that are only evaluated are those of a model whose parameters are all frozen");
   }
 
   // Buffers that change are part of each commit's record.
@@ -296,9 +308,9 @@ class Preparation {
                                                  plan_options_.precision, plan_options_.frozen_elsewhere));
       plan_options_.fixed_tiles = std::move(tiles.elements);
       plan_options_.frozen_apart = tiles.frozen_apart;
-      plan_options_.frozen_blocks_alone = tiles.frozen_blocks_alone;
-      const bool alone = (tiles.frozen_apart && FrozenElements() > 0) ||
-                         (tiles.frozen_blocks_alone && FrozenBlockElements() > 0);
+      plan_options_.blocks_alone = std::move(tiles.blocks_alone);
+      RETURN_IF_ERROR(CheckTrainedHaveState());
+      const bool alone = (tiles.frozen_apart && FrozenElements() > 0) || AloneElements() > 0;
       if (in_place_ && alone && !plan_options_.may_keep_weights_alone() &&
           plan_options_.precision.segment_bytes.size() > 1) {
         return absl::FailedPreconditionError(
@@ -318,17 +330,31 @@ class Preparation {
     return elements;
   }
 
-  int64_t FrozenBlockElements() const {
+  // Of blocks that have their weights alone.
+  int64_t AloneElements() const {
     int64_t elements = 0;
-    for (const tiering::BlockShape& block : prepared_.plan.graph.blocks)
-      elements += block.trains ? 0 : block.elements;
+    for (const tiering::BlockIndex b : prepared_.plan.graph.blocks.indices()) {
+      const tiering::BlockShape& block = prepared_.plan.graph.blocks[b];
+      if (plan_options_.keeps_block_alone(b, block.trains)) elements += block.elements;
+    }
     return elements;
+  }
+
+  absl::Status CheckTrainedHaveState() const {
+    if (!options_.trains) return absl::OkStatus();
+    for (const tiering::BlockIndex b : prepared_.plan.graph.blocks.indices()) {
+      const tiering::BlockShape& block = prepared_.plan.graph.blocks[b];
+      if (!block.trains || plan_options_.blocks_alone[b] == 0) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat("block ", block.name, " trains, and the run in ", options_.storage.state_dirs.front(),
+                       " has no state for it: it was frozen when the run began"));
+    }
+    return absl::OkStatus();
   }
 
   // Of one version: all segments, and of what is frozen apart the weights.
   int64_t StateBytes() const {
-    const int64_t apart = (plan_options_.keeps_frozen_apart() ? FrozenElements() : 0) +
-                          (plan_options_.keeps_frozen_blocks_alone() ? FrozenBlockElements() : 0);
+    const int64_t apart = (plan_options_.keeps_frozen_apart() ? FrozenElements() : 0) + AloneElements();
     const tiering::Precision& precision = plan_options_.precision;
     if (plan_options_.frozen_elsewhere) {
       int64_t trained = 0;

@@ -18,6 +18,7 @@ constexpr const char* kOptimizerStates = "optimizer_states";
 constexpr const char* kBlockElements = "block_elements";
 constexpr const char* kTrainedFrom = "trained_from";
 constexpr const char* kFrozenElsewhere = "frozen_elsewhere";
+constexpr const char* kEvaluatedOnly = "evaluated_only";
 
 }  // namespace
 
@@ -39,6 +40,7 @@ nlohmann::json IdentityOf(const nlohmann::json& model, const EngineOptions& opti
     identity[kTrainedFrom] = std::move(trained_from);
   }
   if (options.frozen != nullptr) identity[kFrozenElsewhere] = true;
+  if (options.new_weights) identity[kEvaluatedOnly] = true;
   NameRank(options, &identity);
   return identity;
 }
@@ -71,6 +73,7 @@ void AdoptOptimizer(const nlohmann::json& recorded, TileFormat* format, nlohmann
   if (!recorded.is_object()) return;
   for (const char* key : {kOptimizer, kOptimizerStates, "seed"})
     (*ours)[key] = recorded.value(key, nlohmann::json());
+  if (recorded.contains(kEvaluatedOnly)) (*ours)[kEvaluatedOnly] = recorded[kEvaluatedOnly];
   const auto text = [&](const char* key) {
     return recorded[key].is_string() ? recorded[key].get<std::string>() : std::string();
   };

@@ -86,16 +86,18 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
                                    const tiering::Precision& precision, bool frozen_elsewhere) {
   StoreTiles tiles;
   size_t next = 0;
-  // Elements that have their weights alone, and those that may: of blocks that train, and of frozen ones.
-  int64_t apart = 0, in_part = 0, alone = 0, in_frozen_blocks = 0;
+  int64_t apart = 0,
+          in_part = 0;  // elements of blocks that have state which are without, and those that may be
   bool cut = true;
   const auto not_its_models = [&next] {
     return absl::DataLossError(absl::StrCat("tile ", next - 1, " of the store is not one of its model's"));
   };
   for (const tiering::BlockShape& block : graph.blocks) {
     std::vector<int64_t>& of_block = tiles.elements.emplace_back();
+    char& block_alone = tiles.blocks_alone.emplace_back(0);
     const int64_t frozen = block.trains ? block.trained_from : 0;
     const int64_t elsewhere = !frozen_elsewhere ? 0 : block.trains ? frozen : block.elements;
+    int64_t alone = 0, alone_to = 0;
     for (int64_t elements = elsewhere; elements < tiering::ShardElements(block.elements, world);) {
       if (next == shape.tiles.size())
         return absl::DataLossError("the store has fewer tiles than its model needs");
@@ -104,32 +106,23 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
       of_block.push_back(tile.elements);
       elements += tile.elements;
       if (!tile.weights_alone) continue;
-      if (world == 1 && block.trains && frozen == 0) {
-        return absl::FailedPreconditionError(
-            absl::StrCat("block ", block.name,
-                         " trains, and the run has no state for it: it was frozen when the run began"));
-      }
-      if (world > 1 || elsewhere > 0 || (block.trains && elements > frozen)) return not_its_models();
-      (block.trains ? apart : alone) += tile.elements;
+      alone += tile.elements;
+      alone_to = elements;
     }
-    if (elsewhere > 0) continue;
+    if (alone > 0 && (world > 1 || elsewhere > 0)) return not_its_models();
+    block_alone = alone == block.elements ? 1 : 0;
+    if (elsewhere > 0 || block_alone != 0) continue;
+    if (alone_to > frozen) return not_its_models();
+    apart += alone;
     in_part += frozen;
-    if (!block.trains) in_frozen_blocks += block.elements;
     cut &= CutWhereItTrains(of_block, frozen);
   }
   if (next != shape.tiles.size()) return absl::DataLossError("the store has more tiles than its model needs");
-  if (alone != 0 && alone != in_frozen_blocks) {
-    return absl::FailedPreconditionError(
-        "of the blocks that are frozen, some have state in the run and some have none: freeze those that "
-        "were "
-        "frozen when it began");
-  }
   if (apart != 0 && apart != in_part) {
     return absl::DataLossError("some tiles of the store have state for what is frozen, and some have none");
   }
   // Without any state the two kinds are one.
   tiles.frozen_apart = apart > 0 || frozen_elsewhere || (precision.segment_bytes.size() == 1 && cut);
-  tiles.frozen_blocks_alone = alone > 0 || frozen_elsewhere || precision.segment_bytes.size() == 1;
   return tiles;
 }
 

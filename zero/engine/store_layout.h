@@ -32,8 +32,9 @@ struct StoreTiles {
   tiering::PerBlock<std::vector<int64_t>> elements;
   // What is frozen of a block that trains has its weights alone (PlanOptions::frozen_apart).
   bool frozen_apart = false;
-  // So has what is frozen whole (PlanOptions::frozen_blocks_alone).
-  bool frozen_blocks_alone = false;
+  // Whether a block has: it was frozen whole when the run began (PlanOptions::blocks_alone). Without any
+  // state none has.
+  tiering::PerBlock<char> blocks_alone;
 };
 // kDataLoss: they are not those of the model. `frozen_elsewhere`: as PlanOptions has it.
 absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering::ModelGraph& graph, int world,

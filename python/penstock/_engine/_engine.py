@@ -330,6 +330,11 @@ class Engine:
         trains = any(each for mark in marks for each, _ in mark)
         if not trains:
             self._check_evaluates()
+        elif settings.nothing_trains:
+            raise ValueError(
+                "no parameter required a gradient when initialize was called, so that it made no optimizer, and some do now: call requires_grad_() "
+                "before it"
+            )
         resume = self._may_resume()
         if self._values_are_gone and not resume and not self._restore_from:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
@@ -600,6 +605,8 @@ class Engine:
         ``step()`` or by forwards that a backward has come to, or when ``set_gradient_accumulation_boundary`` says so; else it only counts.
         The update is applied while the next step runs, and committed then: ``flush()`` commits it now.
         """
+        if self._runtime is not None:
+            self._runtime.check_trains()
         if not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
             return
@@ -751,6 +758,8 @@ class Engine:
         if len(given) != count:
             raise ValueError(f"{len(given)} micro-batches given, gradient_accumulation_steps is {count}")
         of = loss or _loss_of
+        if self._runtime is None and self._settings.nothing_trains:
+            raise RuntimeError("no parameter of the model requires a gradient: there is nothing to train")
         if self._runtime is None:
             self._materialize((), {}, lambda: of(self.module, given[0]))
         runtime = self._ready()
@@ -841,7 +850,7 @@ class Engine:
 
     def write_state(self, parameter: nn.Parameter, value: torch.Tensor, kind: str = "parameter") -> None:
         """Writes it, and commits that. Over several ranks all of them call it, with the same value."""
-        self._ready()
+        self._ready().check_trains()
         if tuple(value.shape) != tuple(parameter.shape):
             raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
         value = value.detach().to("cpu", torch.float32).contiguous()
@@ -857,6 +866,8 @@ class Engine:
         runtime = self._ready()
         if runtime.is_open:
             raise RuntimeError("a step is open: its weights are gathered between step() and the next forward")
+        if write_back:
+            runtime.check_trains()
         wanted = list(parameters) if parameters is not None else [p for b in self._blocks for _, p in b.parameters]
         hidden = [parameter.data for parameter in wanted]
         read = []
@@ -1203,7 +1214,7 @@ def initialize(
     lr_scheduler: of ``engine.optimizer``, or a function that makes one of it; ``engine.step()`` makes its steps.
     state_dir: a directory, or one for each drive, for weights and states; made where it is missing.
     host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
-        activations comes on top. 0: as much as it likes.
+        activations comes on top. 0: as much as it likes; of a model of which nothing trains, half of what is free.
     dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).
     gradient_accumulation_steps: micro-batches of a step, given all to ``engine.train_batch``, or one by one.
     forwards_per_step: of the model, where a loss is made of several (a pair of answers, two views of an image). Default: one for
@@ -1256,13 +1267,14 @@ def initialize(
     if parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     parameters = list(parameters)
-    if optimizer is None and model_parameters is None and not parameters:
-        # Nothing to train: the groups of an optimizer that makes no step.
-        optimizer = torch.optim.SGD(list(model.parameters()), lr=0.0)
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(parameters)
-    if optimizer is None:
-        optimizer = _optimizer_of(settings.optimizer, parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            settings.nothing_trains = True
+            optimizer = torch.optim.SGD(list(model.parameters()), lr=0.0)  # groups alone: it makes no step
+        elif optimizer is not None:
+            optimizer = optimizer(parameters)
+        else:
+            optimizer = _optimizer_of(settings.optimizer, parameters)
     engine = Engine(model, settings, optimizer, lr_scheduler, blocks, resume, overwrite, seed)
     return engine, engine.optimizer, None, engine.lr_scheduler
 

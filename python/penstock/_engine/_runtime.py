@@ -314,12 +314,18 @@ class Runtime:
             self._refuse_lost_gradients(args, kwargs)
             driver.counts = counted(args, kwargs)
             return self._inside(args, without_cache(self._original, kwargs))
-        if self.trains and self._model.training and torch.is_grad_enabled():
+        if self._model.training and torch.is_grad_enabled():
             self._refuse_lost_gradients(args, kwargs)
-            return self.on_training_forward(args, kwargs)
+            if self.trains:
+                return self.on_training_forward(args, kwargs)
         return self.evaluate(args, kwargs)
 
     def _refuse_lost_gradients(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+        if not self.trains and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+            raise PassFailed(
+                "what goes into the model requires a gradient, and an engine of which nothing trains makes none: give it to the model as a "
+                "parameter, or detach it"
+            )
         if self.first_trained > 0 and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
             raise PassFailed(
                 f"what goes into the model requires a gradient, and backward ends at {self._uses[self.first_trained].name}, the first block "

@@ -36,6 +36,7 @@ class Settings:
     clip: float = 0.0
     optimizer: Optional[Dict[str, Any]] = None
     optimizer_states: str = "fp32"
+    nothing_trains: bool = False  # no parameter required a gradient when initialize was called
     schedule: Optional[str] = None
     train_batch_size: int = 0  # samples of a step, where the configuration says it
     monitors: bool = False  # csv_monitor or tensorboard
