@@ -19,7 +19,7 @@ add_library(penstock_options INTERFACE)
 # These are for our own sources; whoever uses an installed library keeps to their own.
 target_compile_options(penstock_options INTERFACE
   # Of sources that are compiled together, a name may hide a neighbour's.
-  "$<BUILD_INTERFACE:$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;$<$<NOT:$<BOOL:$<TARGET_PROPERTY:UNITY_BUILD>>>:-Wshadow>;-Wnon-virtual-dtor;-fno-math-errno>>"
+  "$<BUILD_INTERFACE:$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;$<$<NOT:$<BOOL:$<TARGET_PROPERTY:PENSTOCK_GROUPED>>>:-Wshadow>;-Wnon-virtual-dtor;-fno-math-errno>>"
   # One rounding per operation unless a kernel asks for a fused one: the same bits from every compiler flag.
   $<BUILD_INTERFACE:$<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>>
   $<BUILD_INTERFACE:$<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${PENSTOCK_WERROR}>>:-Werror>>)
@@ -49,20 +49,36 @@ function(penstock_library)
   add_library(penstock::${ARG_NAME} ALIAS ${target})
   set_target_properties(${target} PROPERTIES EXPORT_NAME ${ARG_NAME})
   target_link_libraries(${target} PUBLIC penstock_options ${ARG_DEPS} PRIVATE ${ARG_PRIVATE_DEPS})
-  penstock_compile_in_groups(${target})
+  cmake_language(EVAL CODE "cmake_language(DEFER CALL penstock_compile_in_groups ${target})")  # when all its sources are known
 endfunction()
 
 # Most of what a compiler works on is headers' code: sources that are compiled together share it. A class whose private part
 # uses an anonymous namespace looks like one of a header then. Verbs and families are compiled alone: each names its parts
-# as its siblings do.
+# as its siblings do. (CMake's own UNITY_BUILD writes whole paths into its files: they would be in the programs, and no cache
+# would know them in another clone.)
 function(penstock_compile_in_groups target)
-  if(PENSTOCK_UNITY)
-    get_target_property(alone ${target} SOURCES)
-    list(FILTER alone INCLUDE REGEX "(^|/)(verb_.*|gpt|llama)\\.cc$")
-    set_source_files_properties(${alone} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
-    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
-    target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+  if(NOT PENSTOCK_UNITY OR target STREQUAL penstock_kernels)  # kernels: the same code whatever lies beside it
+    return()
   endif()
+  get_target_property(sources ${target} SOURCES)
+  set(together ${sources})
+  list(FILTER together INCLUDE REGEX "^[a-z].*\\.cc$")
+  list(FILTER together EXCLUDE REGEX "(^|/)(verb_.*|gpt|llama)\\.cc$")
+  list(REMOVE_ITEM sources ${together})
+  file(RELATIVE_PATH room ${PROJECT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR})
+  set(number 0)
+  while(together)
+    list(SUBLIST together 0 8 group)
+    list(REMOVE_ITEM together ${group})
+    list(TRANSFORM group REPLACE "(.+)" "#include \"${room}/\\1\"\n")
+    list(JOIN group "" includes)
+    set(file ${CMAKE_CURRENT_BINARY_DIR}/${target}_${number}.cc)
+    file(CONFIGURE OUTPUT ${file} CONTENT "${includes}" @ONLY)
+    list(APPEND sources ${file})
+    math(EXPR number "${number} + 1")
+  endwhile()
+  set_target_properties(${target} PROPERTIES SOURCES "${sources}" PENSTOCK_GROUPED ON)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
 endfunction()
 
 # With headers that are read once, GCC 12 finds in std::string what is not there (its bugs 105329 and 105651).
@@ -95,7 +111,7 @@ function(penstock_torch_headers name)
   add_library(${library}_torch OBJECT ${ARGN})
   target_link_libraries(${library}_torch PRIVATE ${libraries})
   target_precompile_headers(${library}_torch REUSE_FROM penstock_libtorch)
-  penstock_compile_in_groups(${library}_torch)
+  cmake_language(EVAL CODE "cmake_language(DEFER CALL penstock_compile_in_groups ${library}_torch)")
   set_target_properties(${library} PROPERTIES SOURCES "${others};$<TARGET_OBJECTS:${library}_torch>")
 endfunction()
 
