@@ -79,9 +79,12 @@ STEPS = """
 
 def test_the_process_takes_the_budget_what_torch_takes_and_64_mib(tmp_path, in_child):
     budget = 64
+    runs = []
 
     def run(how):
-        status, out, error = in_child(STEPS, how, tmp_path, budget, timeout=600)
+        runs.append(tmp_path / str(len(runs)))
+        runs[-1].mkdir()
+        status, out, error = in_child(STEPS, how, runs[-1], budget, timeout=600)
         assert status == 0, error
         return json.loads(out.splitlines()[-1])
 
