@@ -109,9 +109,8 @@ class Preparation {
     if (options_.new_weights && (options_.trains || options_.resume.enabled || options_.world() > 1 ||
                                  !on_nvme_ || !options_.initial_values)) {
       return absl::InvalidArgumentError(
-          "new weights that are only evaluated are the initial_values of one rank, on a drive, and nothing "
-          "is "
-          "resumed");
+          "new weights that are only evaluated are the initial_values of one rank, on a drive, "
+          "and nothing is resumed");
     }
     RETURN_IF_ERROR(CheckCalls());
     if (options_.frozen != nullptr &&

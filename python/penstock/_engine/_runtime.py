@@ -321,17 +321,19 @@ class Runtime:
         return self.evaluate(args, kwargs)
 
     def _refuse_lost_gradients(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-        if not self.trains and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+        goes_all_the_way = self.trains and self.first_trained == 0
+        if goes_all_the_way or not any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+            return
+        if not self.trains:
             raise PassFailed(
                 "what goes into the model requires a gradient, and an engine of which nothing trains makes none: give it to the model as a "
                 "parameter, or detach it"
             )
-        if self.first_trained > 0 and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
-            raise PassFailed(
-                f"what goes into the model requires a gradient, and backward ends at {self._uses[self.first_trained].name}, the first block "
-                "that trains, since nothing that went into the first forward required one. Detach it, or make a new engine whose first "
-                "forward has it so"
-            )
+        raise PassFailed(
+            f"what goes into the model requires a gradient, and backward ends at {self._uses[self.first_trained].name}, the first block "
+            "that trains, since nothing that went into the first forward required one. Detach it, or make a new engine whose first "
+            "forward has it so"
+        )
 
     # Set by the engine: called before a pass begins.
     before_pass: Callable[[], None]
