@@ -10,16 +10,6 @@
 #include "models/stored_type.h"
 
 namespace penstock::models {
-namespace {
-
-constexpr int64_t kBufferElements = 64 << 10;  // 256 KiB of fp32
-
-bool IsFloat(swap::Dtype dtype) {
-  return dtype == swap::Dtype::kF32 || dtype == swap::Dtype::kBf16 || dtype == swap::Dtype::kF16;
-}
-
-}  // namespace
-
 absl::Status ScatteredTensor::Add(const TorchFile& file, const TorchTensor& tensor, int64_t first,
                                   int64_t elements) {
   if (!IsFloat(tensor.dtype)) {

@@ -2,12 +2,22 @@
 #ifndef PENSTOCK_MODELS_STORED_TYPE_H_
 #define PENSTOCK_MODELS_STORED_TYPE_H_
 
+#include <cstdint>
+
 #include "kernels/float16.h"
 #include "swap/safetensors.h"
 
 namespace penstock::models {
 
-// `dtype`: kF32, kBf16 or kF16; whoever opens a file has refused all others.
+// Values of a file are read as fp32 through buffers of so many.
+inline constexpr int64_t kBufferElements = 64 << 10;  // 256 KiB
+
+// Whether a file's values may be read so.
+inline bool IsFloat(swap::Dtype dtype) {
+  return dtype == swap::Dtype::kF32 || dtype == swap::Dtype::kBf16 || dtype == swap::Dtype::kF16;
+}
+
+// `dtype`: one of those; whoever opens a file has refused all others.
 inline kernels::DType StoredType(swap::Dtype dtype) {
   return dtype == swap::Dtype::kF32    ? kernels::DType::kFp32
          : dtype == swap::Dtype::kBf16 ? kernels::DType::kBf16

@@ -18,7 +18,6 @@
 namespace penstock::models {
 namespace {
 
-constexpr int64_t kBufferElements = 64 << 10;  // 256 KiB of fp32
 constexpr const char* kOutput = "lm_head.weight";
 
 // `given`: the flag and the path.
@@ -28,10 +27,6 @@ absl::Status Wrong(const std::string& given, const std::string& why) {
 
 std::string Given(const std::string& label, const std::string& path) {
   return absl::StrCat(label, " ", path);
-}
-
-bool IsFloat(swap::Dtype dtype) {
-  return dtype == swap::Dtype::kF32 || dtype == swap::Dtype::kBf16 || dtype == swap::Dtype::kF16;
 }
 
 std::string ShapeText(const std::vector<uint64_t>& shape) {

@@ -13,8 +13,7 @@
 namespace penstock::tiering {
 namespace {
 
-constexpr int64_t kMiB = int64_t{1} << 20;
-constexpr int64_t kGranule = 2 * kMiB;  // in which a device hands out memory
+constexpr int64_t kGranule = int64_t{2} << 20;  // in which a device hands out memory
 
 // Gradients that devices reduce among themselves go in pieces of so many elements: what it takes to start an
 // exchange is then little beside it.
@@ -22,11 +21,11 @@ constexpr int64_t kDirectPiece = int64_t{1} << 20;
 
 // How many blocks' weights and gradients are on the device at once, at the least. With one of each everything
 // works and the lanes take turns.
-struct Level {
+struct InFlight {
   int runs;
   int gradients;
 };
-constexpr std::array<Level, 4> kLevels = {{{3, 2}, {2, 2}, {2, 1}, {1, 1}}};
+constexpr std::array<InFlight, 4> kInFlight = {{{3, 2}, {2, 2}, {2, 1}, {1, 1}}};
 
 class DevicePlanner {
  public:
@@ -48,8 +47,8 @@ class DevicePlanner {
     const int64_t budget = options_.budget_bytes;
     DevicePlan leanest;
     int64_t least = std::numeric_limits<int64_t>::max();
-    for (const Level& level : kLevels) {
-      DevicePlan plan = Build(level, LeastKept());
+    for (const InFlight& in_flight : kInFlight) {
+      DevicePlan plan = Build(in_flight, LeastKept());
       if (plan.bytes() >= least) continue;
       least = plan.bytes();
       leanest = std::move(plan);
@@ -57,15 +56,15 @@ class DevicePlanner {
     if (budget > 0 && budget < least) {
       return absl::FailedPreconditionError(
           absl::StrCat("a device memory budget of ", budget, " bytes is too small: the least that works is ",
-                       least, " bytes (", (least + kMiB - 1) / kMiB, "M; ", leanest.ledger().Listed(),
+                       least, " bytes (", (least + (1 << 20) - 1) >> 20, "M; ", leanest.ledger().Listed(),
                        "); a smaller micro-batch or sequence takes less"));
     }
     const int64_t room = budget > 0 ? budget : std::numeric_limits<int64_t>::max();
-    for (const Level& level : kLevels) {
-      if (Build(level, LeastKept()).bytes() > room) continue;
+    for (const InFlight& in_flight : kInFlight) {
+      if (Build(in_flight, LeastKept()).bytes() > room) continue;
       int kept = positions_;
-      while (kept > LeastKept() && Build(level, kept).bytes() > room) --kept;
-      DevicePlan plan = Build(level, kept, Residents(level, kept, room));
+      while (kept > LeastKept() && Build(in_flight, kept).bytes() > room) --kept;
+      DevicePlan plan = Build(in_flight, kept, Residents(in_flight, kept, room));
       AddSlots(room, &plan);
       plan.least_bytes = least;
       return plan;
@@ -79,7 +78,7 @@ class DevicePlanner {
   // Blocks that live on the device: in the order of their use, those that fit. What is used first has the
   // least time for its update when it waits for the processor. Where all of it is written afterwards the
   // order is the other one: at the end of forward, and behind it, the drive has least to read.
-  PerBlock<char> Residents(const Level& level, int saved_activations, int64_t room) const {
+  PerBlock<char> Residents(const InFlight& in_flight, int saved_activations, int64_t room) const {
     PerBlock<char> lives(graph_.blocks.size(), 0), seen(graph_.blocks.size(), 0);
     if (!trains_ || options_.state_share <= 0) return lives;
     auto left =
@@ -91,7 +90,7 @@ class DevicePlanner {
       // Over several ranks what is summed in place from one use to the next has no place for the result.
       if (collectives_ && uses_[stage.block] > 1 && precision_.gradient_bytes == 4) continue;
       lives[stage.block] = 1;
-      if (Build(level, saved_activations, lives).bytes() <= room) {
+      if (Build(in_flight, saved_activations, lives).bytes() <= room) {
         left -= elements;
       } else {
         lives[stage.block] = 0;
@@ -100,11 +99,11 @@ class DevicePlanner {
     return lives;
   }
 
-  DevicePlan Build(const Level& level, int saved_activations) const {
-    return Build(level, saved_activations, PerBlock<char>(graph_.blocks.size(), 0));
+  DevicePlan Build(const InFlight& in_flight, int saved_activations) const {
+    return Build(in_flight, saved_activations, PerBlock<char>(graph_.blocks.size(), 0));
   }
 
-  DevicePlan Build(const Level& level, int saved_activations, const PerBlock<char>& lives_here) const {
+  DevicePlan Build(const InFlight& in_flight, int saved_activations, const PerBlock<char>& lives_here) const {
     DevicePlan plan;
     plan.has_own_memory = true;
     plan.collectives = collectives_;
@@ -122,7 +121,7 @@ class DevicePlanner {
       if (lives_here[b] == 0 || collectives_) come_and_go.push_back(sizes[b]);
     }
     const std::vector<int64_t> classes =
-        come_and_go.empty() ? std::vector<int64_t>() : ClassSizes(come_and_go, level.runs);
+        come_and_go.empty() ? std::vector<int64_t>() : ClassSizes(come_and_go, in_flight.runs);
     std::vector<int> in_ring(classes.size(), 0);
     int64_t largest_sum = 0;
     for (const BlockIndex b : sizes.indices()) {
@@ -152,12 +151,12 @@ class DevicePlanner {
     for (size_t c = 0; c < classes.size(); ++c) {
       const int members = Members(plan, c);
       plan.weight_classes.push_back(
-          {.bytes = classes[c] * precision_.weight_bytes(), .slots = std::min(level.runs, members)});
-      plan.gradient_rings.push_back(
-          {.bytes = classes[c] * precision_.gradient_bytes, .slots = std::min(level.gradients, in_ring[c])});
+          {.bytes = classes[c] * precision_.weight_bytes(), .slots = std::min(in_flight.runs, members)});
+      plan.gradient_rings.push_back({.bytes = classes[c] * precision_.gradient_bytes,
+                                     .slots = std::min(in_flight.gradients, in_ring[c])});
     }
     if (largest_sum > 0) {
-      plan.accumulator_ring = std::min(level.gradients, static_cast<int>(sizes.size()));
+      plan.accumulator_ring = std::min(in_flight.gradients, static_cast<int>(sizes.size()));
       plan.accumulator_slots.assign(At(plan.accumulator_ring), {0, largest_sum * 4});
     }
     for (const BlockIndex b : sizes.indices()) {

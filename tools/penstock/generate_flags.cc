@@ -7,12 +7,12 @@
 #include "base/status_macros.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/run_record.h"
 #include "tools/penstock/state_reader.h"
 
 namespace penstock::tools {
 namespace {
 
-constexpr int64_t kMostThreads = 1024;
 constexpr int64_t kMostDrafted = 64;
 
 absl::Status Wrong(const std::string& what) { return absl::InvalidArgumentError(what); }

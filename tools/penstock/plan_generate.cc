@@ -19,9 +19,9 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock plan --generate";
+constexpr const char* kPlanGenerateName = "penstock plan --generate";
 
-struct Flags {
+struct PlanGenerateFlags {
   std::vector<std::string> dirs;
   GenerateMemoryFlags memory;
   int64_t sequences = 1, prompt = 128, tokens = 128;
@@ -33,7 +33,7 @@ struct WhatIf {
   absl::StatusOr<generate::GenerationPlan> plan;
 };
 
-absl::Status CheckFlags(const Flags& flags) {
+absl::Status CheckFlags(const PlanGenerateFlags& flags) {
   for (const auto& [name, value] : {std::pair{"--sequences", flags.sequences},
                                     {"--prompt-tokens", flags.prompt},
                                     {"--tokens", flags.tokens}}) {
@@ -83,9 +83,9 @@ std::string TextOf(const WhatIf& what) {
                          what.plan->drive_bound ? "read" : "compute");
 }
 
-absl::Status Plan(const Flags& flags, std::ostream& out, std::ostream& err) {
+absl::Status Plan(const PlanGenerateFlags& flags, std::ostream& out, std::ostream& err) {
   RETURN_IF_ERROR(CheckFlags(flags));
-  ASSIGN_OR_RETURN(const TextModel model, OpenTextModel(flags.dirs, std::nullopt, kName, err));
+  ASSIGN_OR_RETURN(const TextModel model, OpenTextModel(flags.dirs, std::nullopt, kPlanGenerateName, err));
   const auto threads = static_cast<int>(flags.memory.threads.value_or(model.threads));
   generate::GeneratorOptions options;
   RETURN_IF_ERROR(ResolveGenerateMemory(flags.memory, threads, &options.wish));
@@ -145,8 +145,9 @@ bool AsksForGeneration(int argc, const char* const* argv) {
 }
 
 int RunPlanGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  CLI::App app("Shows what generating text with a model would take of memory, drive and time", kName);
-  Flags flags;
+  CLI::App app("Shows what generating text with a model would take of memory, drive and time",
+               kPlanGenerateName);
+  PlanGenerateFlags flags;
   app.add_option("--generate", flags.dirs,
                  "Hugging Face directory, packed or not, state directory or checkpoint; all directories of a "
                  "striped run")
@@ -158,7 +159,7 @@ int RunPlanGenerate(int argc, const char* const* argv, std::ostream& out, std::o
   app.add_flag("--json", flags.json, "Write the plan as JSON");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Plan(flags, out, err);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kPlanGenerateName, status, err);
 }
 
 }  // namespace penstock::tools

@@ -11,7 +11,7 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock env";
+constexpr const char* kEnvName = "penstock env";
 
 const char* StateName(EnvState state) {
   switch (state) {
@@ -55,7 +55,7 @@ nlohmann::ordered_json Json(const std::vector<EnvItem>& items) {
 }  // namespace
 
 int RunEnv(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  CLI::App app("What this machine offers to a run, what is missing, and what that costs", kName);
+  CLI::App app("What this machine offers to a run, what is missing, and what that costs", kEnvName);
   std::string directory = ".";
   bool json = false;
   app.add_option("--dir", directory,
@@ -63,7 +63,7 @@ int RunEnv(int argc, const char* const* argv, std::ostream& out, std::ostream& e
   app.add_flag("--json", json, "One JSON object: {section: {name: {value, state, cost}}}");
   if (const std::optional<int> code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::StatusOr<std::vector<EnvItem>> items = ProbeEnvironment(directory);
-  if (!items.ok()) return Fail(kName, items.status(), err);
+  if (!items.ok()) return Fail(kEnvName, items.status(), err);
   if (json) {
     out << Json(*items).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n" << std::flush;
   } else {

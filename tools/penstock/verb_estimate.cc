@@ -13,9 +13,9 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock estimate";
+constexpr const char* kEstimateName = "penstock estimate";
 
-struct Flags {
+struct EstimateFlags {
   std::string params;
   std::string largest_layer;
   std::string model;
@@ -38,7 +38,7 @@ struct Flags {
   bool json = false;
 };
 
-void Declare(CLI::App& app, Flags& flags, bool with_model) {
+void Declare(CLI::App& app, EstimateFlags& flags, bool with_model) {
   app.option_defaults()->always_capture_default();
   if (with_model) {
     app.add_option("--model", flags.model, "A preset, or a model's config.json");
@@ -74,7 +74,7 @@ void Declare(CLI::App& app, Flags& flags, bool with_model) {
   app.add_flag("--json", flags.json, "One JSON object with everything, in bytes");
 }
 
-absl::StatusOr<ModelSize> Size(const Flags& flags, const ModelSizer& sizer) {
+absl::StatusOr<ModelSize> Size(const EstimateFlags& flags, const ModelSizer& sizer) {
   const bool shape = flags.layers > 0 || flags.width > 0;
   if (static_cast<int>(!flags.params.empty()) + static_cast<int>(!flags.model.empty()) +
           static_cast<int>(shape) !=
@@ -113,7 +113,7 @@ absl::StatusOr<double> Bandwidth(const char* flag, const std::string& text) {
   return static_cast<double>(*bytes);
 }
 
-absl::Status Run(const Flags& flags, const ModelSizer& sizer, std::ostream& out) {
+absl::Status Run(const EstimateFlags& flags, const ModelSizer& sizer, std::ostream& out) {
   ASSIGN_OR_RETURN(const ModelSize size, Size(flags, sizer));
   tiering::EstimateInput input;
   input.params = size.params;
@@ -178,12 +178,13 @@ ModelSize GptSize(int64_t layers, int64_t width, int64_t context, int64_t vocab)
 
 int RunEstimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err,
                 const ModelSizer& sizer) {
-  CLI::App app("Memory that a model needs, by DeepSpeed's formulas and with Penstock's NVMe tier", kName);
-  Flags flags;
+  CLI::App app("Memory that a model needs, by DeepSpeed's formulas and with Penstock's NVMe tier",
+               kEstimateName);
+  EstimateFlags flags;
   Declare(app, flags, sizer != nullptr);
   if (const std::optional<int> code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Run(flags, sizer, out);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kEstimateName, status, err);
 }
 
 }  // namespace penstock::tools

@@ -28,10 +28,10 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock export";
-constexpr uint64_t kDefaultMemoryBytes = uint64_t{256} << 20;
+constexpr const char* kExportName = "penstock export";
+constexpr uint64_t kDefaultExportMemoryBytes = uint64_t{256} << 20;
 
-struct Flags {
+struct ExportFlags {
   std::vector<std::string> dirs;
   std::string out;
   std::string dtype = "fp32";
@@ -82,7 +82,7 @@ struct Export {
 };
 
 // The adapters of a run that has some, as PEFT keeps them; with --merge the whole model, as of any other run.
-absl::StatusOr<Export> Choose(const Flags& flags, const models::LanguageModel& model, bool apart) {
+absl::StatusOr<Export> Choose(const ExportFlags& flags, const models::LanguageModel& model, bool apart) {
   Export what;
   what.all = model.Layout();
   what.weights = "model.safetensors";
@@ -130,7 +130,7 @@ std::string BaseDirectoryOf(const nlohmann::json& run, const std::string& model_
 }
 
 // --model says where what the run reads in place, and the tokenizer, lie now.
-absl::Status TakeModel(const Flags& flags, nlohmann::json* run, std::string* model_directory) {
+absl::Status TakeModel(const ExportFlags& flags, nlohmann::json* run, std::string* model_directory) {
   if (flags.model.empty()) return absl::OkStatus();
   if (!run->is_object() || !run->contains(kBaseKey)) return NoBase(flags.model);
   std::error_code error;
@@ -172,7 +172,7 @@ struct Source {
   }
 };
 
-absl::StatusOr<Source> FindSource(const Flags& flags) {
+absl::StatusOr<Source> FindSource(const ExportFlags& flags) {
   Source source;
   ASSIGN_OR_RETURN(source.state, FindState(flags.dirs));
   for (const swap::Inspection& part : source.state.inspections) {
@@ -207,13 +207,13 @@ absl::StatusOr<Source> FindSource(const Flags& flags) {
 }
 
 // The config that lies beside the weights, and within a single file's metadata.
-nlohmann::ordered_json ConfigFor(const Flags& flags, const Source& source) {
+nlohmann::ordered_json ConfigFor(const ExportFlags& flags, const Source& source) {
   return source.what.adapters_alone
              ? models::AdapterConfigOf(*source.model, BaseDirectoryOf(source.run, source.model_directory))
              : PublishedConfig(*source.model, flags.dtype);
 }
 
-models::ExportOptions OptionsFor(const Flags& flags, const Source& source, uint64_t max_shard_bytes,
+models::ExportOptions OptionsFor(const ExportFlags& flags, const Source& source, uint64_t max_shard_bytes,
                                  bool into_directory, const nlohmann::ordered_json& config) {
   models::ExportOptions options;
   options.dtype = flags.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
@@ -229,7 +229,7 @@ models::ExportOptions OptionsFor(const Flags& flags, const Source& source, uint6
 }
 
 // The weights that adapters are merged into, where they lie elsewhere; else none.
-absl::StatusOr<LoraBase> BaseToMerge(const Flags& flags, const Source& source, bool into_directory) {
+absl::StatusOr<LoraBase> BaseToMerge(const ExportFlags& flags, const Source& source, bool into_directory) {
   if (!source.apart || !flags.merge) return LoraBase();
   if (!source.run.is_object() || !source.run.contains(kBaseKey))
     return source.Foreign("it does not say what its adapters go to");
@@ -240,11 +240,11 @@ absl::StatusOr<LoraBase> BaseToMerge(const Flags& flags, const Source& source, b
 }
 
 // Of the arena, which takes whole huge pages; `budget`: --host-memory.
-absl::StatusOr<uint64_t> ArenaBytes(const Flags& flags, const models::ExportMemory& needs,
+absl::StatusOr<uint64_t> ArenaBytes(const ExportFlags& flags, const models::ExportMemory& needs,
                                     std::optional<uint64_t> budget) {
   constexpr uint64_t kHugePage = uint64_t{2} << 20;
   const uint64_t least = (needs.least_bytes + kHugePage - 1) / kHugePage * kHugePage;
-  const uint64_t given = budget.value_or(std::max(kDefaultMemoryBytes, least + needs.beside_bytes));
+  const uint64_t given = budget.value_or(std::max(kDefaultExportMemoryBytes, least + needs.beside_bytes));
   if (given < least + needs.beside_bytes) {
     return absl::FailedPreconditionError(
         absl::StrCat("--host-memory ", *flags.host_memory, ": needs at least ",
@@ -256,7 +256,7 @@ absl::StatusOr<uint64_t> ArenaBytes(const Flags& flags, const models::ExportMemo
 }
 
 // Adapters have a directory of their own, and no config is replaced that nobody said to replace.
-absl::Status PrepareOutput(const Flags& flags, const Export& what, const std::string& weights_path,
+absl::Status PrepareOutput(const ExportFlags& flags, const Export& what, const std::string& weights_path,
                            bool into_directory) {
   std::error_code error;
   if (what.adapters_alone) {
@@ -275,7 +275,8 @@ absl::Status PrepareOutput(const Flags& flags, const Export& what, const std::st
 }
 
 // What lies beside the weights in a directory.
-absl::Status WriteConfig(const Flags& flags, const Source& source, const nlohmann::ordered_json& config) {
+absl::Status WriteConfig(const ExportFlags& flags, const Source& source,
+                         const nlohmann::ordered_json& config) {
   const std::string path = absl::StrCat(flags.out, "/", source.what.config);
   std::ofstream file(path, std::ios::trunc);
   file << config.dump(2) << "\n";
@@ -285,7 +286,7 @@ absl::Status WriteConfig(const Flags& flags, const Source& source, const nlohman
   return absl::OkStatus();
 }
 
-absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
+absl::Status Run(const ExportFlags& flags, std::ostream& out, std::ostream& err) {
   if (flags.dtype != "fp32" && flags.dtype != "bf16") {
     return absl::InvalidArgumentError(absl::StrCat("--dtype ", flags.dtype, ": must be fp32 or bf16"));
   }
@@ -340,8 +341,8 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
   CLI::App app(
       "Streams the weights of a state directory or checkpoint to safetensors, in Hugging Face's names and "
       "shapes",
-      kName);
-  Flags flags;
+      kExportName);
+  ExportFlags flags;
   std::vector<std::string> paths;
   app.add_option("DIR... OUT", paths,
                  "State directory or checkpoint (all directories of a striped run), then the file to write; "
@@ -366,7 +367,7 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
   flags.out = paths.back();
   flags.dirs.assign(paths.begin(), paths.end() - 1);
   const absl::Status status = Run(flags, out, err);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kExportName, status, err);
 }
 
 }  // namespace penstock::tools

@@ -25,28 +25,28 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock export-checkpoint";
+constexpr const char* kExportCheckpointName = "penstock export-checkpoint";
 // What universal checkpoints say of themselves: the version whose format is written.
 constexpr const char* kVersion = "0.19.8";
 constexpr int64_t kDefaultMemoryBytes = int64_t{128} << 20;
 constexpr int64_t kLeastMemoryBytes = int64_t{1} << 20;
 
-struct Flags {
+struct ExportCheckpointFlags {
   std::vector<std::string> dirs;
   std::string out, names, tag, host_memory;
   bool torch_optimizer = false, overwrite = false, quiet = false;
 };
 
 // A run as its record has it.
-struct Run {
+struct ExportedRun {
   FoundState state;
   std::shared_ptr<const models::LanguageModel> model;
   nlohmann::json record, payload, identity;
   zero::TileFormat format;
 };
 
-absl::StatusOr<Run> FindRun(const Flags& flags) {
-  Run run;
+absl::StatusOr<ExportedRun> FindRun(const ExportCheckpointFlags& flags) {
+  ExportedRun run;
   ASSIGN_OR_RETURN(run.state, FindState(flags.dirs));
   const swap::Inspection& inspection = run.state.inspections.front();
   run.identity = zero::RecordedIdentity(inspection, /*with_rank=*/false);
@@ -85,7 +85,7 @@ absl::StatusOr<Run> FindRun(const Flags& flags) {
 }
 
 // The options of DeepSpeed's parameter group, with the rate of the next step.
-absl::StatusOr<nlohmann::json> Optimizer(const Run& run, int64_t updates) {
+absl::StatusOr<nlohmann::json> Optimizer(const ExportedRun& run, int64_t updates) {
   const auto number = [&](const char* key, double otherwise) {
     return zero::JsonField<double>(run.record, key).value_or(otherwise);
   };
@@ -104,7 +104,7 @@ absl::StatusOr<nlohmann::json> Optimizer(const Run& run, int64_t updates) {
 }
 
 // DeepSpeed's attributes of the scale; null where there is none.
-nlohmann::json LossScaler(const Run& run) {
+nlohmann::json LossScaler(const ExportedRun& run) {
   if (run.format.weights != kernels::DType::kFp16) return nullptr;
   const nlohmann::json ours = run.payload.value("loss_scale", nlohmann::json::object());
   if (!ours.is_object()) return nullptr;
@@ -127,7 +127,7 @@ nlohmann::json LossScaler(const Run& run) {
 // Masters and moments of any range of a block, out of the stores of all ranks.
 class Moments {
  public:
-  static absl::StatusOr<std::unique_ptr<Moments>> Open(const Run& run) {
+  static absl::StatusOr<std::unique_ptr<Moments>> Open(const ExportedRun& run) {
     RETURN_IF_ERROR(CheckNotTrained(run.state));
     auto moments = std::make_unique<Moments>();
     moments->format_ = run.format;
@@ -204,7 +204,7 @@ class Moments {
   int64_t begin_ = 0;
 };
 
-absl::Status Export(const Flags& flags, std::ostream& out) {
+absl::Status Export(const ExportCheckpointFlags& flags, std::ostream& out) {
   models::UniversalOptions options;
   if (!flags.names.empty()) {
     ASSIGN_OR_RETURN(options.names, models::ReadNames(flags.names));
@@ -217,7 +217,7 @@ absl::Status Export(const Flags& flags, std::ostream& out) {
           absl::StrCat("--host-memory ", flags.host_memory, ": must be a size of 1M or more, as 128M"));
     memory = *given;
   }
-  ASSIGN_OR_RETURN(const Run run, FindRun(flags));
+  ASSIGN_OR_RETURN(const ExportedRun run, FindRun(flags));
   ASSIGN_OR_RETURN(std::unique_ptr<Moments> moments, Moments::Open(run));
   models::DeepSpeedProgress progress;
   progress.step = static_cast<int64_t>(moments->recovered().step);
@@ -259,8 +259,9 @@ absl::Status Export(const Flags& flags, std::ostream& out) {
 }  // namespace
 
 int RunExportCheckpoint(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  CLI::App app("Writes a state directory or checkpoint as DeepSpeed's universal checkpoint", kName);
-  Flags flags;
+  CLI::App app("Writes a state directory or checkpoint as DeepSpeed's universal checkpoint",
+               kExportCheckpointName);
+  ExportCheckpointFlags flags;
   std::vector<std::string> paths;
   app.add_option("DIR... OUT", paths,
                  "State directory or checkpoint (all directories of a striped run), then the directory that "
@@ -280,7 +281,7 @@ int RunExportCheckpoint(int argc, const char* const* argv, std::ostream& out, st
   flags.out = paths.back();
   flags.dirs.assign(paths.begin(), paths.end() - 1);
   const absl::Status status = Export(flags, out);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kExportCheckpointName, status, err);
 }
 
 }  // namespace penstock::tools

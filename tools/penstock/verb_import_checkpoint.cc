@@ -31,10 +31,10 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock import-checkpoint";
+constexpr const char* kImportCheckpointName = "penstock import-checkpoint";
 constexpr const char* kTheirConfig = "the checkpoint's ds_config";
 
-struct Flags {
+struct ImportCheckpointFlags {
   TrainOptions train;
   std::string checkpoint, names;
 };
@@ -119,8 +119,9 @@ nlohmann::json LossScale(const zero::EngineOptions& options, const models::DeepS
   return json;
 }
 
-// Flags over the config of the checkpoint.
-absl::StatusOr<TrainSettings> Settings(const Flags& flags, const models::DeepSpeedProgress& progress) {
+// ImportCheckpointFlags over the config of the checkpoint.
+absl::StatusOr<TrainSettings> Settings(const ImportCheckpointFlags& flags,
+                                       const models::DeepSpeedProgress& progress) {
   TrainOptions train = flags.train;
   std::vector<std::string> notes;
   ConfigFile file;
@@ -160,7 +161,7 @@ absl::Status CheckAgainst(const models::DeepSpeedProgress& progress, const Train
   return absl::OkStatus();
 }
 
-absl::Status Import(const Flags& flags, std::ostream& out, std::ostream& err) {
+absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::ostream& err) {
   if (!flags.train.model.has_value())
     return absl::InvalidArgumentError("--model is needed: a config.json, a directory with one, or a preset");
   if (flags.train.state_dirs.empty())
@@ -229,8 +230,9 @@ absl::Status Import(const Flags& flags, std::ostream& out, std::ostream& err) {
 }  // namespace
 
 int RunImportCheckpoint(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  CLI::App app("Makes a state directory of a checkpoint of DeepSpeed's (ZeRO-1, 2, 3 or universal)", kName);
-  Flags flags;
+  CLI::App app("Makes a state directory of a checkpoint of DeepSpeed's (ZeRO-1, 2, 3 or universal)",
+               kImportCheckpointName);
+  ImportCheckpointFlags flags;
   app.add_option("CHECKPOINT", flags.checkpoint, "What save_checkpoint or ds_to_universal wrote")->required();
   app.add_option("--names", flags.names,
                  "JSON: Hugging Face's name of a parameter -> its name in the checkpoint, where they differ");
@@ -238,7 +240,7 @@ int RunImportCheckpoint(int argc, const char* const* argv, std::ostream& out, st
   app.add_flag("--quiet", flags.train.quiet, "No progress, no notes, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Import(flags, out, err);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kImportCheckpointName, status, err);
 }
 
 }  // namespace penstock::tools

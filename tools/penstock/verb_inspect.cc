@@ -18,9 +18,9 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock inspect";
+constexpr const char* kInspectName = "penstock inspect";
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 std::string Bytes(uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); }
 
@@ -47,16 +47,16 @@ struct Part {
   swap::Geometry geometry;
 };
 
-Json TilesJson(const Part& part, size_t rank, size_t ranks) {
+OrderedJson TilesJson(const Part& part, size_t rank, size_t ranks) {
   const auto& [inspection, geometry] = part;
   const RecordedRun recorded(inspection);
   const nlohmann::json blocks = recorded.Of("block_elements");
   size_t block = 0;
   uint64_t element = 0;  // within its block, or the rank's part of it
-  Json tiles = Json::array();
+  OrderedJson tiles = OrderedJson::array();
   for (uint32_t t = 0; t < geometry.tiles(); ++t) {
     const swap::TileVersion& live = inspection.record.tiles[t];
-    Json segments = Json::array();
+    OrderedJson segments = OrderedJson::array();
     for (uint32_t s = 0; s < geometry.segments(t); ++s) {
       segments.push_back(
           {{"bytes", geometry.segment_bytes(t, s)},
@@ -64,11 +64,11 @@ Json TilesJson(const Part& part, size_t rank, size_t ranks) {
            {"checksum",
             absl::StrFormat("%016x", inspection.record.checksums[geometry.first_segment(t) + s])}});
     }
-    Json& tile = tiles.emplace_back(Json{{"tile", t},
-                                         {"path", inspection.paths[geometry.directory(t)]},
-                                         {"version", live.version},
-                                         {"slot", live.slot},
-                                         {"segments", std::move(segments)}});
+    OrderedJson& tile = tiles.emplace_back(OrderedJson{{"tile", t},
+                                                       {"path", inspection.paths[geometry.directory(t)]},
+                                                       {"version", live.version},
+                                                       {"slot", live.slot},
+                                                       {"segments", std::move(segments)}});
     if (!blocks.is_array() || block >= blocks.size() || !blocks[block].is_number_unsigned()) continue;
     const uint64_t elements = geometry.segment_bytes(t, 0) / BytesPerElement(recorded);
     const auto of_rank =
@@ -103,10 +103,10 @@ uint64_t FileBytes(const Part& part) {
 }
 uint64_t StateBytes(const Part& part) { return part.inspection.state_bytes; }
 
-Json ToJson(const std::vector<Part>& parts) {
+OrderedJson ToJson(const std::vector<Part>& parts) {
   const swap::Inspection& inspection = parts.front().inspection;
   const RecordedRun recorded(inspection);
-  Json files = Json::array(), tiles = Json::array(), damage = Json::array();
+  OrderedJson files = OrderedJson::array(), tiles = OrderedJson::array(), damage = OrderedJson::array();
   for (size_t rank = 0; rank < parts.size(); ++rank) {
     const swap::Inspection& part = parts[rank].inspection;
     for (size_t d = 0; d < part.paths.size(); ++d) {
@@ -114,7 +114,7 @@ Json ToJson(const std::vector<Part>& parts) {
                        {"bytes", part.file_bytes[d]},
                        {"allocated_bytes", part.allocated_bytes[d]}});
     }
-    for (Json& tile : TilesJson(parts[rank], rank, parts.size())) tiles.push_back(std::move(tile));
+    for (OrderedJson& tile : TilesJson(parts[rank], rank, parts.size())) tiles.push_back(std::move(tile));
     for (const std::string& line : part.damage) damage.push_back(line);
   }
   return {{"uuid", swap::UuidText(inspection.shape.uuid)},
@@ -218,7 +218,7 @@ absl::Status Inspect(const std::vector<std::string>& flags, bool json, std::ostr
     parts.push_back({std::move(inspection), std::move(geometry)});
   }
   if (json) {
-    out << ToJson(parts).dump(2, ' ', false, Json::error_handler_t::replace) << "\n" << std::flush;
+    out << ToJson(parts).dump(2, ' ', false, OrderedJson::error_handler_t::replace) << "\n" << std::flush;
   } else {
     out << Text(parts) << std::flush;
   }
@@ -231,7 +231,7 @@ int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostrea
   CLI::App app(
       "Shows a state directory or checkpoint: model, step, tiles, versions, bytes, checksums; or a directory "
       "of weights: how they are packed, of what, types and bytes",
-      kName);
+      kInspectName);
   std::vector<std::string> dirs;
   bool json = false;
   app.add_option("DIR", dirs, "State directory or checkpoint, all directories of a striped run; or weights")
@@ -239,7 +239,7 @@ int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostrea
   app.add_flag("--json", json, "Print JSON, with every tile and checksum");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Inspect(dirs, json, out);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kInspectName, status, err);
 }
 
 }  // namespace penstock::tools

@@ -32,9 +32,9 @@ namespace penstock::tools {
 namespace {
 
 namespace fs = std::filesystem;
-constexpr const char* kName = "penstock pack";
+constexpr const char* kPackName = "penstock pack";
 
-struct Flags {
+struct PackFlags {
   std::string from, out;
   int64_t weights = 8, group = 64;
   std::string max_shard = "4GiB";
@@ -131,7 +131,7 @@ class Partial {
   bool owned_ = false;
 };
 
-absl::StatusOr<models::PackOptions> OptionsOf(const Flags& flags) {
+absl::StatusOr<models::PackOptions> OptionsOf(const PackFlags& flags) {
   const auto wrong = [](const std::string& what) { return absl::InvalidArgumentError(what); };
   if (flags.weights != 8 && flags.weights != 4)
     return wrong(absl::StrCat("--weights ", flags.weights, ": must be 8 or 4"));
@@ -151,7 +151,7 @@ absl::StatusOr<models::PackOptions> OptionsOf(const Flags& flags) {
 }
 
 // Whether OUT is there, and may be replaced.
-absl::StatusOr<bool> CheckOut(const Flags& flags) {
+absl::StatusOr<bool> CheckOut(const PackFlags& flags) {
   struct stat info {};
   if (::lstat(flags.out.c_str(), &info) != 0) {
     return errno == ENOENT ? absl::StatusOr<bool>(false) : Errno(absl::StrCat("stat ", flags.out));
@@ -164,7 +164,7 @@ absl::StatusOr<bool> CheckOut(const Flags& flags) {
   return true;
 }
 
-absl::Status Pack(Flags flags, std::ostream& out, std::ostream& err) {
+absl::Status Pack(PackFlags flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(models::PackOptions options, OptionsOf(flags));
   while (flags.out.size() > 1 && flags.out.back() == '/') flags.out.pop_back();
   const std::string config = absl::StrCat(flags.from, "/config.json");
@@ -182,7 +182,7 @@ absl::Status Pack(Flags flags, std::ostream& out, std::ostream& err) {
   std::vector<std::string> notes;
   ASSIGN_OR_RETURN(const std::shared_ptr<const models::LanguageModel> model,
                    models::OpenModel(flags.from, &notes));
-  for (const std::string& note : notes) err << kName << ": " << note << "\n" << std::flush;
+  for (const std::string& note : notes) err << kPackName << ": " << note << "\n" << std::flush;
   const models::ModelLayout layout = model->Layout();
   ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
                    models::WeightImport::Open(flags.from, layout, "weights"));
@@ -218,8 +218,8 @@ int RunPack(int argc, const char* const* argv, std::ostream& out, std::ostream& 
   CLI::App app(
       "Codes the weights of a Hugging Face directory in 8 or 4 bit, with a scale for each group of a row. "
       "`penstock generate` reads the result as it reads the original, with less from the drive",
-      kName);
-  Flags flags;
+      kPackName);
+  PackFlags flags;
   app.add_option("DIR", flags.from, "Hugging Face directory")->required();
   app.add_option("OUT", flags.out, "The directory to write, whole or not at all")->required();
   app.add_option("--weights", flags.weights,
@@ -230,7 +230,7 @@ int RunPack(int argc, const char* const* argv, std::ostream& out, std::ostream& 
   app.add_flag("--quiet", flags.quiet, "No progress, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Pack(std::move(flags), out, err);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kPackName, status, err);
 }
 
 }  // namespace penstock::tools

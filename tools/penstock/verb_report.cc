@@ -13,7 +13,7 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock report";
+constexpr const char* kReportName = "penstock report";
 
 absl::Status Report(const std::vector<std::string>& files, const std::string& html, double rated_bytes) {
   ASSIGN_OR_RETURN(const std::vector<Run> runs, ReadRuns(files));
@@ -23,7 +23,7 @@ absl::Status Report(const std::vector<std::string>& files, const std::string& ht
 }  // namespace
 
 int RunReport(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  CLI::App app("Draws trainings from their files as one page, several of them side by side", kName);
+  CLI::App app("Draws trainings from their files as one page, several of them side by side", kReportName);
   std::vector<std::string> files;
   std::string html;
   double terabytes_written = 600;
@@ -38,7 +38,7 @@ int RunReport(int argc, const char* const* argv, std::ostream& out, std::ostream
       ->check(CLI::Range(0.001, 1e9));
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Report(files, html, terabytes_written * 1e12);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kReportName, status, err);
 }
 
 }  // namespace penstock::tools

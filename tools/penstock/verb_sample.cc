@@ -22,6 +22,7 @@
 #include "tools/base/size.h"
 #include "tools/penstock/generate_flags.h"
 #include "tools/penstock/lora_base.h"
+#include "tools/penstock/run_record.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/text_model.h"
 #include "tools/penstock/train_settings.h"
@@ -34,10 +35,9 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock sample";
-constexpr int64_t kMostThreads = 1024;
+constexpr const char* kSampleName = "penstock sample";
 
-struct Flags {
+struct SampleFlags {
   std::vector<std::string> dirs;
   std::string prompt = "\n";
   int64_t tokens = 200, top_k = 0, seed = 1, samples = 1;
@@ -48,7 +48,7 @@ struct Flags {
   bool verbose = false;
 };
 
-absl::Status CheckNumbers(const Flags& flags) {
+absl::Status CheckNumbers(const SampleFlags& flags) {
   const auto whole = [](const char* flag, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return absl::OkStatus();
     return absl::InvalidArgumentError(
@@ -85,7 +85,7 @@ absl::StatusOr<std::vector<int64_t>> TokenNumbers(const std::string& prompt, int
   return tokens;
 }
 
-absl::StatusOr<std::vector<int64_t>> PromptTokens(const Flags& flags, const TextModel& text) {
+absl::StatusOr<std::vector<int64_t>> PromptTokens(const SampleFlags& flags, const TextModel& text) {
   const int64_t vocabulary = text.model->vocabulary();
   if (!text.bytes && text.tokenizer == nullptr) return TokenNumbers(flags.prompt, vocabulary);
   ASSIGN_OR_RETURN(std::vector<int64_t> tokens, text.Encode(flags.prompt));
@@ -98,7 +98,7 @@ absl::StatusOr<std::vector<int64_t>> PromptTokens(const Flags& flags, const Text
   return tokens;
 }
 
-absl::StatusOr<int64_t> Budget(const Flags& flags) {
+absl::StatusOr<int64_t> Budget(const SampleFlags& flags) {
   if (!flags.host_memory.has_value()) return DefaultHostMemory(1, zero::DefaultIntraOpThreads());
   const absl::StatusOr<int64_t> bytes = ParseSize(*flags.host_memory);
   if (bytes.ok() && *bytes > 0) return *bytes;
@@ -122,7 +122,7 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
 
 // What a text is asked to be.
 struct Asked {
-  const Flags& flags;
+  const SampleFlags& flags;
   const TextModel& source;
   std::vector<int64_t> prompt;
   int64_t budget = 0;
@@ -137,7 +137,7 @@ std::string TextOf(const std::vector<int64_t>& tokens, TokenText* text) {
 
 // All samples beside each other; written one after the other, the first of those under way as it comes.
 absl::Status Generate(const Asked& asked, std::ostream& out) {
-  const Flags& flags = asked.flags;
+  const SampleFlags& flags = asked.flags;
   generate::GeneratorOptions options;
   options.wish.budget_bytes = static_cast<uint64_t>(asked.budget);
   options.wish.sequences = flags.samples;
@@ -192,7 +192,7 @@ absl::Status Generate(const Asked& asked, std::ostream& out) {
 }
 
 absl::Status ComputeAnew(const Asked& asked, std::ostream& out) {
-  const Flags& flags = asked.flags;
+  const SampleFlags& flags = asked.flags;
   const TextModel& source = asked.source;
   const auto prompted = static_cast<int64_t>(asked.prompt.size());
   const int64_t longest = std::min(source.window, prompted + flags.tokens);
@@ -236,9 +236,9 @@ absl::Status ComputeAnew(const Asked& asked, std::ostream& out) {
   return absl::OkStatus();
 }
 
-absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
+absl::Status Sample(const SampleFlags& flags, std::ostream& out, std::ostream& err) {
   RETURN_IF_ERROR(CheckNumbers(flags));
-  ASSIGN_OR_RETURN(const TextModel source, OpenTrainedText(flags.dirs, flags.tokenizer, kName, err));
+  ASSIGN_OR_RETURN(const TextModel source, OpenTrainedText(flags.dirs, flags.tokenizer, kSampleName, err));
   if (source.base.is_null() && !flags.model.empty()) return NoBase(flags.model);
   Asked asked = {.flags = flags, .source = source, .prompt = {}, .budget = 0, .log = nullptr};
   ASSIGN_OR_RETURN(asked.prompt, PromptTokens(flags, source));
@@ -254,8 +254,8 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
 }  // namespace
 
 int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  CLI::App app("Generates text from a state directory or checkpoint, streaming its blocks", kName);
-  Flags flags;
+  CLI::App app("Generates text from a state directory or checkpoint, streaming its blocks", kSampleName);
+  SampleFlags flags;
   std::vector<std::string> flagged;
   app.add_option("DIR", flags.dirs, "State directory or checkpoint; all directories of a striped run");
   app.add_option("--state-dir", flagged, "The same, as a flag");
@@ -278,7 +278,7 @@ int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   flags.dirs.insert(flags.dirs.end(), flagged.begin(), flagged.end());
   const absl::Status status = Sample(flags, out, err);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kSampleName, status, err);
 }
 
 }  // namespace penstock::tools

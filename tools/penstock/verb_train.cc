@@ -27,7 +27,7 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock train";
+constexpr const char* kTrainName = "penstock train";
 
 // The last of --check: whether it fits. Nothing is written, and no time is measured.
 absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std::ostream& out) {
@@ -92,7 +92,7 @@ absl::Status Train(const TrainOptions& flags, std::ostream& out) {
 }  // namespace
 
 int RunTrain(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  CLI::App app("Trains a GPT whose state may be many times larger than memory", kName);
+  CLI::App app("Trains a GPT whose state may be many times larger than memory", kTrainName);
   TrainOptions flags;
   DeclareTrainOptions(app, flags, /*plans=*/false);
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
@@ -100,8 +100,8 @@ int RunTrain(int argc, const char* const* argv, std::ostream& out, std::ostream&
   if (status.ok()) return kExitOk;
   const absl::StatusOr<zero::RankEnvironment> environment = zero::ReadRankEnvironment();
   const bool many = environment.ok() && environment->world > 1;
-  return Fail(many ? absl::StrCat(kName, " (rank ", environment->rank, ")") : std::string(kName), status,
-              err);
+  return Fail(many ? absl::StrCat(kTrainName, " (rank ", environment->rank, ")") : std::string(kTrainName),
+              status, err);
 }
 
 }  // namespace penstock::tools

@@ -15,10 +15,10 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock verify";
+constexpr const char* kVerifyName = "penstock verify";
 constexpr uint64_t kMemoryBytes = uint64_t{32} << 20;
 
-struct Flags {
+struct VerifyFlags {
   std::vector<std::string> dirs;
   std::string model;
   bool json = false;
@@ -41,7 +41,7 @@ struct Base {
 };
 
 // Its files are read, whatever their times say.
-Base VerifyBase(const nlohmann::json& payload, const Flags& flags) {
+Base VerifyBase(const nlohmann::json& payload, const VerifyFlags& flags) {
   Base base;
   const nlohmann::json run = payload.is_object() ? payload.value("run", nlohmann::json()) : nlohmann::json();
   if (!run.is_object() || !run.contains(kBaseKey)) {
@@ -80,7 +80,7 @@ nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyRepor
           {"base", base.Json()}};
 }
 
-absl::Status Verify(const Flags& flags, std::ostream& out, std::ostream& err) {
+absl::Status Verify(const VerifyFlags& flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(FoundState state, FindState(flags.dirs));
   ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
                    StateReader::Open(state, kMemoryBytes, [&](const std::string& line) {
@@ -140,8 +140,8 @@ absl::Status Verify(const Flags& flags, std::ostream& out, std::ostream& err) {
 
 int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app("Reads a state directory or checkpoint back and checks every checksum; exit 1 if not whole",
-               kName);
-  Flags flags;
+               kVerifyName);
+  VerifyFlags flags;
   app.add_option("DIR", flags.dirs, "State directory or checkpoint; all directories of a striped run")
       ->required();
   app.add_option("--model", flags.model,
@@ -151,7 +151,7 @@ int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream
   app.add_flag("--quiet", flags.quiet, "No progress, no summary: damaged ranges only");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Verify(flags, out, err);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kVerifyName, status, err);
 }
 
 }  // namespace penstock::tools

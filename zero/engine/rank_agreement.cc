@@ -21,7 +21,7 @@
 namespace penstock::zero {
 namespace {
 
-constexpr int64_t kProbeBytes = 4 << 20;
+constexpr int64_t kExchangeProbeBytes = 4 << 20;
 
 // What a rank receives in a second while all of them hand each other `bytes`, in `memory`, which has room for
 // those of all; of the second of two exchanges, since the first one opens the windows of the connections. 0:
@@ -176,8 +176,8 @@ absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& d
   const bool there = devices.comm != nullptr;
   // Within the budget of where it is.
   const int64_t budget = there ? devices.budget_bytes : host_memory_budget_bytes;
-  const int64_t bytes =
-      budget > 0 ? std::clamp<int64_t>(budget / 4 / comm.world(), 4096, kProbeBytes) : kProbeBytes;
+  const int64_t bytes = budget > 0 ? std::clamp<int64_t>(budget / 4 / comm.world(), 4096, kExchangeProbeBytes)
+                                   : kExchangeProbeBytes;
   HostBuffer host;
   absl::StatusOr<std::byte*> memory = nullptr;
   if (there) {
