@@ -1,11 +1,9 @@
 // `penstock generate`: text from a model larger than memory, for one prompt or a long list of them.
-#include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
@@ -26,6 +24,7 @@
 #include "tools/penstock/generate_output.h"
 #include "tools/penstock/generate_prompts.h"
 #include "tools/penstock/generate_text.h"
+#include "tools/penstock/stop_signal.h"
 #include "tools/penstock/text_model.h"
 #include "tools/penstock/verbs.h"
 #include "zero/compute/libtorch/threads.h"
@@ -33,9 +32,9 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kName = "penstock generate";
+constexpr const char* kGenerateName = "penstock generate";
 
-struct Flags {
+struct GenerateFlags {
   std::vector<std::string> dirs, prompt, stop;
   std::optional<std::string> prompts, out, report, tokenizer, kv_dir;
   GenerateMemoryFlags memory;
@@ -45,12 +44,9 @@ struct Flags {
   bool stream = false, json = false, overwrite = false, quiet = false, verbose = false;
 };
 
-std::atomic<int> stop_signal{0};
-void OnSignal(int signal) { stop_signal.store(signal); }
-
 absl::Status Wrong(const std::string& what) { return absl::InvalidArgumentError(what); }
 
-absl::Status CheckFlags(const Flags& flags) {
+absl::Status CheckFlags(const GenerateFlags& flags) {
   const auto whole = [](const char* flag, int64_t value, int64_t least, int64_t most) {
     return value >= least && value <= most
                ? absl::OkStatus()
@@ -81,7 +77,7 @@ absl::Status CheckFlags(const Flags& flags) {
 }
 
 // Beside what is written, or where the program runs.
-std::string CacheDirectory(const Flags& flags) {
+std::string CacheDirectory(const GenerateFlags& flags) {
   if (flags.kv_dir.has_value()) return *flags.kv_dir;
   if (!flags.out.has_value()) return ".";
   const size_t slash = flags.out->rfind('/');
@@ -91,12 +87,12 @@ std::string CacheDirectory(const Flags& flags) {
 // A run of the verb: what is asked for, what is done, what is under way.
 class Generation {
  public:
-  Generation(const Flags& flags, std::ostream& out, std::ostream& err)
+  Generation(const GenerateFlags& flags, std::ostream& out, std::ostream& err)
       : flags_(flags), out_(out), err_(err), terminal_(::isatty(STDERR_FILENO) == 1) {}
 
   absl::Status Run() {
     RETURN_IF_ERROR(CheckFlags(flags_));
-    ASSIGN_OR_RETURN(model_, OpenTextModel(flags_.dirs, flags_.tokenizer, kName, err_));
+    ASSIGN_OR_RETURN(model_, OpenTextModel(flags_.dirs, flags_.tokenizer, kGenerateName, err_));
     RETURN_IF_ERROR(CheckWeights());
     if (flags_.prompts.has_value()) {
       prompts_.emplace(&model_, *flags_.prompts);
@@ -208,23 +204,18 @@ class Generation {
     ASSIGN_OR_RETURN(generator_,
                      generate::Generator::Create(model_.model, OpenWeightsOf(model_), std::move(options)));
     if (!flags_.quiet) err_ << GenerationPlanText(generator_->plan(), generator_->wish()) << std::flush;
-    struct sigaction action {};
-    action.sa_handler = OnSignal;
-    action.sa_flags = SA_RESETHAND;  // a second one ends the process
-    sigaction(SIGINT, &action, nullptr);
-    sigaction(SIGTERM, &action, nullptr);
+    std::optional<NotedStopSignals> signals(std::in_place);
     generate::GenerationCallbacks callbacks;
     callbacks.next = [this] { return NextRequest(); };
     callbacks.token = [this](int64_t id, int64_t token) { return TakeToken(id, token); };
     callbacks.finished = [this](int64_t id, generate::Finish finish) { return Finished(id, finish); };
     callbacks.progress = [this](const generate::GenerationStats& stats) { Show(stats); };
-    callbacks.cancelled = [] { return stop_signal.load() != 0; };
+    callbacks.cancelled = [] { return StopSignal() != 0; };
     const absl::Status status = generator_->Run(callbacks);
-    signal(SIGINT, SIG_DFL);
-    signal(SIGTERM, SIG_DFL);
+    signals.reset();
     const generate::GenerationStats stats = generator_->stats();
     EndLine();
-    if (absl::IsCancelled(status) && stop_signal.load() != 0) {
+    if (absl::IsCancelled(status) && StopSignal() != 0) {
       Say(absl::StrCat("stopped by a signal: ", total_ - left_ + stats.finished, " of ", total_, " are done",
                        output_ != nullptr ? "; the same command goes on" : ""));
       return absl::OkStatus();
@@ -340,7 +331,7 @@ class Generation {
                                      {"threads", threads_},
                                      {"weights", WeightBits(model_)},
                                      {"stopped_by", nullptr}};
-    if (stop_signal.load() != 0) report["stopped_by"] = stop_signal.load() == SIGINT ? "SIGINT" : "SIGTERM";
+    if (StopSignal() != 0) report["stopped_by"] = StopSignalName(StopSignal());
     rusage usage{};
     ::getrusage(RUSAGE_SELF, &usage);
     report["peak_rss_bytes"] = int64_t{1024} * usage.ru_maxrss;
@@ -383,7 +374,7 @@ class Generation {
     std::unique_ptr<GrowingText> text;
   };
 
-  const Flags& flags_;
+  const GenerateFlags& flags_;
   std::ostream &out_, &err_;
   const bool terminal_;
   TextModel model_;
@@ -406,8 +397,8 @@ int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostre
   CLI::App app(
       "Generates text with a model larger than memory: weights stream from the drive, each once for all "
       "texts",
-      kName);
-  Flags flags;
+      kGenerateName);
+  GenerateFlags flags;
   app.add_option("DIR", flags.dirs,
                  "Hugging Face directory, packed or not, state directory or checkpoint; all directories of a "
                  "striped run");
@@ -440,7 +431,7 @@ int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostre
   app.add_flag("--verbose", flags.verbose, "Say on stderr what the I/O engine falls back to");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Generation(flags, out, err).Run();
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  return status.ok() ? kExitOk : Fail(kGenerateName, status, err);
 }
 
 }  // namespace penstock::tools
