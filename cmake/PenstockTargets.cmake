@@ -53,8 +53,8 @@ function(penstock_library)
 endfunction()
 
 # Most of what a compiler works on is headers' code: sources that are compiled together share it. A class whose private part
-# uses an anonymous namespace looks like one of a header then. Verbs and families are compiled alone: each names its parts
-# as its siblings do. (CMake's own UNITY_BUILD writes whole paths into its files: they would be in the programs, and no cache
+# uses an anonymous namespace looks like one of a header then. Families are compiled alone: each names its parts as its
+# siblings do. (CMake's own UNITY_BUILD writes whole paths into its files: they would be in the programs, and no cache
 # would know them in another clone.)
 function(penstock_compile_in_groups target)
   if(NOT PENSTOCK_UNITY OR target STREQUAL penstock_kernels)  # kernels: the same code whatever lies beside it
@@ -63,12 +63,20 @@ function(penstock_compile_in_groups target)
   get_target_property(sources ${target} SOURCES)
   set(together ${sources})
   list(FILTER together INCLUDE REGEX "^[a-z].*\\.cc$")
-  list(FILTER together EXCLUDE REGEX "(^|/)(verb_.*|gpt|llama)\\.cc$")
+  list(FILTER together EXCLUDE REGEX "(^|/)(gpt|llama)\\.cc$")
   list(REMOVE_ITEM sources ${together})
   file(RELATIVE_PATH room ${PROJECT_SOURCE_DIR} ${CMAKE_CURRENT_SOURCE_DIR})
+  set(most 32)  # of those that include LibTorch 8: a compiler takes 1.6 GB for them
+  if(target MATCHES "torch$")
+    set(most 8)
+  endif()
+  list(LENGTH together count)
+  math(EXPR groups "(${count} + ${most} - 1) / ${most}")
   set(number 0)
   while(together)
-    list(SUBLIST together 0 8 group)
+    list(LENGTH together left)
+    math(EXPR size "(${left} + ${groups} - ${number} - 1) / (${groups} - ${number})")
+    list(SUBLIST together 0 ${size} group)
     list(REMOVE_ITEM together ${group})
     list(TRANSFORM group REPLACE "(.+)" "#include \"${room}/\\1\"\n")
     list(JOIN group "" includes)
