@@ -13,8 +13,8 @@
 
 #include "absl/strings/match.h"
 #include "aio/backend.h"
+#include "aio/inline_backend.h"
 #include "tests/soak.h"
-#include "tests/zero/inline_backend.h"
 #include "tests/zero/training.h"
 
 namespace penstock::zero {
@@ -47,7 +47,7 @@ struct Plan {
 };
 
 // pread and pwrite on the lane's thread, but for the one fault.
-class FaultyBackend final : public InlineBackend {
+class FaultyBackend final : public aio::InlineBackend {
  public:
   explicit FaultyBackend(Plan* plan) : plan_(*plan) {}
   std::string_view name() const override { return "faulty"; }

@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "aio/backend.h"
+#include "aio/inline_backend.h"
 #include "plain_compute.h"
-#include "tests/zero/inline_backend.h"
 #include "tests/zero/plain_batch.h"
 #include "zero/engine/engine.h"
 
@@ -175,7 +175,7 @@ TEST_F(VirtualWatch, ExchangesWithOtherRanksHaveTheirOwnBound) {
 
 // pread and pwrite, but for one transfer, which hangs in read(2) of an empty pipe until somebody writes to
 // it.
-class HangingBackend final : public InlineBackend {
+class HangingBackend final : public aio::InlineBackend {
  public:
   struct Plan {
     std::atomic<int64_t> until{-1};  // transfers before it; -1: none hangs
