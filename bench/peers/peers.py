@@ -7,6 +7,7 @@ import pathlib
 import platform
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -103,6 +104,8 @@ def run(command, limit=0, timeout=3600, env=None):
             output, errors = process.communicate()
             errors += f"\nno end after {timeout} s"
     lines = [line for line in errors.splitlines() if line.strip()]
+    if process.returncode < 0:  # what it said last is no reason
+        lines.append(f"ended by {signal.Signals(-process.returncode).name}")
     return {"status": process.returncode, "output": output, "error": lines[-1] if lines else ""}
 
 
