@@ -49,7 +49,7 @@ class CachedBackend final : public aio::InlineBackend {
   }
 };
 
-// A directory that goes with it.
+// In the working directory, on a file system with O_DIRECT; goes with it.
 class Directory {
  public:
   Directory() : path_("compute_bench-" + std::to_string(getpid())) {}

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -30,6 +31,12 @@ absl::Status CheckWritable(const char* flag, const std::optional<std::string>& p
   if (access(parent.c_str(), W_OK | X_OK) != 0)
     return cannot(absl::StrCat(parent, ": ", std::strerror(errno)));
   return absl::OkStatus();
+}
+
+std::string ParentOf(const std::string& path) {
+  const size_t name = path.find_last_not_of('/');
+  const size_t slash = path.rfind('/', name);
+  return slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(1, slash));
 }
 
 }  // namespace penstock::tools

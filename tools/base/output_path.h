@@ -14,6 +14,10 @@ namespace penstock::tools {
 // way.
 absl::Status CheckWritable(const char* flag, const std::optional<std::string>& path, bool replaced = false);
 
+// The directory that `path` is in, a slash at its end or not: "kept" of "kept/step-00000001", "." of a bare
+// name.
+std::string ParentOf(const std::string& path);
+
 }  // namespace penstock::tools
 
 #endif  // PENSTOCK_TOOLS_BASE_OUTPUT_PATH_H_

@@ -1,6 +1,5 @@
 #include "tools/penstock/checkpoint_flags.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -10,6 +9,7 @@
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "swap/checkpoint_lock.h"
+#include "tools/base/output_path.h"
 #include "tools/penstock/flag_check.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/run_record.h"
@@ -22,13 +22,6 @@ namespace {
 
 // A path that names one checkpoint, not a directory of them.
 bool IsOneCheckpoint(const std::string& path) { return swap::FindCheckpoint(path).value_or("") == path; }
-
-// "kept" of "kept/step-00000001".
-std::string ParentOf(const std::string& checkpoint) {
-  const size_t name = checkpoint.find_last_not_of('/');
-  const size_t slash = checkpoint.rfind('/', name);
-  return slash == std::string::npos ? "." : checkpoint.substr(0, std::max<size_t>(1, slash));
-}
 
 }  // namespace
 

@@ -7,6 +7,7 @@
 #include "base/status_macros.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/flag_check.h"
 #include "tools/penstock/run_record.h"
 #include "tools/penstock/state_reader.h"
 
@@ -15,27 +16,25 @@ namespace {
 
 constexpr int64_t kMostDrafted = 64;
 
-absl::Status Wrong(const std::string& what) { return absl::InvalidArgumentError(what); }
-
 absl::StatusOr<std::optional<int64_t>> BatchOf(const std::string& text) {
   if (text == "auto") return std::optional<int64_t>();
   const absl::StatusOr<int64_t> batch = ParseCount(text);
   if (batch.ok() && *batch >= 1 && *batch <= 1 << 20) return std::optional<int64_t>(*batch);
-  return Wrong(absl::StrCat("--batch ", text, ": must be auto, or a number from 1 on"));
+  return WrongFlag(absl::StrCat("--batch ", text, ": must be auto, or a number from 1 on"));
 }
 
 absl::StatusOr<generate::CachePlace> PlaceOf(const std::string& text) {
   if (text == "auto") return generate::CachePlace::kAuto;
   if (text == "host") return generate::CachePlace::kHost;
   if (text == "nvme") return generate::CachePlace::kDrive;
-  return Wrong(absl::StrCat("--kv ", text, ": must be auto, host or nvme"));
+  return WrongFlag(absl::StrCat("--kv ", text, ": must be auto, host or nvme"));
 }
 
 absl::StatusOr<uint64_t> BudgetOf(const std::optional<std::string>& text, int threads) {
   if (!text.has_value()) return static_cast<uint64_t>(DefaultHostMemory(1, threads));
   const absl::StatusOr<int64_t> bytes = ParseSize(*text);
   if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
-  return Wrong(absl::StrCat("--host-memory ", *text, ": must be a size above 0, as 512M or 4GiB"));
+  return WrongFlag(absl::StrCat("--host-memory ", *text, ": must be a size above 0, as 512M or 4GiB"));
 }
 
 }  // namespace
@@ -51,12 +50,8 @@ void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags) {
 
 absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads,
                                    generate::GenerationWish* wish) {
-  if (threads < 1 || threads > kMostThreads)
-    return Wrong(absl::StrCat("--threads ", threads, ": must be between 1 and ", kMostThreads));
-  if (flags.prompt_lookup < 0 || flags.prompt_lookup > kMostDrafted) {
-    return Wrong(
-        absl::StrCat("--prompt-lookup ", flags.prompt_lookup, ": must be between 0 and ", kMostDrafted));
-  }
+  RETURN_IF_ERROR(CheckFlag<int64_t>("--threads", threads, 1, kMostThreads));
+  RETURN_IF_ERROR(CheckFlag<int64_t>("--prompt-lookup", flags.prompt_lookup, 0, kMostDrafted));
   wish->drafted = flags.prompt_lookup;
   ASSIGN_OR_RETURN(wish->batch, BatchOf(flags.batch));
   ASSIGN_OR_RETURN(wish->cache, PlaceOf(flags.kv));

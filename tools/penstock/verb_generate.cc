@@ -18,8 +18,10 @@
 #include "generate/generator.h"
 #include "kernels/checksum.h"
 #include "tools/base/cli.h"
+#include "tools/base/output_path.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
+#include "tools/penstock/flag_check.h"
 #include "tools/penstock/generate_flags.h"
 #include "tools/penstock/generate_output.h"
 #include "tools/penstock/generate_prompts.h"
@@ -44,34 +46,27 @@ struct GenerateFlags {
   bool stream = false, json = false, overwrite = false, quiet = false, verbose = false;
 };
 
-absl::Status Wrong(const std::string& what) { return absl::InvalidArgumentError(what); }
-
 absl::Status CheckFlags(const GenerateFlags& flags) {
-  const auto whole = [](const char* flag, int64_t value, int64_t least, int64_t most) {
-    return value >= least && value <= most
-               ? absl::OkStatus()
-               : Wrong(absl::StrCat(flag, " ", value, ": must be between ", least, " and ", most));
-  };
-  RETURN_IF_ERROR(whole("--tokens", flags.tokens, 1, int64_t{1} << 40));
-  RETURN_IF_ERROR(whole("--top-k", flags.sampling.top_k, 0, int64_t{1} << 32));
-  RETURN_IF_ERROR(whole("--seed", flags.seed, 0, int64_t{1} << 62));
+  RETURN_IF_ERROR(CheckFlag<int64_t>("--tokens", flags.tokens, 1, int64_t{1} << 40));
+  RETURN_IF_ERROR(CheckFlag<int64_t>("--top-k", flags.sampling.top_k, 0, int64_t{1} << 32));
+  RETURN_IF_ERROR(CheckFlag<int64_t>("--seed", flags.seed, 0, int64_t{1} << 62));
   const models::SamplingOptions& s = flags.sampling;
   if (!(s.temperature >= 0 && s.temperature <= 1e6))
-    return Wrong(
+    return WrongFlag(
         absl::StrCat("--temperature ", s.temperature, ": must be between 0 (the likeliest token) and 1e6"));
   if (!(s.top_p > 0 && s.top_p <= 1))
-    return Wrong(absl::StrCat("--top-p ", s.top_p, ": must be above 0 and at most 1"));
+    return WrongFlag(absl::StrCat("--top-p ", s.top_p, ": must be above 0 and at most 1"));
   if (!(s.repetition_penalty > 0 && s.repetition_penalty <= 1e6))
-    return Wrong(absl::StrCat("--repetition-penalty ", s.repetition_penalty, ": must be above 0"));
+    return WrongFlag(absl::StrCat("--repetition-penalty ", s.repetition_penalty, ": must be above 0"));
   if (flags.prompt.empty() == !flags.prompts.has_value())
-    return Wrong("either --prompt TEXT or --prompts FILE.jsonl is needed");
+    return WrongFlag("either --prompt TEXT or --prompts FILE.jsonl is needed");
   if (flags.stream && (flags.prompts.has_value() || flags.out.has_value() || flags.prompt.size() > 1))
-    return Wrong("--stream writes one text as it comes: it goes with one --prompt and without --out");
+    return WrongFlag("--stream writes one text as it comes: it goes with one --prompt and without --out");
   if (flags.json && (flags.stream || flags.out.has_value()))
-    return Wrong("--json writes to stdout: it goes without --out and --stream");
-  if (flags.overwrite && !flags.out.has_value()) return Wrong("--overwrite is of --out");
+    return WrongFlag("--json writes to stdout: it goes without --out and --stream");
+  if (flags.overwrite && !flags.out.has_value()) return WrongFlag("--overwrite is of --out");
   for (const std::string& stop : flags.stop) {
-    if (stop.empty()) return Wrong("--stop \"\": must have at least one character");
+    if (stop.empty()) return WrongFlag("--stop \"\": must have at least one character");
   }
   return absl::OkStatus();
 }
@@ -80,8 +75,7 @@ absl::Status CheckFlags(const GenerateFlags& flags) {
 std::string CacheDirectory(const GenerateFlags& flags) {
   if (flags.kv_dir.has_value()) return *flags.kv_dir;
   if (!flags.out.has_value()) return ".";
-  const size_t slash = flags.out->rfind('/');
-  return slash == std::string::npos ? "." : flags.out->substr(0, std::max<size_t>(slash, 1));
+  return ParentOf(*flags.out);
 }
 
 // A run of the verb: what is asked for, what is done, what is under way.
@@ -133,16 +127,16 @@ class Generation {
   absl::Status CheckWeights() const {
     const int64_t there = WeightBits(model_), asked = flags_.weights.value_or(there);
     if (asked != 16 && asked != 8 && asked != 4)
-      return Wrong(absl::StrCat("--weights ", asked, ": must be 16, 8 or 4"));
+      return WrongFlag(absl::StrCat("--weights ", asked, ": must be 16, 8 or 4"));
     if (asked == there) return absl::OkStatus();
     const std::string& directory = flags_.dirs.front();
     if (there == 16) {
-      return Wrong(absl::StrCat("--weights ", asked, ": ", directory, " is not packed; `penstock pack ",
-                                directory, " OUT --weights ", asked, "` makes a directory that is"));
+      return WrongFlag(absl::StrCat("--weights ", asked, ": ", directory, " is not packed; `penstock pack ",
+                                    directory, " OUT --weights ", asked, "` makes a directory that is"));
     }
-    return Wrong(absl::StrCat("--weights ", asked, ": ", directory, " is packed in ", there,
-                              " bit; give the directory that it was made of",
-                              asked == 16 ? "" : ", packed in the other way by `penstock pack`"));
+    return WrongFlag(absl::StrCat("--weights ", asked, ": ", directory, " is packed in ", there,
+                                  " bit; give the directory that it was made of",
+                                  asked == 16 ? "" : ", packed in the other way by `penstock pack`"));
   }
 
   int64_t TokensOf(const Prompt& prompt) const {
@@ -175,13 +169,13 @@ class Generation {
       ++total_;
       const auto length = static_cast<int64_t>(prompt->tokens.size());
       if (length >= model_.window) {
-        return Wrong(absl::StrCat("prompt ", prompt->index, " has ", length, " tokens: the model takes ",
-                                  model_.window, ", prompt and text together"));
+        return WrongFlag(absl::StrCat("prompt ", prompt->index, " has ", length, " tokens: the model takes ",
+                                      model_.window, ", prompt and text together"));
       }
       wish->prompt = std::max(wish->prompt, length);
       wish->positions = std::max(wish->positions, length + TokensOf(*prompt));
     }
-    if (total_ == 0) return Wrong(absl::StrCat("--prompts ", *flags_.prompts, ": no prompt in it"));
+    if (total_ == 0) return WrongFlag(absl::StrCat("--prompts ", *flags_.prompts, ": no prompt in it"));
     wish->sequences = total_;
     left_ = 0;
     RETURN_IF_ERROR(prompts_->Rewind());

@@ -23,6 +23,7 @@
 #include "models/weight_import.h"
 #include "models/weight_pack.h"
 #include "tools/base/cli.h"
+#include "tools/base/output_path.h"
 #include "tools/base/size.h"
 #include "tools/penstock/model_files.h"
 #include "tools/penstock/state_reader.h"
@@ -68,11 +69,6 @@ absl::Status Sync(const std::string& path) {
   const int error = errno;
   ::close(fd);
   return synced ? absl::OkStatus() : absl::ErrnoToStatus(error, absl::StrCat("fsync ", path));
-}
-
-std::string ParentOf(const std::string& path) {
-  const std::string parent = fs::path(path).parent_path();
-  return parent.empty() ? "." : parent;
 }
 
 absl::Status CopyFile(const std::string& from, const std::string& to) {

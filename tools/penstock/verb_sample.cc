@@ -20,6 +20,7 @@
 #include "models/text_sampler.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/flag_check.h"
 #include "tools/penstock/generate_flags.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/run_record.h"
@@ -49,16 +50,12 @@ struct SampleFlags {
 };
 
 absl::Status CheckNumbers(const SampleFlags& flags) {
-  const auto whole = [](const char* flag, int64_t value, int64_t least, int64_t most) {
-    if (value >= least && value <= most) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat(flag, " ", value, ": must be between ", least, " and ", most));
-  };
   for (const absl::Status& status :
-       {whole("--tokens", flags.tokens, 1, int64_t{1} << 40),
-        whole("--top-k", flags.top_k, 0, int64_t{1} << 32), whole("--seed", flags.seed, 0, int64_t{1} << 62),
-        whole("--samples", flags.samples, 1, int64_t{1} << 32),
-        whole("--threads", flags.threads.value_or(1), 1, kMostThreads)}) {
+       {CheckFlag<int64_t>("--tokens", flags.tokens, 1, int64_t{1} << 40),
+        CheckFlag<int64_t>("--top-k", flags.top_k, 0, int64_t{1} << 32),
+        CheckFlag<int64_t>("--seed", flags.seed, 0, int64_t{1} << 62),
+        CheckFlag<int64_t>("--samples", flags.samples, 1, int64_t{1} << 32),
+        CheckFlag<int64_t>("--threads", flags.threads.value_or(1), 1, kMostThreads)}) {
     RETURN_IF_ERROR(status);
   }
   if (!(flags.temperature >= 0 && flags.temperature <= 1e6)) {
