@@ -13,6 +13,7 @@
 
 #include "kernels/checksum.h"
 #include "tests/zero/training.h"
+#include "zero/compute/device_gradients.h"
 #include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/machine_rates.h"
 
@@ -151,6 +152,54 @@ TEST_F(Gpu, ChecksumsAreTheStores) {
     EXPECT_EQ(*checksum, kernels::Checksum(host.data(), bytes, 7)) << bytes;
   }
 }
+
+#ifdef PENSTOCK_TORCH_CUDA
+// What an owner has enqueued on a stream of its own, and not waited for, is in the gradients that come back.
+TEST_F(Gpu, GradientsOfAnotherStreamAreCopiedBehindIt) {
+  constexpr size_t kFloats = 16 << 20, kRounds = 24;
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  std::vector<void*> there(2);
+  for (void*& each : there) ASSERT_EQ(cudaMalloc(&each, kFloats * sizeof(float)), cudaSuccess);
+  std::vector<float> last(kFloats);
+  for (size_t i = 0; i < kFloats; ++i) last[i] = static_cast<float>(i % 8191);
+  DeviceGradients gradients;
+  for (const bool own_stream : {true, false}) {
+    cudaStream_t of = own_stream ? stream : nullptr;
+    for (void* each : there) ASSERT_EQ(cudaMemset(each, 0, kFloats * sizeof(float)), cudaSuccess);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    // Much that is still to come when ToHost begins, the values last.
+    for (size_t round = 0; round < kRounds; ++round) {
+      ASSERT_EQ(cudaMemsetAsync(there[0], static_cast<int>(round), kFloats * sizeof(float), of), cudaSuccess);
+      ASSERT_EQ(cudaMemcpyAsync(there[1], there[0], kFloats * sizeof(float), cudaMemcpyDeviceToDevice, of),
+                cudaSuccess);
+    }
+    ASSERT_EQ(cudaMemcpyAsync(there[1], last.data(), kFloats * sizeof(float), cudaMemcpyHostToDevice, of),
+              cudaSuccess);
+    std::vector<Gradient> both;
+    for (int i = 0; i < 2; ++i) {
+      both.push_back({i,
+                      {there[static_cast<size_t>(i)],
+                       ElementType::kFp32,
+                       {static_cast<int64_t>(kFloats)},
+                       /*on_device=*/true}});
+    }
+    const absl::Status copied = gradients.ToHost({device_->ordinal(), of}, &both);
+    ASSERT_TRUE(copied.ok()) << copied;
+    EXPECT_FALSE(both[1].value.on_device);
+    EXPECT_EQ(std::memcmp(both[1].value.data, last.data(), kFloats * sizeof(float)), 0);
+    const auto* bytes = static_cast<const unsigned char*>(both[0].value.data);
+    EXPECT_TRUE(std::all_of(bytes, bytes + kFloats * sizeof(float),
+                            [](unsigned char c) { return c == kRounds - 1; }));
+  }
+  std::vector<Gradient> one = {{0, {there[0], ElementType::kFp32, {4}, /*on_device=*/true}}};
+  const absl::Status absent = gradients.ToHost({/*device=*/1 << 10, nullptr}, &one);
+  EXPECT_EQ(absent.code(), absl::StatusCode::kUnavailable) << absent;
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error is left behind";
+  for (void* each : there) EXPECT_EQ(cudaFree(each), cudaSuccess);
+  EXPECT_EQ(cudaStreamDestroy(stream), cudaSuccess);
+}
+#endif
 
 // The same bits whichever way weights come. Without cuFile the run goes by way of host memory and says so.
 TEST_F(Gpu, GpuDirectStorageChangesNoBit) {
