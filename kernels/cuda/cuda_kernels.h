@@ -24,6 +24,7 @@
 #include "kernels/float16.h"
 #include "kernels/optimizer.h"
 #include "kernels/quantize.h"
+#include "kernels/weight_code.h"
 
 struct CUstream_st;
 
@@ -91,6 +92,11 @@ constexpr size_t PartialSums(size_t n) { return (n + 4096 - 1) / 4096; }
                             const Rounding& rounding, Stream stream);
 [[nodiscard]] int Dequantize8(Code8 code, const uint8_t* codes, const float* scales, float* out, size_t n,
                               Stream stream);
+
+// `count` coded rows, one behind the other, to fp32, bf16 or fp16 [count, columns]; kernels/weight_code.h. A
+// code that is not valid is refused with cudaErrorInvalidValue.
+[[nodiscard]] int DecodeWeights(const WeightCode& code, const void* rows, size_t count, size_t columns,
+                                DType to, void* out, Stream stream);
 
 // *out = kernels::Checksum(in, bytes, seed), by one block of threads: meant to keep up with a drive, not with
 // the device's memory (`kernels_bench`, CudaChecksum). `bytes` at least kLeastChecksumBytes; address and

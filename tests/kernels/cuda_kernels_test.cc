@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "kernels/split_master.h"
+#include "kernels/weight_code.h"
 #include "tests/kernels/cuda_element_shim.h"
 #include "tests/kernels/kernel_testing.h"
 
@@ -620,6 +621,36 @@ TEST_F(CudaDevice, EightBitCodesOfUnusualValuesAreTheCpus) {
       }
     }
   }
+}
+
+TEST_F(CudaDevice, CodedWeightsAreDecodedToTheBitsOfTheCpu) {
+  std::mt19937_64 random(29);
+  for (const WeightCode& code :
+       {WeightCode{8, 32}, WeightCode{8, 64}, WeightCode{4, 32}, WeightCode{4, 128}}) {
+    for (const size_t columns : {1, 3, 31, 32, 33, 64, 130, 1000}) {
+      // Any bytes: every code, and every scale, those that are not finite among them.
+      const size_t rows = 1 + random() % 9;
+      std::vector<uint8_t> coded(rows * code.row_bytes(columns));
+      for (uint8_t& byte : coded) byte = static_cast<uint8_t>(random());
+      for (const DType to : {DType::kFp32, DType::kBf16}) {
+        const size_t width = BytesPerElement(to);
+        std::vector<unsigned char> expected(rows * columns * width);
+        for (size_t row = 0; row < rows; ++row) {
+          DecodeWeights(code, coded.data() + row * code.row_bytes(columns), columns, to,
+                        expected.data() + row * columns * width);
+        }
+        for (const size_t odd : {size_t{0}, width}) {
+          DeviceBytes in(coded.data(), coded.size(), odd % 2), out(expected.data(), expected.size(), odd);
+          ASSERT_EQ(cudaMemset(out.data(), 0, expected.size()), cudaSuccess);
+          ASSERT_EQ(cuda::DecodeWeights(code, in.data(), rows, columns, to, out.data(), nullptr), 0);
+          SCOPED_TRACE(::testing::Message()
+                       << code.bits << " bit, group " << code.group << ", " << rows << " of " << columns);
+          ASSERT_TRUE(SameElements(to, out.Get(), expected));
+        }
+      }
+    }
+  }
+  EXPECT_NE(cuda::DecodeWeights({8, 33}, nullptr, 1, 4, DType::kFp32, nullptr, nullptr), 0);
 }
 
 TEST_F(CudaDevice, ChecksumsAreTheLibrarys) {

@@ -75,6 +75,16 @@ absl::StatusOr<uint64_t> CpuDevice::Checksum(const void* data, size_t bytes, uin
 
 void CpuDevice::Zero(void* memory, size_t bytes) { std::memset(memory, 0, bytes); }
 
+void CpuDevice::DecodeWeights(const kernels::WeightCode& code, const std::byte* rows, int64_t count,
+                              int64_t columns, kernels::DType to, void* out) {
+  const auto width = static_cast<size_t>(columns);
+  const size_t row_bytes = code.row_bytes(width), out_bytes = width * kernels::BytesPerElement(to);
+  for (size_t row = 0; row < static_cast<size_t>(count); ++row) {
+    kernels::DecodeWeights(code, reinterpret_cast<const uint8_t*>(rows + row * row_bytes), width, to,
+                           static_cast<std::byte*>(out) + row * out_bytes);
+  }
+}
+
 absl::Status CpuDevice::SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to,
                                    void* out, size_t n, double* partials) {
   Convert(type, addends.front(), DType::kFp32, sums, n);

@@ -34,6 +34,7 @@
 #include "absl/status/statusor.h"
 #include "aio/device_transfers.h"
 #include "kernels/float16.h"
+#include "kernels/weight_code.h"
 #include "zero/compute/optimizer.h"
 #include "zero/memory/tensor_memory.h"
 
@@ -108,6 +109,9 @@ class Device {
   virtual void SquarePartials(kernels::DType type, const void* in, size_t n, double* partials) = 0;
   virtual void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) = 0;
   virtual void Zero(void* memory, size_t bytes) = 0;
+  // `count` coded rows (kernels/weight_code.h), one behind the other, to fp32 or bf16 [count, columns].
+  virtual void DecodeWeights(const kernels::WeightCode& code, const std::byte* rows, int64_t count,
+                             int64_t columns, kernels::DType to, void* out) = 0;
 
   // For several ranks. Beside compute, in an order of its own; waits. `n` elements: the sum of `addends` in
   // fp32, the first one first, in `sums`, and rounded once to `out`, which may lie before or on one of them.
@@ -154,6 +158,8 @@ class CpuDevice : public Device {
   void SquarePartials(kernels::DType type, const void* in, size_t n, double* partials) override;
   void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) override;
   void Zero(void* memory, size_t bytes) override;
+  void DecodeWeights(const kernels::WeightCode& code, const std::byte* rows, int64_t count, int64_t columns,
+                     kernels::DType to, void* out) override;
   absl::Status SumInOrder(kernels::DType type, std::span<const void* const> addends, float* sums,
                           kernels::DType to, void* out, size_t n, double* partials) override;
   absl::Status Clear(void* memory, size_t bytes) override;

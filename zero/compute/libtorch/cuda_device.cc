@@ -354,6 +354,12 @@ class CudaDevice : public Device {
     Use();
     Throw(static_cast<int>(cudaMemsetAsync(memory, 0, bytes, ComputeStream())));
   }
+  void DecodeWeights(const kernels::WeightCode& code, const std::byte* rows, int64_t count, int64_t columns,
+                     DType to, void* out) override {
+    Use();
+    Throw(kernels::cuda::DecodeWeights(code, rows, static_cast<size_t>(count), static_cast<size_t>(columns),
+                                       to, out, ComputeStream()));
+  }
 
   absl::Status SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to, void* out,
                           size_t n, double* partials) override {
