@@ -344,7 +344,9 @@ std::pair<Tensor, Tensor> Angles(const std::vector<float>& frequencies, const Bl
   const auto pairs = static_cast<int64_t>(frequencies.size());
   Tensor each = torch::empty({1, pairs}, torch::kFloat32);
   std::copy(frequencies.begin(), frequencies.end(), each.data_ptr<float>());
-  const Tensor angles = positions.to(torch::kFloat32).unsqueeze(1) * each.to(x.device());
+  // A few bytes, which CUDA takes at once: nothing waits for what a device computes.
+  const Tensor there = each.to(x.device(), torch::kFloat32, /*non_blocking=*/true);
+  const Tensor angles = positions.to(torch::kFloat32).unsqueeze(1) * there;
   const Tensor cosine = block.Map(angles, [](const Tensor& t) { return t.cos(); });
   const Tensor sine = block.Map(angles, [](const Tensor& t) { return t.sin(); });
   return {cosine.unsqueeze(1).to(x.scalar_type()), sine.unsqueeze(1).to(x.scalar_type())};
