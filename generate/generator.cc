@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <future>
 #include <list>
 #include <numeric>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "base/check.h"
 #include "base/status_macros.h"
 #include "generate/decode.h"
+#include "generate/device_stream.h"
 #include "generate/pass.h"
 #include "generate/prompt_lookup.h"
 #include "generate/stream.h"
@@ -48,6 +50,26 @@ absl::StatusOr<std::unique_ptr<aio::Arena>> MakeArena(uint64_t bytes) {
   options.bytes = bytes;
   return aio::Arena::Create(options);
 }
+
+// Host memory that a device copies from and to.
+class PinnedForDevice {
+ public:
+  PinnedForDevice(zero::Device* device, std::span<std::byte> memory)
+      : device_(*device),
+        memory_(memory.data()),
+        status_(device->RegisterHost(memory.data(), static_cast<int64_t>(memory.size()))) {}
+  ~PinnedForDevice() {
+    if (status_.ok()) device_.UnregisterHost(memory_);
+  }
+  PinnedForDevice(const PinnedForDevice&) = delete;
+  PinnedForDevice& operator=(const PinnedForDevice&) = delete;
+  const absl::Status& status() const { return status_; }
+
+ private:
+  zero::Device& device_;
+  std::byte* const memory_;
+  const absl::Status status_;
+};
 
 GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayout& layout,
                         const MatrixOrder& order, const WeightSource& source, uint64_t budget) {
@@ -85,7 +107,7 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
 
 // How long the products of one row and of a further one take in a whole pass, by those of a piece of a matrix
 // as most of them are stored.
-void MeasureProducts(const GenerationSizes& sizes, GenerationWish* wish) {
+void MeasureProducts(const GenerationSizes& sizes, zero::Device* device, GenerationWish* wish) {
   constexpr int64_t kMeasuredElements = 4 << 20, kFurther = 16;
   StoredMatrix piece = {.rows = 1,
                         .columns = sizes.decoder.width,
@@ -94,15 +116,42 @@ void MeasureProducts(const GenerationSizes& sizes, GenerationWish* wish) {
   piece.rows = std::max<int64_t>(1, std::min(kMeasuredElements, sizes.largest_part) / piece.columns);
   const double pieces =
       static_cast<double>(sizes.matrix_elements) / static_cast<double>(piece.rows * piece.columns);
+  if (wish->device.has_value() && !device->tensors_are_host()) {
+    const double block = MeasureProduct(piece, kDeviceRows, device);
+    const double two = MeasureProduct(piece, 2 * kDeviceRows, device);
+    wish->product_seconds = block * pieces;
+    wish->row_seconds = std::max(0.0, two - block) / kDeviceRows * pieces;
+    return;
+  }
   ProductScratch scratch(at::get_num_threads());
   const double one = MeasureProduct(piece, 1, &scratch), more = MeasureProduct(piece, 1 + kFurther, &scratch);
   wish->product_seconds = one * pieces;
   wish->row_seconds = std::max(0.0, more - one) / kFurther * pieces;
 }
 
+// How fast so much memory is copied to the device's; takes its arena.
+absl::Status MeasureCopies(zero::Device* device, std::span<std::byte> memory, GenerationWish* wish) {
+  constexpr int kTurns = 3;
+  const auto bytes = static_cast<int64_t>(memory.size());
+  ASSIGN_OR_RETURN(std::byte* const there, device->AllocateArena(bytes));
+  const PinnedForDevice pinned(device, memory);
+  RETURN_IF_ERROR(pinned.status());
+  double best = 1e9;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const double begin = Now();
+    std::promise<absl::Status> copied;
+    device->CopyIn(there, memory.data(), bytes, /*after_compute=*/false,
+                   [&](absl::Status status) { copied.set_value(std::move(status)); });
+    RETURN_IF_ERROR(copied.get_future().get());
+    best = std::min(best, Now() - begin);
+  }
+  wish->device->copy_bytes_per_second = static_cast<double>(bytes) / std::max(best, 1e-9);
+  return absl::OkStatus();
+}
+
 // How fast the units come, and how long products take.
 absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::span<std::byte> memory,
-                     GenerationWish* wish) {
+                     zero::Device* device, GenerationWish* wish) {
   const size_t units = std::min(kMeasuredUnits, sizes.units.size());
   const uint64_t slot = source->largest_unit_bytes();
   const size_t slots = std::max<size_t>(1, memory.size() / slot);
@@ -122,8 +171,9 @@ absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::sp
   RETURN_IF_ERROR(status);
   wish->drive_bytes_per_second = static_cast<double>(bytes) / std::max(Now() - begin, 1e-6);
 
+  if (wish->device.has_value()) RETURN_IF_ERROR(MeasureCopies(device, memory, wish));
   try {
-    MeasureProducts(sizes, wish);
+    MeasureProducts(sizes, device, wish);
   } catch (const c10::Error& error) {
     return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
   }
@@ -166,8 +216,7 @@ class Generator::Impl {
     ASSIGN_OR_RETURN(arena_, MakeArena(arena));
     ASSIGN_OR_RETURN(engine_, MakeEngine(arena_.get(), options_.log));
     ASSIGN_OR_RETURN(source_, open(engine_.get(), order_.all));
-    limit_.emplace(static_cast<int64_t>(plan_.tensor_bytes));
-    zero::TensorMemory::ResetPeak();
+    RETURN_IF_ERROR(OpenDevice());
     const DType type = ComputeType(*source_, order_.all);
     ASSIGN_OR_RETURN(ring_, arena_->Allocate(plan_.ring_bytes));
     ASSIGN_OR_RETURN(scratch_, arena_->Allocate(plan_.scratch_bytes));
@@ -182,7 +231,10 @@ class Generator::Impl {
       }
     }
     const GenerationSizes sizes = SizesOf(*decoder_, layout_, order_, *source_, options_.wish.budget_bytes);
-    if (plan_.cache == CachePlace::kHost) {
+    if (plan_.cache == CachePlace::kDevice) {
+      cache_ =
+          KvCache::OnDevice(sizes.cache, TakeOfDevice(plan_.device->cache_bytes), options_.wish.positions);
+    } else if (plan_.cache == CachePlace::kHost) {
       cache_ = KvCache::InHostMemory(sizes.cache, arena_.get(), plan_.cache_bytes);
     } else {
       ASSIGN_OR_RETURN(cache_,
@@ -192,11 +244,18 @@ class Generator::Impl {
     ASSIGN_OR_RETURN(kept_,
                      KeptTensors::Load(*decoder_, layout_, source_.get(), type,
                                        plan_.keeps_tables ? options_.wish.budget_bytes / kTableShare : 0,
-                                       {scratch_.data(), scratch_.bytes()}));
+                                       {scratch_.data(), scratch_.bytes()}, options_.device.get()));
     stream_ = std::make_unique<Stream>(source_.get(), cache_.get(), engine_.get(),
                                        std::span(ring_.data(), ring_.bytes()), std::move(homes));
+    ItemStream* items = stream_.get();
+    if (plan_.device.has_value()) {
+      const std::span<std::byte> ring = TakeOfDevice(plan_.device->ring_bytes);
+      device_stream_ = std::make_unique<DeviceStream>(source_.get(), stream_.get(), options_.device.get(),
+                                                      ring, DeviceHomes());
+      items = device_stream_.get();
+    }
     runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
-                                           stream_.get(), cache_.get(), at::get_num_threads());
+                                           items, cache_.get(), options_.device.get(), at::get_num_threads());
     return absl::OkStatus();
   }
 
@@ -231,6 +290,14 @@ class Generator::Impl {
     stats.cache_written_bytes = cache_->written_bytes();
     stats.wait_seconds = stream_->stats().wait_seconds;
     stats.peak_tensor_bytes = zero::TensorMemory::Stats().peak_bytes;
+    if (device_stream_ != nullptr) {
+      const zero::Device::Traffic traffic = options_.device->traffic();
+      stats.h2d_bytes = traffic.h2d_bytes - traffic_before_.h2d_bytes;
+      stats.d2h_bytes = traffic.d2h_bytes - traffic_before_.d2h_bytes;
+      stats.copy_wait_seconds = device_stream_->copy_wait_seconds();
+      stats.peak_device_bytes =
+          static_cast<int64_t>(plan_.device->arena_bytes()) + options_.device->tensors().peak_bytes;
+    }
     return stats;
   }
   const GenerationPlan& plan() const { return plan_; }
@@ -238,6 +305,46 @@ class Generator::Impl {
   std::string backend_name() const { return engine_->backend_name(); }
 
  private:
+  // Its memory, and the bounds of LibTorch's.
+  absl::Status OpenDevice() {
+    auto tensors = static_cast<int64_t>(plan_.tensor_bytes);
+    if (plan_.device.has_value()) {
+      zero::Device& device = *options_.device;
+      const uint64_t arena = plan_.device->arena_bytes();
+      ASSIGN_OR_RETURN(std::byte* const memory, device.AllocateArena(static_cast<int64_t>(arena)));
+      device_left_ = {memory, arena};
+      pinned_.emplace(&device, std::span(arena_->data(), arena_->bytes()));
+      RETURN_IF_ERROR(pinned_->status());
+      const auto there = static_cast<int64_t>(plan_.device->tensor_bytes);
+      if (device.tensors_are_host()) {
+        tensors += there;
+      } else {
+        device.TrimTensors();
+        RETURN_IF_ERROR(device.LimitTensors(there));
+        device.ResetPeak();
+      }
+      traffic_before_ = device.traffic();
+    }
+    limit_.emplace(tensors);
+    zero::TensorMemory::ResetPeak();
+    return absl::OkStatus();
+  }
+
+  std::span<std::byte> TakeOfDevice(uint64_t bytes) {
+    const std::span<std::byte> taken = device_left_.first(bytes);
+    device_left_ = device_left_.subspan(bytes);
+    return taken;
+  }
+
+  // Of the units that live there, by unit.
+  std::vector<std::byte*> DeviceHomes() {
+    std::vector<std::byte*> homes(plan_.device->resident.size(), nullptr);
+    for (size_t i = 0; i < homes.size(); ++i) {
+      if (plan_.device->resident[i]) homes[i] = TakeOfDevice(source_->units()[i].bytes).data();
+    }
+    return homes;
+  }
+
   uint64_t ReadBytes() const {
     return stream_->stats().weight_bytes + source_->rows_bytes() + cache_->read_bytes();
   }
@@ -393,10 +500,14 @@ class Generator::Impl {
   std::unique_ptr<aio::Engine> engine_;
   std::unique_ptr<WeightSource> source_;
   std::optional<zero::TensorMemoryLimit> limit_;
+  std::optional<PinnedForDevice> pinned_;  // the arena
+  std::span<std::byte> device_left_;       // of the device's, not given to anybody yet
+  zero::Device::Traffic traffic_before_;
   aio::Region ring_, scratch_, resident_;
   std::unique_ptr<KvCache> cache_;
   std::unique_ptr<KeptTensors> kept_;
   std::unique_ptr<Stream> stream_;
+  std::unique_ptr<DeviceStream> device_stream_;  // null: the device computes in host memory
   std::unique_ptr<PassRunner> runner_;
 
   std::list<Sequence> active_;
@@ -409,7 +520,8 @@ class Generator::Impl {
 Generator::Generator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Generator::~Generator() = default;
 
-void PlanAsPacked(const kernels::WeightCode& code, GenerationSizes* sizes, GenerationWish* wish) {
+void PlanAsPacked(const kernels::WeightCode& code, zero::Device* device, GenerationSizes* sizes,
+                  GenerationWish* wish) {
   const auto row = static_cast<size_t>(sizes->decoder.width);
   const auto stored =
       static_cast<double>(std::accumulate(sizes->units.begin(), sizes->units.end(), uint64_t{0}));
@@ -420,7 +532,7 @@ void PlanAsPacked(const kernels::WeightCode& code, GenerationSizes* sizes, Gener
   sizes->code = code;
   sizes->coded_elements = sizes->matrix_elements;
   sizes->decoded_elements = DecodedRows(sizes->decoder.width) * sizes->decoder.width;
-  MeasureProducts(*sizes, wish);
+  MeasureProducts(*sizes, device, wish);
 }
 
 absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& model, const OpenWeights& open,
@@ -439,7 +551,8 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
   // Whether the budget holds it at all, before anything is read.
   RETURN_IF_ERROR(PlanGeneration(sizes, options->wish).status());
   if (source->largest_unit_bytes() <= arena->bytes()) {
-    RETURN_IF_ERROR(Measure(source.get(), sizes, {arena->data(), arena->bytes()}, &options->wish));
+    RETURN_IF_ERROR(
+        Measure(source.get(), sizes, {arena->data(), arena->bytes()}, options->device.get(), &options->wish));
   }
   return sizes;
 }

@@ -9,8 +9,9 @@
 // on its prompt, its seed and the options for sampling; not on the budget, on what is resident, on where keys
 // and values live, on what is drafted, or on the others. That holds to the bit (generate/pass.h).
 //
-// Memory: the budget bounds the arena and LibTorch's tensors together. Not counted: code, stacks, scratch of
-// oneDNN and BLAS, what the callbacks hold, the tokens themselves.
+// Memory: the budget bounds the arena and LibTorch's tensors together, and so does the device's there. Not
+// counted: code, stacks, scratch of oneDNN and BLAS, what the callbacks hold, the tokens themselves; and what
+// CUDA and its libraries take for themselves.
 //
 // Threads: one; LibTorch's own compute. Errors: kFailedPrecondition: the budget is too small; as
 // generate/weight_source.h and aio/engine.h.
@@ -31,6 +32,7 @@
 #include "generate/weight_source.h"
 #include "models/family.h"
 #include "models/text_sampler.h"
+#include "zero/compute/device.h"
 
 namespace penstock::generate {
 
@@ -42,6 +44,8 @@ struct GeneratorOptions {
   // Budget, batch, place of the cache, and what is known of the sequences: positions and prompt are limits.
   // The rates are measured.
   GenerationWish wish;
+  // Computes; with memory of its own, wish.device has its budget.
+  std::shared_ptr<zero::Device> device = zero::HostDevice();
   models::SamplingOptions sampling;
   std::vector<int64_t> ends;  // tokens that end a text
   std::string cache_directory = ".";
@@ -61,8 +65,10 @@ const char* FinishName(Finish finish);                 // "end", "stop", "length
 struct GenerationStats {
   int64_t passes = 0, prompt_tokens = 0, tokens = 0, finished = 0, active = 0;
   uint64_t weight_read_bytes = 0, cache_read_bytes = 0, cache_written_bytes = 0;
-  double seconds = 0;         // in Run
-  double wait_seconds = 0;    // of those, for the drive
+  double seconds = 0;            // in Run
+  double wait_seconds = 0;       // of those, for the drive
+  double copy_wait_seconds = 0;  // and for copies to the device
+  int64_t h2d_bytes = 0, d2h_bytes = 0, peak_device_bytes = 0;
   double decode_seconds = 0;  // in passes without prompts, but for the first pass
   int64_t decode_tokens = 0, decode_passes = 0;
   int64_t drafted_tokens = 0, accepted_tokens = 0;  // guessed, and of those the right ones
@@ -82,7 +88,8 @@ struct GenerationCallbacks {
 
 // Makes of weights that are not coded what `penstock pack` would make of them, for a plan: bytes, and the
 // seconds that their products take here.
-void PlanAsPacked(const kernels::WeightCode& code, GenerationSizes* sizes, GenerationWish* wish);
+void PlanAsPacked(const kernels::WeightCode& code, zero::Device* device, GenerationSizes* sizes,
+                  GenerationWish* wish);
 
 class Generator {
  public:

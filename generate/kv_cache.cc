@@ -52,13 +52,27 @@ std::unique_ptr<KvCache> KvCache::InHostMemory(const CacheGeometry& geometry, ai
   return cache;
 }
 
+std::unique_ptr<KvCache> KvCache::OnDevice(const CacheGeometry& geometry, std::span<std::byte> memory,
+                                           int64_t positions) {
+  std::unique_ptr<KvCache> cache(new KvCache(geometry));
+  cache->on_device_ = true;
+  cache->slot_positions_ = positions;
+  const uint64_t bytes = geometry.host_bytes(positions);
+  for (uint64_t at = 0; at + bytes <= memory.size(); at += bytes) {
+    Slot& slot = cache->slots_.emplace_back();
+    slot.positions = positions;
+    slot.records = memory.data() + at;
+  }
+  return cache;
+}
+
 absl::StatusOr<std::unique_ptr<KvCache>> KvCache::OnDrive(const CacheGeometry& geometry, aio::Engine* engine,
                                                           aio::Arena* arena, const std::string& directory,
                                                           int slots, int64_t positions) {
   std::unique_ptr<KvCache> cache(new KvCache(geometry));
   cache->engine_ = engine;
   cache->arena_ = arena;
-  cache->file_positions_ = positions;
+  cache->slot_positions_ = positions;
   cache->slots_.resize(static_cast<size_t>(slots));
   aio::FileOptions options;
   options.path = directory + "/keys and values";
@@ -78,8 +92,8 @@ KvCache::~KvCache() {
 }
 
 std::optional<int> KvCache::Take(int64_t positions) {
-  if (on_drive()) {
-    PENSTOCK_CHECK(positions <= file_positions_, "a sequence longer than its cache's slots");
+  if (on_drive() || on_device()) {
+    PENSTOCK_CHECK(positions <= slot_positions_, "a sequence longer than its cache's slots");
     for (size_t i = 0; i < slots_.size(); ++i) {
       if (slots_[i].taken) continue;
       slots_[i].taken = true;
@@ -96,6 +110,7 @@ std::optional<int> KvCache::Take(int64_t positions) {
   free->taken = true;
   free->positions = positions;
   free->host = *std::move(region);
+  free->records = free->host.data();
   host_used_ += bytes;
   return static_cast<int>(free - slots_.begin());
 }
@@ -104,7 +119,7 @@ void KvCache::Give(int slot) {
   Slot& given = slots_[static_cast<size_t>(slot)];
   PENSTOCK_CHECK(given.taken, "a cache's slot is given back twice");
   given.taken = false;
-  if (on_drive()) return;
+  if (on_drive() || on_device()) return;
   host_used_ -= geometry_.host_bytes(given.positions);
   given.host.Release();
 }
@@ -112,11 +127,11 @@ void KvCache::Give(int slot) {
 std::byte* KvCache::Records(int slot, int64_t layer) const {
   const Slot& of = slots_[static_cast<size_t>(slot)];
   const uint64_t layer_bytes = geometry_.host_bytes(of.positions) / static_cast<uint64_t>(geometry_.layers);
-  return of.host.data() + layer_bytes * static_cast<uint64_t>(layer);
+  return of.records + layer_bytes * static_cast<uint64_t>(layer);
 }
 
 uint64_t KvCache::OffsetOf(int slot, int64_t layer, int64_t position) const {
-  const uint64_t slot_bytes = geometry_.file_bytes(file_positions_);
+  const uint64_t slot_bytes = geometry_.file_bytes(slot_positions_);
   return slot_bytes * static_cast<uint64_t>(slot) +
          slot_bytes / static_cast<uint64_t>(geometry_.layers) * static_cast<uint64_t>(layer) +
          static_cast<uint64_t>(position) * geometry_.record_bytes;

@@ -1,11 +1,12 @@
-// Keys and values of what sequences have read so far (the KV cache), in host memory or on a drive.
+// Keys and values of what sequences have read so far (the KV cache), in the memory of a device, in host
+// memory or on a drive.
 //
 // A sequence has a *slot*, and in it for each layer its *records*: one for each position, the keys of all
 // key heads, then the values, in the compute type. On a drive, records go to the file in *pages* of a few
 // tens of KiB; the positions behind the last whole page, the tail, stay in memory. Attention sees the same
 // run of records wherever they live, so that it has the same bits.
 //
-// Host:   records = cache->Records(slot, layer); append there; attend.
+// Host, device: records = cache->Records(slot, layer); append there; attend.
 // Drive:  StartRead the whole pages to memory that has room for all positions (CacheRead::bytes); when that
 // is
 //         finished, Complete puts the tail behind them; append there; attend; Keep what was appended.
@@ -60,6 +61,9 @@ class KvCache {
   // In host memory: at most `bytes` of `arena`.
   static std::unique_ptr<KvCache> InHostMemory(const CacheGeometry& geometry, aio::Arena* arena,
                                                uint64_t bytes);
+  // In a device's memory, which stays the caller's: as many slots of so many positions as it holds.
+  static std::unique_ptr<KvCache> OnDevice(const CacheGeometry& geometry, std::span<std::byte> memory,
+                                           int64_t positions);
   // In a file without a name in `directory`, of `slots` sequences of at most `positions`. It goes with the
   // process.
   static absl::StatusOr<std::unique_ptr<KvCache>> OnDrive(const CacheGeometry& geometry, aio::Engine* engine,
@@ -70,13 +74,14 @@ class KvCache {
   KvCache& operator=(const KvCache&) = delete;
 
   bool on_drive() const { return file_ != nullptr; }
+  bool on_device() const { return on_device_; }
   const CacheGeometry& geometry() const { return geometry_; }
 
   // A slot for a sequence that grows to `positions`; nullopt: none now, wait for a Give.
   std::optional<int> Take(int64_t positions);
   void Give(int slot);
 
-  // Host.
+  // Host, device.
   std::byte* Records(int slot, int64_t layer) const;
 
   // Drive.
@@ -93,6 +98,7 @@ class KvCache {
   struct Slot {
     bool taken = false;
     int64_t positions = 0;
+    std::byte* records = nullptr;
     aio::Region host;
   };
   struct Write {
@@ -113,7 +119,8 @@ class KvCache {
   aio::Arena* arena_ = nullptr;
   aio::Engine* engine_ = nullptr;
   uint64_t host_limit_ = 0, host_used_ = 0;
-  int64_t file_positions_ = 0;  // of each slot
+  bool on_device_ = false;
+  int64_t slot_positions_ = 0;  // of each, where they are alike: on a drive, on a device
   std::unique_ptr<aio::File> file_;
   aio::Region tails_, staging_;
   std::deque<Write> writes_;

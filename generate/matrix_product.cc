@@ -24,9 +24,6 @@ size_t RowBytes(const StoredMatrix& matrix) {
                                  : columns * kernels::BytesPerElement(matrix.type);
 }
 
-// kFp32 or kBf16.
-DType TypeOf(const Tensor& x) { return x.scalar_type() == torch::kBFloat16 ? DType::kBf16 : DType::kFp32; }
-
 // Whose rows in bf16 are packed.
 bool IsPlainBf16(const StoredMatrix& matrix) {
   return matrix.type == DType::kBf16 && !matrix.code.has_value() && !matrix.turned;
@@ -61,6 +58,8 @@ void MultiplySingle(const SingleRows& x, const StoredMatrix& matrix, const std::
 }
 
 }  // namespace
+
+DType TypeOf(const Tensor& x) { return x.scalar_type() == torch::kBFloat16 ? DType::kBf16 : DType::kFp32; }
 
 SingleRows::SingleRows(const Tensor& x, const StoredMatrix& matrix) {
   if (TypeOf(x) != DType::kBf16 || !IsPlainBf16(matrix)) {

@@ -4,8 +4,10 @@
 //   for each part, in order: product.Add(memory, first, elements);
 //   y = product.Result();
 //
-// Rows that decode are multiplied by kernels/product.h: a row's bits depend on nothing else in the pass.
-// Pieces of prompts are many rows, multiplied by LibTorch: their cut is the same in every pass.
+// On the processor (MatrixProduct) rows that decode are multiplied by kernels/product.h: a row's bits depend
+// on nothing else in the pass. Pieces of prompts are many rows, multiplied by LibTorch: their cut is the same
+// in every pass. On a device (TensorProduct) LibTorch multiplies all: rows that decode in blocks of
+// kDeviceRows (generate/memory_plan.h), since its libraries choose how they sum by the shape.
 //
 // Threads: one calls; those of the scratch's pool and LibTorch's own compute. LibTorch's errors are thrown.
 #ifndef PENSTOCK_GENERATE_MATRIX_PRODUCT_H_
@@ -23,6 +25,7 @@
 #include "kernels/product.h"
 #include "kernels/thread_pool.h"
 #include "kernels/weight_code.h"
+#include "zero/compute/device.h"
 
 namespace penstock::generate {
 
@@ -40,6 +43,9 @@ struct StoredMatrix {
   bool turned = false;  // stored as [columns, rows]; it comes whole then
 };
 
+// Of a pass's rows: kFp32 or kBf16.
+kernels::DType TypeOf(const at::Tensor& x);
+
 // What products use again.
 struct ProductScratch {
   // `threads`: that share a product.
@@ -56,15 +62,23 @@ struct SingleRows {
   std::optional<kernels::PackedRows> packed;
 };
 
-class MatrixProduct {
+class Product {
+ public:
+  virtual ~Product() = default;
+  // Elements [first, first + elements) of the matrix, row by row as stored, in order. Coded and turned ones:
+  // whole rows.
+  virtual void Add(const std::byte* memory, int64_t first, int64_t elements) = 0;
+  virtual at::Tensor Result() = 0;  // [rows of x, rows of the matrix]
+};
+
+// In host memory.
+class MatrixProduct : public Product {
  public:
   // `x`: [rows, columns], fp32 or bf16, the type of the result. `rows`, `matrix` and `scratch` outlive it.
   MatrixProduct(at::Tensor x, const ProductRows& rows, const StoredMatrix& matrix, ProductScratch* scratch);
 
-  // Elements [first, first + elements) of the matrix, row by row as stored, in order. Coded and turned ones:
-  // whole rows.
-  void Add(const std::byte* memory, int64_t first, int64_t elements);
-  at::Tensor Result();  // [rows of x, rows of the matrix]
+  void Add(const std::byte* memory, int64_t first, int64_t elements) override;
+  at::Tensor Result() override;
 
  private:
   void AddWholeRows(const std::byte* memory, int64_t first_row, int64_t rows);
@@ -82,9 +96,32 @@ class MatrixProduct {
   std::vector<std::byte> carried_;  // the beginning of a row that the next part goes on with
 };
 
+// Wherever x is; the parts lie in the same memory.
+class TensorProduct : public Product {
+ public:
+  // As MatrixProduct. rows.single: a multiple of kDeviceRows. `device`: whose memory x is in; outlives it.
+  TensorProduct(at::Tensor x, const ProductRows& rows, const StoredMatrix& matrix, zero::Device* device);
+
+  void Add(const std::byte* memory, int64_t first, int64_t elements) override;
+  at::Tensor Result() override;
+
+ private:
+  void AddCodedRows(const std::byte* memory, int64_t first_row, int64_t rows);
+  void AddRows(const at::Tensor& weights, int64_t first_row);
+
+  const at::Tensor x_;
+  const ProductRows& rows_;
+  const StoredMatrix& matrix_;
+  zero::Device& device_;
+  at::Tensor y_;
+  at::Tensor carried_;  // the beginning of a row that the next part goes on with; undefined: none
+};
+
 // How long the products of `rows` rows with such a matrix take here, in seconds: the best of some turns, the
 // weights from memory rather than from a cache.
 double MeasureProduct(const StoredMatrix& matrix, int64_t rows, ProductScratch* scratch);
+// The same of a TensorProduct on a device, where `rows` is a multiple of kDeviceRows.
+double MeasureProduct(const StoredMatrix& matrix, int64_t rows, zero::Device* device);
 
 }  // namespace penstock::generate
 

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "generate/decode.h"
 #include "tiering/plan/byte_size.h"
 
 namespace penstock::generate {
@@ -53,6 +54,25 @@ int64_t RowsThatDecode(const GenerationPlan& plan, const GenerationWish& wish) {
   return plan.batch * (1 + wish.drafted);
 }
 
+// What of a pass that a device computes is in the host's tensors: rows of tables, logits.
+uint64_t HostTensorBytes(const GenerationSizes& s, int64_t decoded, int64_t prompted) {
+  const uint64_t table_rows = U(decoded + prompted) * U(s.decoder.width) * (8 + 2 * U(s.element_bytes));
+  const uint64_t logits = U(decoded) * U(s.decoder.vocab) * 4;
+  return (table_rows + logits) * 9 / 8 + s.kept_bytes + kTensorSlack;
+}
+
+// What it computes itself.
+uint64_t DeviceTensorBytes(const GenerationSizes& s, const GenerationWish& wish, int64_t decoded,
+                           int64_t prompted) {
+  // What is decoded, and what is still multiplied with.
+  const uint64_t coded =
+      s.coded_elements > 0 ? 2 * U(s.element_bytes) * U(std::max(kDeviceDecodedElements, s.decoded_elements))
+                           : 0;
+  const uint64_t records = U(wish.positions) * 2 * U(s.decoder.key_heads * s.decoder.depth * s.element_bytes);
+  return TensorBytes(s, wish, RoundUp(decoded, kDeviceRows), RoundUp(prompted, kDeviceRows)) + coded +
+         records + wish.device->slack_bytes;
+}
+
 struct Candidate {
   int64_t batch = 1;
   CachePlace place = CachePlace::kHost;
@@ -68,32 +88,74 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
   plan.prompt_rows = prompt_rows;
   plan.ring_bytes = ring;
   plan.scratch_bytes = s.scratch_bytes;
-  plan.cache_bytes = plan.cache == CachePlace::kHost
-                         ? U(plan.batch) * s.cache.host_bytes(wish.positions)
-                         : U(plan.batch) * s.cache.tail_bytes() + KvCache::StagingBytes(s.cache);
-  plan.tensor_bytes =
-      TensorBytes(s, wish, RowsThatDecode(plan, wish), prompt_rows) + (plan.keeps_tables ? s.table_bytes : 0);
+  const uint64_t cache = U(plan.batch) * s.cache.host_bytes(wish.positions);
+  if (plan.cache == CachePlace::kHost) plan.cache_bytes = cache;
+  if (plan.cache == CachePlace::kDrive)
+    plan.cache_bytes = U(plan.batch) * s.cache.tail_bytes() + KvCache::StagingBytes(s.cache);
+  const int64_t decoded = RowsThatDecode(plan, wish);
+  plan.tensor_bytes = wish.device.has_value() ? HostTensorBytes(s, decoded, prompt_rows)
+                                              : TensorBytes(s, wish, decoded, prompt_rows);
+  plan.tensor_bytes += plan.keeps_tables ? s.table_bytes : 0;
+  if (wish.device.has_value()) {
+    DevicePart& device = plan.device.emplace();
+    device.ring_bytes = kDevicePlaces * LargestUnit(s);
+    device.cache_bytes = plan.cache == CachePlace::kDevice ? cache : 0;
+    device.tensor_bytes = DeviceTensorBytes(s, wish, decoded, prompt_rows);
+    device.total_bytes = device.arena_bytes() + device.tensor_bytes;
+  }
   const uint64_t arena = plan.ring_bytes + plan.scratch_bytes + plan.cache_bytes;
   plan.total_bytes = (arena + kPages - 1) / kPages * kPages + plan.tensor_bytes;
   return plan;
 }
 
-// Spread evenly, so that the drive is as busy in every part of a pass.
-void ChooseResident(const GenerationSizes& s, uint64_t room, GenerationPlan* plan) {
-  const uint64_t all = std::accumulate(s.units.begin(), s.units.end(), uint64_t{0});
-  plan->resident.assign(s.units.size(), false);
-  plan->resident_bytes = 0;
+// Of the units that `taken` does not have, as many as `room` holds; returns their bytes. Spread evenly, so
+// that the drive is as busy in every part of a pass.
+uint64_t ChooseResident(const GenerationSizes& s, uint64_t room, const std::vector<bool>& taken,
+                        std::vector<bool>* resident) {
+  resident->assign(s.units.size(), false);
+  const auto is_taken = [&](size_t i) { return !taken.empty() && taken[i]; };
+  uint64_t all = 0, bytes = 0;
+  for (size_t i = 0; i < s.units.size(); ++i) all += is_taken(i) ? 0 : s.units[i];
   const double share = all == 0 ? 1.0 : std::min(1.0, static_cast<double>(room) / static_cast<double>(all));
   double due = 0;
   for (size_t i = 0; i < s.units.size(); ++i) {
+    if (is_taken(i)) continue;
     due += share * static_cast<double>(s.units[i]);
-    const bool fits = plan->resident_bytes + s.units[i] <= room;
+    const bool fits = bytes + s.units[i] <= room;
     if (!fits || (share < 1 && due < static_cast<double>(s.units[i]))) continue;
     due -= static_cast<double>(s.units[i]);
-    plan->resident[i] = true;
-    plan->resident_bytes += s.units[i];
+    (*resident)[i] = true;
+    bytes += s.units[i];
   }
-  plan->pass_bytes = all - plan->resident_bytes;
+  // A unit or two that the last share was too small for.
+  for (size_t i = 0; i < s.units.size(); ++i) {
+    if (is_taken(i) || (*resident)[i] || bytes + s.units[i] > room) continue;
+    (*resident)[i] = true;
+    bytes += s.units[i];
+  }
+  return bytes;
+}
+
+// What budgets have left keeps weights: the device's, which no pass copies, then the host's.
+void ChooseAllResident(const GenerationSizes& s, const GenerationWish& wish, GenerationPlan* plan) {
+  const uint64_t all = std::accumulate(s.units.begin(), s.units.end(), uint64_t{0});
+  std::vector<bool> on_device;
+  uint64_t device_bytes = 0;
+  if (plan->device.has_value()) {
+    DevicePart& device = *plan->device;
+    device.resident_bytes =
+        ChooseResident(s, wish.device->budget_bytes - device.total_bytes, {}, &device.resident);
+    device.total_bytes += device.resident_bytes;
+    on_device = device.resident;
+    device_bytes = device.resident_bytes;
+    device.pass_bytes = all - device_bytes;
+    if (plan->cache != CachePlace::kDevice)
+      device.pass_bytes += U(plan->batch) * s.cache.host_bytes(wish.positions);
+  }
+  const uint64_t room = wish.budget_bytes - plan->total_bytes;
+  plan->resident_bytes = ChooseResident(s, room > kPages ? room - kPages : 0, on_device, &plan->resident);
+  plan->total_bytes += plan->resident_bytes == 0 ? 0 : (plan->resident_bytes + kPages - 1) / kPages * kPages;
+  plan->pass_bytes = all - device_bytes - plan->resident_bytes;
 }
 
 void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPlan* plan) {
@@ -103,11 +165,29 @@ void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPla
       static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
   const auto further = static_cast<double>(RowsThatDecode(*plan, wish) - 1);
   const double compute = wish.product_seconds + further * wish.row_seconds;
-  plan->drive_bound = drive >= compute;
-  plan->pass_seconds = std::max({drive, compute, 1e-6});
+  const double copies = plan->device.has_value() ? static_cast<double>(plan->device->pass_bytes) /
+                                                       wish.device->copy_bytes_per_second
+                                                 : 0;
+  plan->pass_seconds = std::max({drive, copies, compute, 1e-6});
+  plan->bound = drive >= std::max(copies, compute) ? PassBound::kRead
+                : copies >= compute                ? PassBound::kCopy
+                                                   : PassBound::kCompute;
 }
 
-// The plan of one candidate; nullopt where the budget does not hold it.
+bool Fits(const GenerationPlan& plan, const GenerationWish& wish) {
+  return plan.total_bytes <= wish.budget_bytes &&
+         (!plan.device.has_value() || plan.device->total_bytes <= wish.device->budget_bytes);
+}
+
+// Whether more rows of prompts take at most a quarter of what computes them has.
+bool IsModest(const GenerationPlan& more, const GenerationPlan& least, const GenerationWish& wish) {
+  if (more.device.has_value() &&
+      more.device->tensor_bytes - least.device->tensor_bytes > wish.device->budget_bytes / 4)
+    return false;
+  return more.tensor_bytes - least.tensor_bytes <= wish.budget_bytes / 4;
+}
+
+// The plan of one candidate; nullopt where the budgets do not hold it.
 std::optional<GenerationPlan> PlanExactly(const GenerationSizes& s, const GenerationWish& wish,
                                           const Candidate& candidate) {
   const uint64_t cache_item = candidate.place == CachePlace::kDrive
@@ -119,14 +199,12 @@ std::optional<GenerationPlan> PlanExactly(const GenerationSizes& s, const Genera
   const int64_t most_rows =
       std::min(kMostPromptRows, RoundUp(wish.prompt, kChunkRows) * std::min<int64_t>(candidate.batch, 4));
   const GenerationPlan least = Fixed(s, wish, candidate, least_ring, least_rows);
-  if (least.total_bytes > wish.budget_bytes) return std::nullopt;
+  if (!Fits(least, wish)) return std::nullopt;
   GenerationPlan plan = least;
   // More rows and a longer ring as long as they take no more than a quarter of the budget each.
   for (int64_t rows = std::max(most_rows, kChunkRows); rows >= kChunkRows; rows -= kChunkRows) {
     const GenerationPlan more = Fixed(s, wish, candidate, least_ring, rows);
-    if (more.total_bytes > wish.budget_bytes ||
-        more.tensor_bytes - least.tensor_bytes > wish.budget_bytes / 4)
-      continue;
+    if (!Fits(more, wish) || !IsModest(more, least, wish)) continue;
     plan = more;
     break;
   }
@@ -134,10 +212,9 @@ std::optional<GenerationPlan> PlanExactly(const GenerationSizes& s, const Genera
   const uint64_t longer = std::min(std::max(kComfortableRing, least_ring) - least_ring, left / 4);
   plan = Fixed(s, wish, candidate, least_ring + longer / 4096 * 4096, plan.prompt_rows);
   if (plan.total_bytes > wish.budget_bytes) plan = Fixed(s, wish, candidate, least_ring, plan.prompt_rows);
-  const uint64_t room = wish.budget_bytes - plan.total_bytes;
-  ChooseResident(s, room > kPages ? room - kPages : 0, &plan);
-  plan.total_bytes += plan.resident_bytes == 0 ? 0 : (plan.resident_bytes + kPages - 1) / kPages * kPages;
+  ChooseAllResident(s, wish, &plan);
   plan.least_bytes = least.total_bytes;
+  if (plan.device.has_value()) plan.device->least_bytes = least.device->total_bytes;
   Predict(s, wish, &plan);
   return plan;
 }
@@ -155,12 +232,18 @@ std::optional<GenerationPlan> PlanOf(const GenerationSizes& s, const GenerationW
 
 }  // namespace
 
+const char* PassBoundName(PassBound bound) {
+  return bound == PassBound::kRead ? "read" : bound == PassBound::kCopy ? "copy" : "compute";
+}
+
 absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, const GenerationWish& wish) {
   if (wish.drafted > 0 && wish.cache == CachePlace::kDrive) {
     return absl::InvalidArgumentError(
-        "--prompt-lookup needs keys and values in host memory: with --kv nvme, wrong guesses would go to the "
+        "--prompt-lookup needs keys and values in memory: with --kv nvme, wrong guesses would go to the "
         "drive");
   }
+  if (wish.cache == CachePlace::kDevice && !wish.device.has_value())
+    return absl::InvalidArgumentError("--kv device needs a device with memory of its own: --device cuda");
   std::vector<int64_t> batches;
   if (wish.batch.has_value()) {
     batches = {std::min(*wish.batch, std::max<int64_t>(wish.sequences, 1))};
@@ -169,27 +252,36 @@ absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, cons
     batches.push_back(std::max<int64_t>(1, std::min(wish.sequences, kMostBatch)));
   }
   std::optional<GenerationPlan> best;
-  uint64_t least = std::numeric_limits<uint64_t>::max();
-  for (const CachePlace place : {CachePlace::kHost, CachePlace::kDrive}) {
+  uint64_t least = std::numeric_limits<uint64_t>::max(), least_device = least;
+  for (const CachePlace place : {CachePlace::kDevice, CachePlace::kHost, CachePlace::kDrive}) {
     if (wish.cache != CachePlace::kAuto && wish.cache != place) continue;
+    if (place == CachePlace::kDevice && !wish.device.has_value()) continue;
     if (wish.drafted > 0 && place == CachePlace::kDrive) continue;
     for (const int64_t batch : batches) {
       const std::optional<GenerationPlan> plan = PlanOf(sizes, wish, {batch, place});
       if (!plan.has_value()) {
         GenerationWish unbounded = wish;
         unbounded.budget_bytes = std::numeric_limits<uint64_t>::max() / 8;
-        least = std::min(least, PlanOf(sizes, unbounded, {batch, place})->least_bytes);
+        if (unbounded.device.has_value()) unbounded.device->budget_bytes = unbounded.budget_bytes;
+        const GenerationPlan wanted = *PlanOf(sizes, unbounded, {batch, place});
+        least = std::min(least, wanted.least_bytes);
+        if (wanted.device.has_value()) least_device = std::min(least_device, wanted.device->least_bytes);
         continue;
       }
-      // A larger batch, or a cache on the drive, has to gain something.
+      // A larger batch, or a cache further away, has to gain something.
       if (!best.has_value() || plan->tokens_per_second() > 1.02 * best->tokens_per_second()) best = plan;
     }
   }
   if (best.has_value()) return *std::move(best);
-  const auto bytes = [](uint64_t n) { return tiering::FormatBytes(static_cast<int64_t>(n)); };
-  return absl::FailedPreconditionError(absl::StrCat("--host-memory ", bytes(wish.budget_bytes),
-                                                    " is too small: the least that works here is ",
-                                                    bytes(least), " (", least, " bytes)"));
+  const auto too_small = [](const char* flag, uint64_t budget, uint64_t least_that_works) {
+    const auto bytes = [](uint64_t n) { return tiering::FormatBytes(static_cast<int64_t>(n)); };
+    return absl::FailedPreconditionError(
+        absl::StrCat(flag, " ", bytes(budget), " is too small: the least that works here is ",
+                     bytes(least_that_works), " (", least_that_works, " bytes)"));
+  };
+  if (wish.device.has_value() && wish.device->budget_bytes < least_device)
+    return too_small("--device-memory", wish.device->budget_bytes, least_device);
+  return too_small("--host-memory", wish.budget_bytes, least);
 }
 
 }  // namespace penstock::generate

@@ -1,9 +1,11 @@
-// How a budget of host memory is divided for generation, and how many sequences are generated at once.
+// How budgets of host memory, and of a device's where one computes, are divided for generation, and how many
+// sequences are generated at once.
 //
 // A pass reads every weight that is not resident, and every sequence's keys and values that are not in
 // memory: it takes the longer of those reads and of what is computed. With a batch that is given, memory that
 // is left keeps weights. Else it goes to sequences until that gains no tokens a second: all weights are read
-// once for all of them.
+// once for all of them. A device keeps what its memory holds: keys and values first, then weights; the others
+// are copied there in each pass.
 //
 // Pure numbers.
 #ifndef PENSTOCK_GENERATE_MEMORY_PLAN_H_
@@ -24,8 +26,15 @@ namespace penstock::generate {
 inline constexpr int64_t kChunkRows = 128;
 // Of those, that attend at once.
 inline constexpr int64_t kAttentionRows = 32;
+// Rows of a pass on a device that are multiplied at once where they decode. All that is computed there has as
+// many rows, or a multiple.
+inline constexpr int64_t kDeviceRows = 64;
 
-enum class CachePlace : uint8_t { kAuto, kHost, kDrive };
+enum class CachePlace : uint8_t { kAuto, kDevice, kHost, kDrive };
+
+// Places for units on their way through a device's memory: one is multiplied with while one is held for a
+// layer's records, and others are on their way.
+inline constexpr uint64_t kDevicePlaces = 4;
 
 struct GenerationSizes {
   models::DecoderShape decoder;
@@ -44,6 +53,13 @@ struct GenerationSizes {
   int64_t decoded_elements = 0;  // that are decoded at once, at most
 };
 
+// A device that computes, with memory of its own.
+struct DeviceWish {
+  uint64_t budget_bytes = 0;
+  uint64_t slack_bytes = 0;  // that its allocator may hold beyond the tensors
+  double copy_bytes_per_second = 1e10;
+};
+
 struct GenerationWish {
   uint64_t budget_bytes = 0;
   std::optional<int64_t> batch;
@@ -54,9 +70,27 @@ struct GenerationWish {
   // Tokens of a text that are guessed and verified in one pass, at most (generate/prompt_lookup.h). Keys and
   // values are in host memory then: those of wrong guesses are written over.
   int64_t drafted = 0;
+  std::optional<DeviceWish> device;
   double drive_bytes_per_second = 2e9;
   double product_seconds = 0;  // that the products of one row take in a whole pass, decoding with them
   double row_seconds = 0;      // that each further row takes
+};
+
+enum class PassBound : uint8_t { kRead, kCopy, kCompute };
+const char* PassBoundName(PassBound bound);  // "read", "copy", "compute"
+
+// What a device with memory of its own has of a plan.
+struct DevicePart {
+  uint64_t ring_bytes = 0;
+  uint64_t cache_bytes = 0;
+  uint64_t tensor_bytes = 0;  // LibTorch's, at most
+  uint64_t resident_bytes = 0;
+  std::vector<bool> resident;  // by unit
+  uint64_t total_bytes = 0;    // all of these
+  uint64_t least_bytes = 0;
+  uint64_t pass_bytes = 0;  // copied there in each pass, weights and at the longest keys and values
+
+  uint64_t arena_bytes() const { return ring_bytes + cache_bytes + resident_bytes; }
 };
 
 struct GenerationPlan {
@@ -69,20 +103,21 @@ struct GenerationPlan {
   uint64_t scratch_bytes = 0;
   uint64_t tensor_bytes = 0;  // LibTorch's, at most
   uint64_t resident_bytes = 0;
-  std::vector<bool> resident;     // by unit
+  std::vector<bool> resident;     // by unit, in host memory
   uint64_t total_bytes = 0;       // all of these
   uint64_t least_bytes = 0;       // the least budget for this batch and place
   uint64_t pass_bytes = 0;        // of weights, read in each pass
   uint64_t cache_pass_bytes = 0;  // of keys and values, read in each pass at the longest
-  double pass_seconds = 0;        // predicted, of decoding
-  bool drive_bound = true;
+  std::optional<DevicePart> device;
+  double pass_seconds = 0;  // predicted, of decoding
+  PassBound bound = PassBound::kRead;
 
   // Without what drafted tokens gain, which the text decides.
   double tokens_per_second() const { return static_cast<double>(batch) / pass_seconds; }
 };
 
-// kFailedPrecondition: the budget is too small (says the least). kInvalidArgument: drafted tokens, and keys
-// and values on the drive.
+// kFailedPrecondition: a budget is too small (says the least). kInvalidArgument: drafted tokens, and keys and
+// values on the drive; keys and values on a device, and none.
 absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, const GenerationWish& wish);
 
 }  // namespace penstock::generate

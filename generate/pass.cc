@@ -38,6 +38,19 @@ T OrThrow(absl::StatusOr<T> value) {
 
 bool IsMatrix(const models::ParameterDescription& parameter) { return parameter.columns > 0; }
 
+absl::Status OutOfMemory(const c10::Error& error) {
+  return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
+}
+
+absl::Status Move(zero::Device* device, Tensor* tensor) {
+  try {
+    *tensor = zero::ToDevice(*device, *tensor);
+    return absl::OkStatus();
+  } catch (const c10::Error& error) {
+    return OutOfMemory(error);
+  }
+}
+
 }  // namespace
 
 MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& layout) {
@@ -110,11 +123,9 @@ uint64_t KeptTensors::BytesOf(const models::Decoder& decoder, const models::Mode
   return sum;
 }
 
-absl::StatusOr<std::unique_ptr<KeptTensors>> KeptTensors::Load(const models::Decoder& decoder,
-                                                               const models::ModelLayout& layout,
-                                                               WeightSource* source, DType type,
-                                                               uint64_t table_bytes,
-                                                               std::span<std::byte> scratch) {
+absl::StatusOr<std::unique_ptr<KeptTensors>> KeptTensors::Load(
+    const models::Decoder& decoder, const models::ModelLayout& layout, WeightSource* source, DType type,
+    uint64_t table_bytes, std::span<std::byte> scratch, zero::Device* device) {
   auto result = std::make_unique<KeptTensors>();
   result->layout_ = &layout;
   result->source_ = source;
@@ -130,11 +141,9 @@ absl::StatusOr<std::unique_ptr<KeptTensors>> KeptTensors::Load(const models::Dec
             std::vector<int64_t> sizes = {parameter.rows};
             if (IsMatrix(parameter)) sizes.push_back(parameter.columns);
             absl::StatusOr<Tensor> read = result->Read(number, rows, std::move(sizes));
-            if (read.ok()) {
-              result->kept_.emplace(number, *std::move(read));
-            } else {
-              status = read.status();
-            }
+            status = read.status();
+            if (status.ok() && !IsMatrix(parameter)) status = Move(device, &*read);
+            if (status.ok()) result->kept_.emplace(number, *std::move(read));
           });
   RETURN_IF_ERROR(status);
   return result;
@@ -164,7 +173,7 @@ absl::StatusOr<Tensor> KeptTensors::Read(int tensor, std::span<const int64_t> ro
     RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, static_cast<std::byte*>(raw.data_ptr())));
     return raw.to(zero::TorchDtype(type_));
   } catch (const c10::Error& error) {
-    return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
+    return OutOfMemory(error);
   }
 }
 
@@ -194,14 +203,16 @@ struct PassRunner::Rows {
   ProductRows products;
   int64_t all = 0;
 
-  explicit Rows(const std::vector<Share>& shares) {
+  // Those that decode, and all of them, are a multiple of `block`.
+  Rows(const std::vector<Share>& shares, int64_t block) {
     for (const Share& share : shares) {
+      if (!share.decodes) all = RoundUp(all, block);
       first.push_back(all);
       const auto count = static_cast<int64_t>(share.tokens.size());
       all += count;
       if (share.decodes) {
         PENSTOCK_CHECK(products.chunks.empty(), "the shares that decode come first");
-        products.single = all;
+        products.single = RoundUp(all, block);
         continue;
       }
       // At multiples of kChunkRows of the sequence, wherever this piece of the prompt begins.
@@ -211,7 +222,9 @@ struct PassRunner::Rows {
         at += rows;
       }
     }
+    all = RoundUp(all, block);
   }
+  static int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 };
 
 // The weights of one block, as they come from the stream, and its layer's part of the cache.
@@ -238,22 +251,24 @@ class PassRunner::Block : public models::BlockAccess {
     if (tensor < 0) tensor = runner_.kept_.tensor(block_, name);
     TORCH_CHECK(tensor >= 0, "the block has no matrix ", std::string(name));
     const StoredMatrix matrix = runner_.StoredAs(tensor);
-    MatrixProduct product(x, *products_, matrix, &runner_.scratch_);
+    const std::unique_ptr<Product> product = runner_.MakeProduct(x, *products_, matrix);
     for (int64_t done = 0; done < matrix.rows * matrix.columns;) {
       const WeightPart part = NextPart();
       PENSTOCK_CHECK(part.tensor == tensor && part.first == done, "matrices come in the order of their use");
-      product.Add(unit_.memory + part.at, part.first, part.elements);
+      product->Add(unit_.memory + part.at, part.first, part.elements);
       done += part.elements;
       OrThrow(DonePart());
     }
-    const Tensor y = product.Result();
+    const Tensor y = product->Result();
     const int bias = runner_.kept_.tensor(block_, absl::StrCat(std::string(name), ".bias"));
     if (bias >= 0) y.add_(runner_.kept_.vector(bias));
     return y;
   }
 
-  // By each row that decodes and each piece of a prompt: their places among the others are not their own.
+  // By each row that decodes and each piece of a prompt: their places among the others are not their own. A
+  // device computes each element alike.
   Tensor Map(const Tensor& x, const std::function<Tensor(const Tensor&)>& f) const override {
+    if (runner_.tensors_there_) return f(x);
     Tensor y;
     const auto add = [&](int64_t first, int64_t rows) {
       const Tensor part = f(x.narrow(0, first, rows));
@@ -281,11 +296,12 @@ class PassRunner::Block : public models::BlockAccess {
       } else {
         records = runner_.cache_.Records(share.slot, layer_);
       }
-      const Tensor all = torch::from_blob(records, {share.past + count, 2, k.size(1), depth}, k.options());
-      const Tensor fresh = all.narrow(0, share.past, count);
+      const RecordsThere there(&runner_, records, share.past, count, k);
+      const Tensor fresh = there.fresh();
       fresh.select(1, 0).copy_(k.narrow(0, row, count));
       fresh.select(1, 1).copy_(v.narrow(0, row, count));
-      AttendShare(share, q.narrow(0, row, count), all, scale, wide, mixed.narrow(0, row, count));
+      AttendShare(share, q.narrow(0, row, count), there.all(), scale, wide, mixed.narrow(0, row, count));
+      there.KeepFresh();
       if (runner_.cache_.on_drive()) {
         OrThrow(runner_.cache_.Keep(item.cache, records));
         OrThrow(runner_.stream_.Release(item));
@@ -295,6 +311,39 @@ class PassRunner::Block : public models::BlockAccess {
   }
 
  private:
+  // A layer's records of a share where they are attended to: where they lie, or in the device's memory for as
+  // long.
+  class RecordsThere {
+   public:
+    // `k` [rows, key heads, depth]: of the type of the records, and where they are wanted.
+    RecordsThere(const PassRunner* runner, std::byte* records, int64_t past, int64_t count, const Tensor& k)
+        : device_(runner->device_), past_(past), count_(count) {
+      const std::vector<int64_t> sizes = {past + count, 2, k.size(1), k.size(2)};
+      if (!device_.has_own_memory() || runner->cache_.on_device()) {
+        all_ = torch::from_blob(records, sizes, k.options());
+        return;
+      }
+      host_ = torch::from_blob(records, sizes, k.options().device(torch::kCPU));
+      all_ = torch::empty(sizes, k.options());
+      const Tensor there = all_.narrow(0, 0, past);
+      there.copy_(host_.narrow(0, 0, past));
+      device_.CountCopied({static_cast<int64_t>(there.nbytes()), 0});
+    }
+    const Tensor& all() const { return all_; }
+    Tensor fresh() const { return all_.narrow(0, past_, count_); }
+    // Puts what is fresh behind the others in host memory; waits.
+    void KeepFresh() const {
+      if (!host_.defined()) return;
+      host_.narrow(0, past_, count_).copy_(fresh());
+      device_.CountCopied({0, static_cast<int64_t>(fresh().nbytes())});
+    }
+
+   private:
+    zero::Device& device_;
+    const int64_t past_, count_;
+    Tensor all_, host_;
+  };
+
   // Pieces of at most kAttentionRows, cut at multiples of it; where it decodes each position by itself, so
   // that attention has the same bits whether a token was drafted or not.
   static void AttendShare(const Share& share, const Tensor& q, const Tensor& records, double scale, bool wide,
@@ -341,8 +390,8 @@ class PassRunner::Block : public models::BlockAccess {
 };
 
 PassRunner::PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout,
-                       const MatrixOrder* order, WeightSource* source, KeptTensors* kept, Stream* stream,
-                       KvCache* cache, int threads)
+                       const MatrixOrder* order, WeightSource* source, KeptTensors* kept, ItemStream* stream,
+                       KvCache* cache, zero::Device* device, int threads)
     : decoder_(*decoder),
       shape_(decoder->shape()),
       layout_(*layout),
@@ -351,6 +400,8 @@ PassRunner::PassRunner(const models::Decoder* decoder, const models::ModelLayout
       kept_(*kept),
       stream_(*stream),
       cache_(*cache),
+      device_(*device),
+      tensors_there_(device->has_own_memory() && !device->tensors_are_host()),
       scratch_(threads) {}
 
 PassRunner::~PassRunner() = default;
@@ -362,6 +413,12 @@ StoredMatrix PassRunner::StoredAs(int tensor) const {
           .type = source_.type(tensor),
           .code = source_.code(tensor),
           .turned = source_.turned(tensor)};
+}
+
+std::unique_ptr<Product> PassRunner::MakeProduct(const Tensor& x, const ProductRows& rows,
+                                                 const StoredMatrix& matrix) {
+  if (tensors_there_) return std::make_unique<TensorProduct>(x, rows, matrix, &device_);
+  return std::make_unique<MatrixProduct>(x, rows, matrix, &scratch_);
 }
 
 // Units that hold a part of one of the first `matrix` matrices.
@@ -398,7 +455,9 @@ void PassRunner::AppendRest(const std::vector<Share>& shares) {
 }
 
 absl::StatusOr<Tensor> PassRunner::Embed(const std::vector<Share>& shares, const Rows& rows) {
-  std::vector<int64_t> tokens(static_cast<size_t>(rows.all), 0), positions(tokens);
+  // Rows that are nobody's are as the first: nothing is read for them.
+  std::vector<int64_t> tokens(static_cast<size_t>(rows.all), shares.front().tokens.front());
+  std::vector<int64_t> positions(tokens.size(), shares.front().past);
   for (size_t i = 0; i < shares.size(); ++i) {
     for (size_t t = 0; t < shares[i].tokens.size(); ++t) {
       const size_t row = static_cast<size_t>(rows.first[i]) + t;
@@ -411,12 +470,13 @@ absl::StatusOr<Tensor> PassRunner::Embed(const std::vector<Share>& shares, const
   if (!shape_.position_table.empty()) {
     ASSIGN_OR_RETURN(of_positions, kept_.Rows(kept_.tensor(0, shape_.position_table), positions));
   }
-  return decoder_.Embed(of_tokens, of_positions);
+  return decoder_.Embed(zero::ToDevice(device_, of_tokens), zero::ToDevice(device_, of_positions));
 }
 
 absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
   const torch::NoGradGuard no_grad;
-  const Rows rows(shares);
+  const int64_t block_rows = tensors_there_ ? kDeviceRows : 1;
+  const Rows rows(shares, block_rows);
   ASSIGN_OR_RETURN(Tensor x, Embed(shares, rows));
   std::vector<int64_t> at(static_cast<size_t>(rows.all), 0), wanted;
   for (size_t i = 0; i < shares.size(); ++i) {
@@ -425,7 +485,9 @@ absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
     if (!shares[i].wants_logits) continue;
     for (int64_t t = shares[i].decodes ? 0 : count - 1; t < count; ++t) wanted.push_back(rows.first[i] + t);
   }
-  const Tensor positions = torch::tensor(at, torch::kInt64);
+  const auto count = static_cast<int64_t>(wanted.size());
+  if (count > 0) wanted.resize(static_cast<size_t>(Rows::RoundUp(count, block_rows)), wanted.front());
+  const Tensor positions = zero::ToDevice(device_, torch::tensor(at, torch::kInt64));
   Block block(this, &shares, &rows);
   for (int64_t layer = 0; layer < shape_.layers; ++layer) {
     block.Enter(static_cast<int>(layer) + 1, layer, &rows.products);
@@ -433,7 +495,9 @@ absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
   }
   const ProductRows wanted_rows = {.single = static_cast<int64_t>(wanted.size()), .chunks = {}};
   block.Enter(shape_.head_block, -1, &wanted_rows);
-  return decoder_.Logits(block, x.index_select(0, torch::tensor(wanted, torch::kInt64)));
+  const Tensor index = zero::ToDevice(device_, torch::tensor(wanted, torch::kInt64));
+  const Tensor logits = decoder_.Logits(block, x.index_select(0, index));
+  return zero::ToHost(device_, logits.narrow(0, 0, count).contiguous());
 }
 
 absl::StatusOr<Tensor> PassRunner::Run(const std::vector<Share>& shares) {
@@ -442,7 +506,7 @@ absl::StatusOr<Tensor> PassRunner::Run(const std::vector<Share>& shares) {
   } catch (const StatusError& error) {
     return error.status;
   } catch (const c10::Error& error) {
-    return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
+    return OutOfMemory(error);
   }
 }
 

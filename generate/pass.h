@@ -9,6 +9,11 @@
 // kernels/product.h, pieces of prompts are cut alike whatever else is in the pass, and attention is made for
 // each sequence by itself.
 //
+// On a device with memory of its own, all but tables of rows is there: vectors, units as a DeviceStream
+// brings them, what a layer computes. Keys and values are there too, or are copied there and back for each
+// layer. A pass has a multiple of kDeviceRows rows then, some of which are nobody's: LibTorch's libraries for
+// a device sum a row in ways that depend on how many there are.
+//
 // Threads: one. Errors: of the stream; kResourceExhausted: LibTorch's memory is at its limit.
 #ifndef PENSTOCK_GENERATE_PASS_H_
 #define PENSTOCK_GENERATE_PASS_H_
@@ -31,6 +36,7 @@
 #include "generate/weight_source.h"
 #include "models/decoder.h"
 #include "models/layout.h"
+#include "zero/compute/device.h"
 
 namespace penstock::generate {
 
@@ -57,19 +63,20 @@ kernels::DType ComputeType(const WeightSource& source, std::span<const int> uses
 // What stays in memory besides the resident units: vectors and small tables, in the compute type.
 class KeptTensors {
  public:
-  // Tables of at most `table_bytes` are kept; `scratch`: source->scratch_bytes(), used here and in Rows.
+  // Tables of at most `table_bytes` are kept, in host memory; vectors are on the device. `scratch`:
+  // source->scratch_bytes(), used here and in Rows. All outlive it.
   static absl::StatusOr<std::unique_ptr<KeptTensors>> Load(const models::Decoder& decoder,
                                                            const models::ModelLayout& layout,
                                                            WeightSource* source, kernels::DType type,
-                                                           uint64_t table_bytes,
-                                                           std::span<std::byte> scratch);
+                                                           uint64_t table_bytes, std::span<std::byte> scratch,
+                                                           zero::Device* device);
   // What Load would keep, in bytes.
   static uint64_t BytesOf(const models::Decoder& decoder, const models::ModelLayout& layout,
                           kernels::DType type, uint64_t table_bytes);
 
   int tensor(int block, std::string_view name) const;  // -1: the block has none of this name
   at::Tensor vector(int tensor) const { return kept_.at(tensor); }
-  // Rows of a table: [rows, columns].
+  // Rows of a table: [rows, columns], in host memory.
   absl::StatusOr<at::Tensor> Rows(int table, std::span<const int64_t> rows);
 
  private:
@@ -85,9 +92,10 @@ class KeptTensors {
 
 class PassRunner {
  public:
-  // All outlive it. `threads`: of products.
+  // All outlive it. `stream`: a DeviceStream where the device has its own memory. `threads`: of products.
   PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout, const MatrixOrder* order,
-             WeightSource* source, KeptTensors* kept, Stream* stream, KvCache* cache, int threads);
+             WeightSource* source, KeptTensors* kept, ItemStream* stream, KvCache* cache,
+             zero::Device* device, int threads);
   ~PassRunner();
 
   // Tells the stream what the pass of `shares` reads. With the cache in memory that is the same for every
@@ -96,14 +104,16 @@ class PassRunner {
   void AppendStart();
   void AppendRest(const std::vector<Share>& shares);
 
-  // fp32 [wanted, vocab]: a row for each position that wants logits, in order. The shares that decode come
-  // first.
+  // fp32 [wanted, vocab], in host memory: a row for each position that wants logits, in order. The shares
+  // that decode come first.
   absl::StatusOr<at::Tensor> Run(const std::vector<Share>& shares);
 
  private:
   class Block;
   struct Rows;
   StoredMatrix StoredAs(int tensor) const;
+  std::unique_ptr<Product> MakeProduct(const at::Tensor& x, const ProductRows& rows,
+                                       const StoredMatrix& matrix);
   size_t UnitsBefore(size_t matrix) const;
   absl::StatusOr<at::Tensor> Embed(const std::vector<Share>& shares, const Rows& rows);
   absl::StatusOr<at::Tensor> Compute(const std::vector<Share>& shares);
@@ -114,8 +124,10 @@ class PassRunner {
   const MatrixOrder& order_;
   WeightSource& source_;
   KeptTensors& kept_;
-  Stream& stream_;
+  ItemStream& stream_;
   KvCache& cache_;
+  zero::Device& device_;
+  const bool tensors_there_;  // LibTorch's are in the device's memory, and its libraries for it compute
   ProductScratch scratch_;
 };
 

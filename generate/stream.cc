@@ -111,6 +111,13 @@ absl::StatusOr<Stream::Item> Stream::Next() {
   return entry.item;
 }
 
+bool Stream::NextIsThere() const {
+  if (next_handed_ == next_number_) return false;
+  const Entry& entry = started_[next_handed_ - first_started_];
+  if (!entry.read.pending) return true;
+  return entry.read.store == nullptr ? entry.read.request.finished() : entry.read.tile.request().finished();
+}
+
 absl::Status Stream::Release(const Item& item) {
   const uint64_t index = item.number - first_started_;
   Entry& entry = started_[index];

@@ -33,32 +33,47 @@ struct StreamStats {
   double wait_seconds = 0;    // in Next, for a read
 };
 
-class Stream {
+// A unit of weights, or a layer's records of a sequence.
+struct StreamItem {
+  uint64_t number = 0;  // of all items, from 0
+  bool is_cache = false;
+  size_t unit = 0;
+  CacheRead cache = {};
+  std::byte* memory = nullptr;
+};
+
+// What a pass takes in order, wherever its products are computed.
+class ItemStream {
  public:
-  struct Item {
-    uint64_t number = 0;  // of all items, from 0
-    bool is_cache = false;
-    size_t unit = 0;
-    CacheRead cache = {};
-    std::byte* memory = nullptr;
-  };
+  virtual ~ItemStream() = default;
+  virtual void AppendUnits(size_t first, size_t end) = 0;
+  virtual void AppendCache(const CacheRead& read) = 0;
+  // kFailedPrecondition: nothing was appended that has not been handed out.
+  virtual absl::StatusOr<StreamItem> Next() = 0;
+  virtual absl::Status Release(const StreamItem& item) = 0;
+};
+
+class Stream : public ItemStream {
+ public:
+  using Item = StreamItem;
 
   // `homes`: by unit, null where it is not resident. `cache`: null where it is in host memory. All outlive
   // the stream.
   Stream(WeightSource* source, KvCache* cache, aio::Engine* engine, std::span<std::byte> ring,
          std::vector<std::byte*> homes);
   // Waits for what is in flight.
-  ~Stream();
+  ~Stream() override;
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  void AppendUnits(size_t first, size_t end);
-  void AppendCache(const CacheRead& read);
+  void AppendUnits(size_t first, size_t end) override;
+  void AppendCache(const CacheRead& read) override;
   // Starts what fits now.
   absl::Status Pump();
-  // kFailedPrecondition: nothing was appended that has not been handed out.
-  absl::StatusOr<Item> Next();
-  absl::Status Release(const Item& item);
+  absl::StatusOr<Item> Next() override;
+  absl::Status Release(const Item& item) override;
+  // Whether Next would not wait.
+  bool NextIsThere() const;
 
   const StreamStats& stats() const { return stats_; }
 

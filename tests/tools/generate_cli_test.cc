@@ -123,6 +123,37 @@ TEST_F(GenerateCliTest, TextEndsAtItsLengthOrAtAStopWord) {
   }
 }
 
+TEST_F(GenerateCliTest, ADeviceMakesTheSameTextAndTheReportSaysWhatItHad) {
+  const Arguments words = {"--prompt", "hello", "--tokens", "60"};
+  const Ran plain = Run(Generate(words));
+  ASSERT_EQ(plain.code, 0) << plain.err;
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
+  const Arguments device = {"--device", "cuda", "--device-memory", "64M"};
+  for (const std::string kv : {"device", "host", "nvme"}) {
+    const std::string report = dir_ + "/" + kv + ".json";
+    const Ran ran = Run(Generate(words + device + Arguments{"--kv", kv, "--report", report}));
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    EXPECT_EQ(ran.out, plain.out);
+    const json said = json::parse(ReadFile(report));
+    EXPECT_EQ(said["device"], "cuda");
+    EXPECT_EQ(said["kv"], kv);
+    EXPECT_EQ(said["device_memory_budget_bytes"], 64 << 20);
+    EXPECT_GT(said["h2d_bytes"], 0);
+    EXPECT_LE(said["device_planned_bytes"], said["device_memory_budget_bytes"]);
+  }
+  const Ran small = Run(Generate(words + Arguments{"--device", "cuda", "--device-memory", "1M"}));
+  const Ran large = Run(Generate(words + Arguments{"--device", "cuda", "--device-memory", "1G"}));
+  const Ran plan = Run(
+      Arguments{"plan", "--generate", Model(), "--json", "--prompt-tokens", "8", "--tokens", "8"} + device);
+  unsetenv("PENSTOCK_TEST_DEVICE");
+  EXPECT_EQ(small.code, 2);
+  EXPECT_THAT(small.err, HasSubstr("--device-memory 1.0 MiB is too small: the least that works here is"));
+  EXPECT_EQ(large.code, 2);
+  EXPECT_THAT(large.err, HasSubstr("the device has 268435456"));
+  ASSERT_EQ(plan.code, 0) << plan.err;
+  EXPECT_EQ(json::parse(plan.out)["kv"], "device");
+}
+
 TEST_F(GenerateCliTest, AStateMakesTheTextsOfSample) {
   for (const std::string dtype : {"fp32", "bf16"}) {
     const std::string state = dir_ + "/state-" + dtype;
@@ -189,11 +220,11 @@ TEST_F(GenerateCliTest, APlanSaysWhatGeneratingWouldTakeAndWhatWouldChangeIt) {
                           "--host-memory", least}))
                 .code,
             0);
-  for (const auto& [flags, line] :
-       std::vector<std::pair<Arguments, std::string>>{{{"--tokens", "4000"}, "the model takes 256"},
-                                                      {{"--host-memory", "1K"}, "is too small"},
-                                                      {{"--kv", "floppy"}, "must be auto, host or nvme"},
-                                                      {{"--sequences", "0"}, "must be 1 or more"}}) {
+  for (const auto& [flags, line] : std::vector<std::pair<Arguments, std::string>>{
+           {{"--tokens", "4000"}, "the model takes 256"},
+           {{"--host-memory", "1K"}, "is too small"},
+           {{"--kv", "floppy"}, "must be auto, device, host or nvme"},
+           {{"--sequences", "0"}, "must be 1 or more"}}) {
     const Ran refused = Run(Arguments{"plan", "--generate", Model(), "--threads", "1"} + flags);
     EXPECT_EQ(refused.code, 2) << line;
     EXPECT_THAT(refused.err, HasSubstr(line));
@@ -208,7 +239,11 @@ TEST_F(GenerateCliTest, WrongWordsAreNamedAndWhatWouldDoIsSaid) {
       {Generate({"--prompt", "a", "--batch", "none"}), "--batch none"},
       {Generate({"--prompt", "a", "--kv", "gpu"}), "--kv gpu"},
       {Generate({"--prompt", "a", "--prompt-lookup", "65"}), "--prompt-lookup 65"},
-      {Generate({"--prompt", "a", "--prompt-lookup", "4", "--kv", "nvme"}), "in host memory"},
+      {Generate({"--prompt", "a", "--prompt-lookup", "4", "--kv", "nvme"}), "keys and values in memory"},
+      {Generate({"--prompt", "a", "--kv", "device"}), "--device cuda"},
+      {Generate({"--prompt", "a", "--device", "tpu"}), "--device tpu"},
+      {Generate({"--prompt", "a", "--device-memory", "1G"}), "--device-memory"},
+      {Generate({"--prompt", "a", "--device-memory", "much"}), "--device-memory much"},
       {Generate({"--prompt", "a", "--top-p", "0"}), "--top-p 0"},
       {Generate({"--prompt", "a", "--tokens", "0"}), "--tokens 0"},
       {Generate({"--prompt", std::string(300, 'a')}), "300 tokens"},

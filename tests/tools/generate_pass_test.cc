@@ -46,12 +46,13 @@ class Passes {
     scratch_ = *arena_->Allocate(source_->scratch_bytes());
     ring_ = *arena_->Allocate(3 * source_->largest_unit_bytes());
     kept_ = *KeptTensors::Load(*decoder_, layout_, source_.get(), type, /*table_bytes=*/0,
-                               {scratch_.data(), source_->scratch_bytes()});
+                               {scratch_.data(), source_->scratch_bytes()}, zero::HostDevice().get());
     stream_ = std::make_unique<Stream>(source_.get(), cache_.get(), engine_.get(),
                                        std::span(ring_.data(), 3 * source_->largest_unit_bytes()),
                                        std::vector<std::byte*>(source_->units().size(), nullptr));
     runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
-                                           stream_.get(), cache_.get(), /*threads=*/2);
+                                           stream_.get(), cache_.get(), zero::HostDevice().get(),
+                                           /*threads=*/2);
   }
 
   int Slot() { return *cache_->Take(kPositions); }

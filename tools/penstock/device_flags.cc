@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "tiering/plan/byte_size.h"
 #include "tools/penstock/flag_check.h"
 #include "zero/compute/libtorch/cuda_device.h"
@@ -20,49 +21,54 @@ absl::StatusOr<std::shared_ptr<zero::Device>> Open(int local_rank) {
 
 }  // namespace
 
-absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings) {
-  const std::string name = flags.device.value_or("cpu");
+absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, const std::optional<std::string>& memory,
+                                          int64_t budget_bytes, int local_rank) {
   if (name != "cpu" && name != "cuda")
     return WrongFlag(absl::StrCat("--device ", name, ": must be cpu or cuda"));
-  int64_t budget = config.penstock.device_memory_budget_bytes.value_or(0);
-  if (flags.device_memory.has_value()) {
-    const absl::StatusOr<int64_t> bytes = tiering::ParseSize(*flags.device_memory);
+  if (memory.has_value()) {
+    const absl::StatusOr<int64_t> bytes = tiering::ParseSize(*memory);
     if (!bytes.ok() || *bytes <= 0) {
-      return WrongFlag(absl::StrCat("--device-memory ", *flags.device_memory, ": ",
+      return WrongFlag(absl::StrCat("--device-memory ", *memory, ": ",
                                     bytes.ok() ? "must be above 0" : std::string(bytes.status().message())));
     }
-    budget = *bytes;
+    budget_bytes = *bytes;
   }
-  if (name == "cpu") {
-    if (flags.device_memory.has_value()) {
-      settings->notes.emplace_back(
-          "--device-memory is of no effect with --device cpu: host memory is all there is");
-    }
-    if (config.penstock.device_memory_budget_bytes.has_value()) {
-      settings->notes.emplace_back(
-          "penstock.device_memory: accepted and ignored: with --device cpu host memory is all there is");
-    }
-    if (config.aio.use_gds.value_or(false)) {
-      settings->notes.emplace_back(
-          "aio.use_gds: accepted and ignored: with --device cpu weights end in host memory");
-    }
-    if (config.zero.offload_optimizer.ratio.has_value()) {
-      settings->notes.emplace_back(
-          "zero_optimization.offload_optimizer.ratio: accepted and ignored: with --device cpu the "
-          "processor updates everything");
-    }
-    return absl::OkStatus();
-  }
-  const auto& comm = settings->engine.comm;
-  absl::StatusOr<std::shared_ptr<zero::Device>> device =
-      Open(comm != nullptr ? comm->environment().local_rank : 0);
+  if (name == "cpu") return ChosenDevice{zero::HostDevice()};
+  absl::StatusOr<std::shared_ptr<zero::Device>> device = Open(local_rank);
   if (!device.ok()) return WrongFlag(absl::StrCat("--device cuda: ", std::string(device.status().message())));
-  if (budget > (*device)->capacity_bytes()) {
-    return WrongFlag(absl::StrCat("--device-memory ", budget, " bytes: the device has ",
+  if (budget_bytes > (*device)->capacity_bytes()) {
+    return WrongFlag(absl::StrCat("--device-memory ", budget_bytes, " bytes: the device has ",
                                   (*device)->capacity_bytes(), " (", (*device)->Describe(), ")"));
   }
-  settings->engine.device = *std::move(device);
-  settings->engine.memory.device_memory_budget_bytes = budget;
+  return ChosenDevice{*std::move(device), budget_bytes};
+}
+
+absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings) {
+  const auto& comm = settings->engine.comm;
+  ASSIGN_OR_RETURN(const ChosenDevice chosen,
+                   ChooseDevice(flags.device.value_or("cpu"), flags.device_memory,
+                                config.penstock.device_memory_budget_bytes.value_or(0),
+                                comm != nullptr ? comm->environment().local_rank : 0));
+  settings->engine.device = chosen.device;
+  settings->engine.memory.device_memory_budget_bytes = chosen.budget_bytes;
+  if (chosen.device->has_own_memory()) return absl::OkStatus();
+  if (flags.device_memory.has_value()) {
+    settings->notes.emplace_back(
+        "--device-memory is of no effect with --device cpu: host memory is all there is");
+  }
+  if (config.penstock.device_memory_budget_bytes.has_value()) {
+    settings->notes.emplace_back(
+        "penstock.device_memory: accepted and ignored: with --device cpu host memory is all there is");
+  }
+  if (config.aio.use_gds.value_or(false)) {
+    settings->notes.emplace_back(
+        "aio.use_gds: accepted and ignored: with --device cpu weights end in host memory");
+  }
+  if (config.zero.offload_optimizer.ratio.has_value()) {
+    settings->notes.emplace_back(
+        "zero_optimization.offload_optimizer.ratio: accepted and ignored: with --device cpu the "
+        "processor updates everything");
+  }
   return absl::OkStatus();
 }
 

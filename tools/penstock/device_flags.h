@@ -2,18 +2,34 @@
 #ifndef PENSTOCK_TOOLS_PENSTOCK_DEVICE_FLAGS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_DEVICE_FLAGS_H_
 
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
+#include "zero/compute/device.h"
 #include "zero/config/config.h"
 
 namespace penstock::tools {
 
-// Opens what --device names and sets its budget. kInvalidArgument: no such device, not one that works here
-// (the line says what is missing and the way out), or not a size.
+struct ChosenDevice {
+  std::shared_ptr<zero::Device> device;
+  int64_t budget_bytes = 0;  // 0: what is free there, or the device is the processor
+};
+
+// Opens what --device names; `memory`: of --device-memory, `budget_bytes` without it. kInvalidArgument: no
+// such device, not one that works here (the line says what is missing and the way out), or not a size.
 //
 // For tests alone: where the environment has PENSTOCK_TEST_DEVICE, `--device cuda` is the test-only device
 // that it describes (zero/compute/test_device.h), so that the programs can be tried without a GPU.
+absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, const std::optional<std::string>& memory,
+                                          int64_t budget_bytes, int local_rank);
+
+// The same for training, where the configuration may have a budget too.
 absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings);
 
 }  // namespace penstock::tools

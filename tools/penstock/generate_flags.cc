@@ -7,6 +7,7 @@
 #include "base/status_macros.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/device_flags.h"
 #include "tools/penstock/flag_check.h"
 #include "tools/penstock/run_record.h"
 #include "tools/penstock/state_reader.h"
@@ -25,9 +26,22 @@ absl::StatusOr<std::optional<int64_t>> BatchOf(const std::string& text) {
 
 absl::StatusOr<generate::CachePlace> PlaceOf(const std::string& text) {
   if (text == "auto") return generate::CachePlace::kAuto;
+  if (text == "device") return generate::CachePlace::kDevice;
   if (text == "host") return generate::CachePlace::kHost;
   if (text == "nvme") return generate::CachePlace::kDrive;
-  return WrongFlag(absl::StrCat("--kv ", text, ": must be auto, host or nvme"));
+  return WrongFlag(absl::StrCat("--kv ", text, ": must be auto, device, host or nvme"));
+}
+
+const char* PlaceName(generate::CachePlace place) {
+  return place == generate::CachePlace::kDevice ? "device"
+         : place == generate::CachePlace::kHost ? "host"
+                                                : "nvme";
+}
+
+const char* PlaceText(generate::CachePlace place) {
+  return place == generate::CachePlace::kDevice ? "on the device"
+         : place == generate::CachePlace::kHost ? "all in memory"
+                                                : "the rest on the drive";
 }
 
 absl::StatusOr<uint64_t> BudgetOf(const std::optional<std::string>& text, int threads) {
@@ -42,20 +56,33 @@ absl::StatusOr<uint64_t> BudgetOf(const std::optional<std::string>& text, int th
 void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags) {
   app.add_option("--batch", flags.batch, "Texts at once, or auto [auto]");
   app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
-  app.add_option("--kv", flags.kv, "Where keys and values live: auto, host or nvme [auto]");
+  app.add_option("--device", flags.device, "What computes: cpu or cuda [cpu]");
+  app.add_option("--device-memory", flags.device_memory, "Hard budget of the device [what is free on it]");
+  app.add_option("--kv", flags.kv, "Where keys and values live: auto, device, host or nvme [auto]");
   app.add_option("--prompt-lookup", flags.prompt_lookup,
                  "Guess up to so many tokens from what the text repeats, and verify them in one pass [0]");
   app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
 }
 
 absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads,
-                                   generate::GenerationWish* wish) {
+                                   generate::GeneratorOptions* options) {
   RETURN_IF_ERROR(CheckFlag<int64_t>("--threads", threads, 1, kMostThreads));
   RETURN_IF_ERROR(CheckFlag<int64_t>("--prompt-lookup", flags.prompt_lookup, 0, kMostDrafted));
-  wish->drafted = flags.prompt_lookup;
-  ASSIGN_OR_RETURN(wish->batch, BatchOf(flags.batch));
-  ASSIGN_OR_RETURN(wish->cache, PlaceOf(flags.kv));
-  ASSIGN_OR_RETURN(wish->budget_bytes, BudgetOf(flags.host_memory, threads));
+  generate::GenerationWish& wish = options->wish;
+  wish.drafted = flags.prompt_lookup;
+  ASSIGN_OR_RETURN(wish.batch, BatchOf(flags.batch));
+  ASSIGN_OR_RETURN(wish.cache, PlaceOf(flags.kv));
+  ASSIGN_OR_RETURN(wish.budget_bytes, BudgetOf(flags.host_memory, threads));
+  ASSIGN_OR_RETURN(const ChosenDevice chosen,
+                   ChooseDevice(flags.device, flags.device_memory, /*budget_bytes=*/0, /*local_rank=*/0));
+  options->device = chosen.device;
+  if (!chosen.device->has_own_memory()) {
+    if (!flags.device_memory.has_value()) return absl::OkStatus();
+    return WrongFlag("--device-memory is of --device cuda: without a device host memory is all there is");
+  }
+  const int64_t budget = chosen.budget_bytes > 0 ? chosen.budget_bytes : chosen.device->capacity_bytes();
+  wish.device = {.budget_bytes = static_cast<uint64_t>(budget),
+                 .slack_bytes = static_cast<uint64_t>(chosen.device->tensor_slack_bytes())};
   return absl::OkStatus();
 }
 
@@ -72,37 +99,58 @@ int64_t WeightBits(const TextModel& model) { return model.packed.has_value() ? m
 
 std::string GenerationPlanText(const generate::GenerationPlan& plan, const generate::GenerationWish& wish) {
   const auto size = [](uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); };
-  const bool host = plan.cache == generate::CachePlace::kHost;
+  std::string device;
+  if (plan.device.has_value()) {
+    device = absl::StrFormat(
+        "device memory %s: weights resident %s, in flight %s; keys and values %s; tensors %s; the least that "
+        "works "
+        "here %s; each pass copies %s there at %s\n",
+        size(plan.device->total_bytes), size(plan.device->resident_bytes), size(plan.device->ring_bytes),
+        size(plan.device->cache_bytes), size(plan.device->tensor_bytes), size(plan.device->least_bytes),
+        size(plan.device->pass_bytes), FormatBandwidth(wish.device->copy_bytes_per_second));
+  }
   return absl::StrFormat(
       "%d at once; host memory %s: weights resident %s, in flight %s; keys and values %s (%s); tensors %s; "
-      "the least that works here %s\n"
+      "the least that works here %s\n%s"
       "each pass reads %s of weights and up to %s of keys and values; drive %s: about %.3f s a pass, %.2f "
       "tokens/s, bound by %s\n",
       plan.batch, size(plan.total_bytes), size(plan.resident_bytes), size(plan.ring_bytes),
-      size(plan.cache_bytes), host ? "all in memory" : "the rest on the drive", size(plan.tensor_bytes),
-      size(plan.least_bytes), size(plan.pass_bytes), size(plan.cache_pass_bytes),
-      FormatBandwidth(wish.drive_bytes_per_second), plan.pass_seconds, plan.tokens_per_second(),
-      plan.drive_bound ? "read" : "compute");
+      size(plan.cache_bytes), PlaceText(plan.cache), size(plan.tensor_bytes), size(plan.least_bytes), device,
+      size(plan.pass_bytes), size(plan.cache_pass_bytes), FormatBandwidth(wish.drive_bytes_per_second),
+      plan.pass_seconds, plan.tokens_per_second(), generate::PassBoundName(plan.bound));
 }
 
 nlohmann::ordered_json GenerationPlanJson(const generate::GenerationPlan& plan,
                                           const generate::GenerationWish& wish) {
-  return {{"batch", plan.batch},
-          {"kv", plan.cache == generate::CachePlace::kHost ? "host" : "nvme"},
-          {"prompt_lookup", wish.drafted},
-          {"host_memory_budget_bytes", wish.budget_bytes},
-          {"least_host_memory_bytes", plan.least_bytes},
-          {"planned_bytes", plan.total_bytes},
-          {"resident_bytes", plan.resident_bytes},
-          {"ring_bytes", plan.ring_bytes},
-          {"kv_memory_bytes", plan.cache_bytes},
-          {"tensor_limit_bytes", plan.tensor_bytes},
-          {"weight_pass_bytes", plan.pass_bytes},
-          {"kv_pass_bytes", plan.cache_pass_bytes},
-          {"io_read_bandwidth_bytes_per_s", wish.drive_bytes_per_second},
-          {"predicted_pass_seconds", plan.pass_seconds},
-          {"predicted_tokens_per_second", plan.tokens_per_second()},
-          {"bound_by", plan.drive_bound ? "read" : "compute"}};
+  nlohmann::ordered_json json = {{"batch", plan.batch},
+                                 {"kv", PlaceName(plan.cache)},
+                                 {"prompt_lookup", wish.drafted},
+                                 {"host_memory_budget_bytes", wish.budget_bytes},
+                                 {"least_host_memory_bytes", plan.least_bytes},
+                                 {"planned_bytes", plan.total_bytes},
+                                 {"resident_bytes", plan.resident_bytes},
+                                 {"ring_bytes", plan.ring_bytes},
+                                 {"kv_memory_bytes", plan.cache_bytes},
+                                 {"tensor_limit_bytes", plan.tensor_bytes},
+                                 {"weight_pass_bytes", plan.pass_bytes},
+                                 {"kv_pass_bytes", plan.cache_pass_bytes},
+                                 {"io_read_bandwidth_bytes_per_s", wish.drive_bytes_per_second},
+                                 {"predicted_pass_seconds", plan.pass_seconds},
+                                 {"predicted_tokens_per_second", plan.tokens_per_second()},
+                                 {"bound_by", generate::PassBoundName(plan.bound)}};
+  if (plan.device.has_value()) {
+    const generate::DevicePart& device = *plan.device;
+    json.update({{"device_memory_budget_bytes", wish.device->budget_bytes},
+                 {"least_device_memory_bytes", device.least_bytes},
+                 {"device_planned_bytes", device.total_bytes},
+                 {"device_resident_bytes", device.resident_bytes},
+                 {"device_ring_bytes", device.ring_bytes},
+                 {"device_kv_bytes", device.cache_bytes},
+                 {"device_tensor_limit_bytes", device.tensor_bytes},
+                 {"device_pass_bytes", device.pass_bytes},
+                 {"copy_bandwidth_bytes_per_s", wish.device->copy_bytes_per_second}});
+  }
+  return json;
 }
 
 }  // namespace penstock::tools

@@ -19,7 +19,8 @@ class App;
 namespace penstock::tools {
 
 struct GenerateMemoryFlags {
-  std::optional<std::string> host_memory;
+  std::optional<std::string> host_memory, device_memory;
+  std::string device = "cpu";
   std::string batch = "auto", kv = "auto";
   std::optional<int64_t> threads;
   int64_t prompt_lookup = 0;
@@ -27,10 +28,10 @@ struct GenerateMemoryFlags {
 
 void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags);
 
-// wish->batch, cache, drafted and budget_bytes. `threads`: that will compute. kInvalidArgument names the
-// flag.
+// The device, and of the wish batch, cache, drafted and budgets. `threads`: that will compute.
+// kInvalidArgument names the flag.
 absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads,
-                                   generate::GenerationWish* wish);
+                                   generate::GeneratorOptions* options);
 
 // Opens the weights of `model`, which must outlive what is returned.
 generate::OpenWeights OpenWeightsOf(const TextModel& model);

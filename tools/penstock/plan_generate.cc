@@ -45,7 +45,7 @@ absl::Status CheckFlags(const PlanGenerateFlags& flags) {
 
 // Each changes one thing. Batches are asked for with as many texts.
 std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes, const generate::GenerationWish& wish,
-                              bool coded) {
+                              bool coded, zero::Device* device) {
   std::vector<WhatIf> all;
   const auto ask = [&](const std::string& change, const generate::GenerationSizes& of,
                        const generate::GenerationWish& with) {
@@ -57,6 +57,11 @@ std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes, const gene
   other = wish;
   other.budget_bytes = wish.budget_bytes / 2;
   ask("half of the memory", sizes, other);
+  if (wish.device.has_value()) {
+    other = wish;
+    other.device->budget_bytes = 2 * wish.device->budget_bytes;
+    ask("twice the device's memory", sizes, other);
+  }
   other = wish;
   other.drive_bytes_per_second = 2 * wish.drive_bytes_per_second;
   ask("a drive of twice the speed", sizes, other);
@@ -64,7 +69,7 @@ std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes, const gene
     if (coded) break;
     generate::GenerationSizes packed = sizes;
     other = wish;
-    generate::PlanAsPacked({.bits = bits}, &packed, &other);
+    generate::PlanAsPacked({.bits = bits}, device, &packed, &other);
     ask(absl::StrCat("packed in ", bits, " bit"), packed, other);
   }
   for (const int64_t batch : {1, 8, 32, 128}) {
@@ -80,7 +85,7 @@ std::string TextOf(const WhatIf& what) {
   if (!what.plan.ok()) return absl::StrFormat("  %-28s %s\n", what.change, what.plan.status().message());
   return absl::StrFormat("  %-28s %8.2f tokens/s, %.3f s a pass, bound by %s\n", what.change,
                          what.plan->tokens_per_second(), what.plan->pass_seconds,
-                         what.plan->drive_bound ? "read" : "compute");
+                         generate::PassBoundName(what.plan->bound));
 }
 
 absl::Status Plan(const PlanGenerateFlags& flags, std::ostream& out, std::ostream& err) {
@@ -88,7 +93,7 @@ absl::Status Plan(const PlanGenerateFlags& flags, std::ostream& out, std::ostrea
   ASSIGN_OR_RETURN(const TextModel model, OpenTextModel(flags.dirs, std::nullopt, kPlanGenerateName, err));
   const auto threads = static_cast<int>(flags.memory.threads.value_or(model.threads));
   generate::GeneratorOptions options;
-  RETURN_IF_ERROR(ResolveGenerateMemory(flags.memory, threads, &options.wish));
+  RETURN_IF_ERROR(ResolveGenerateMemory(flags.memory, threads, &options));
   options.wish.sequences = flags.sequences;
   options.wish.prompt = flags.prompt;
   options.wish.positions = flags.prompt + flags.tokens;
@@ -104,7 +109,8 @@ absl::Status Plan(const PlanGenerateFlags& flags, std::ostream& out, std::ostrea
                    generate::Generator::Survey(*model.model, OpenWeightsOf(model), &options));
   preparing.Clear();
   ASSIGN_OR_RETURN(const generate::GenerationPlan plan, generate::PlanGeneration(sizes, options.wish));
-  const std::vector<WhatIf> what_ifs = AskWhatIf(sizes, options.wish, model.packed.has_value());
+  const std::vector<WhatIf> what_ifs =
+      AskWhatIf(sizes, options.wish, model.packed.has_value(), options.device.get());
   const int64_t parameters = model.model->Layout().parameters();
   if (flags.json) {
     nlohmann::ordered_json json = {{"version", 1},

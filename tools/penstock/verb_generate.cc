@@ -95,7 +95,7 @@ class Generation {
     }
     threads_ = static_cast<int>(flags_.memory.threads.value_or(model_.threads));
     generate::GeneratorOptions options;
-    RETURN_IF_ERROR(ResolveGenerateMemory(flags_.memory, threads_, &options.wish));
+    RETURN_IF_ERROR(ResolveGenerateMemory(flags_.memory, threads_, &options));
     zero::SetIntraOpThreads(threads_);
     options.sampling = flags_.sampling;
     options.ends = model_.ends;
@@ -324,6 +324,7 @@ class Generation {
                                      {"prompts_done_before", total_ - left_},
                                      {"threads", threads_},
                                      {"weights", WeightBits(model_)},
+                                     {"device", flags_.memory.device},
                                      {"stopped_by", nullptr}};
     if (StopSignal() != 0) report["stopped_by"] = StopSignalName(StopSignal());
     rusage usage{};
@@ -349,6 +350,10 @@ class Generation {
                     {"tokens", stats.tokens},
                     {"seconds", stats.seconds},
                     {"stall_io_seconds", stats.wait_seconds},
+                    {"stall_copy_seconds", stats.copy_wait_seconds},
+                    {"h2d_bytes", stats.h2d_bytes},
+                    {"d2h_bytes", stats.d2h_bytes},
+                    {"peak_device_bytes", stats.peak_device_bytes},
                     {"tokens_per_second", static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9)},
                     {"weight_read_bytes", stats.weight_read_bytes},
                     {"kv_read_bytes", stats.cache_read_bytes},

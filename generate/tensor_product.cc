@@ -1,0 +1,125 @@
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <chrono>
+#include <future>
+#include <utility>
+
+#include "base/check.h"
+#include "generate/decode.h"
+#include "generate/matrix_product.h"
+#include "generate/memory_plan.h"
+#include "zero/compute/libtorch/tensors.h"
+
+namespace penstock::generate {
+namespace {
+
+using torch::Tensor;
+
+// Memory where `x` is.
+Tensor ViewOfBytes(const std::byte* memory, std::vector<int64_t> sizes, torch::Dtype type, const Tensor& x) {
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): from_blob takes no const memory
+  return torch::from_blob(const_cast<std::byte*>(memory), sizes, x.options().dtype(type));
+}
+
+}  // namespace
+
+TensorProduct::TensorProduct(Tensor x, const ProductRows& rows, const StoredMatrix& matrix,
+                             zero::Device* device)
+    : x_(std::move(x)), rows_(rows), matrix_(matrix), device_(*device) {
+  PENSTOCK_CHECK(rows_.single % kDeviceRows == 0, "rows that decode come in blocks on a device");
+  // Rows between what is multiplied are numbers too.
+  y_ = torch::zeros({x_.size(0), matrix_.rows}, x_.options());
+}
+
+Tensor TensorProduct::Result() {
+  PENSTOCK_CHECK(!carried_.defined(), "a matrix ends with the last of its rows");
+  return y_;
+}
+
+void TensorProduct::Add(const std::byte* memory, int64_t first, int64_t elements) {
+  const int64_t columns = matrix_.columns;
+  if (matrix_.code.has_value()) {
+    PENSTOCK_CHECK(first % columns == 0 && elements % columns == 0, "coded parts are whole rows");
+    return AddCodedRows(memory, first / columns, elements / columns);
+  }
+  const torch::Dtype type = zero::TorchDtype(matrix_.type);
+  if (matrix_.turned) {
+    PENSTOCK_CHECK(elements == matrix_.rows * columns, "a turned matrix comes whole");
+    const Tensor weights = ViewOfBytes(memory, {columns, matrix_.rows}, type, x_).to(x_.scalar_type());
+    return AddRows(weights.t(), 0);
+  }
+  const Tensor part = ViewOfBytes(memory, {elements}, type, x_);
+  int64_t done = 0;
+  if (carried_.defined()) {  // the rest of a row that the part before began
+    done = std::min(columns - first % columns, elements);
+    carried_ = torch::cat({carried_, part.narrow(0, 0, done)});
+    if (carried_.numel() < columns) return;
+    AddRows(carried_.view({1, columns}).to(x_.scalar_type()), first / columns);
+    carried_ = Tensor();
+  }
+  const int64_t whole = (elements - done) / columns * columns;
+  if (whole > 0) {
+    const Tensor weights = part.narrow(0, done, whole).view({whole / columns, columns});
+    AddRows(weights.to(x_.scalar_type()), (first + done) / columns);
+  }
+  const int64_t rest = elements - done - whole;
+  // Its memory goes back to the stream.
+  if (rest > 0) carried_ = part.narrow(0, done + whole, rest).clone();
+}
+
+void TensorProduct::AddCodedRows(const std::byte* memory, int64_t first_row, int64_t rows) {
+  const kernels::WeightCode& code = *matrix_.code;
+  const auto row_bytes = static_cast<int64_t>(code.row_bytes(static_cast<size_t>(matrix_.columns)));
+  const int64_t at_once = std::max<int64_t>(kDeviceDecodedElements / matrix_.columns, 1);
+  for (int64_t row = 0; row < rows; row += at_once) {
+    const int64_t count = std::min(at_once, rows - row);
+    const Tensor weights = torch::empty({count, matrix_.columns}, x_.options());
+    device_.DecodeWeights(code, memory + row * row_bytes, count, matrix_.columns, TypeOf(x_),
+                          weights.data_ptr());
+    AddRows(weights, first_row + row);
+  }
+}
+
+void TensorProduct::AddRows(const Tensor& weights, int64_t first_row) {
+  const auto multiply = [&](int64_t first, int64_t rows) {
+    Tensor out = y_.narrow(0, first, rows).narrow(1, first_row, weights.size(0));
+    torch::mm_out(out, x_.narrow(0, first, rows), weights.t());
+  };
+  for (int64_t row = 0; row < rows_.single; row += kDeviceRows) multiply(row, kDeviceRows);
+  for (const auto& [first, rows] : rows_.chunks) multiply(first, rows);
+}
+
+double MeasureProduct(const StoredMatrix& matrix, int64_t rows, zero::Device* device) {
+  constexpr int kTurns = 4;      // the first loads the library
+  constexpr int kProducts = 16;  // one after the other, as in a pass: it takes longer to hear of their end
+  const auto now = [] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  };
+  const torch::TensorOptions there = torch::TensorOptions().device(zero::TorchDeviceOf(*device));
+  const bool plain_bf16 = matrix.type == kernels::DType::kBf16 && !matrix.code.has_value();
+  const Tensor x =
+      torch::zeros({rows, matrix.columns}, there.dtype(plain_bf16 ? torch::kBFloat16 : torch::kFloat32));
+  const auto columns = static_cast<size_t>(matrix.columns);
+  const size_t row_bytes = matrix.code.has_value() ? matrix.code->row_bytes(columns)
+                                                   : columns * kernels::BytesPerElement(matrix.type);
+  const Tensor weights =
+      torch::zeros({matrix.rows * static_cast<int64_t>(row_bytes)}, there.dtype(torch::kUInt8));
+  const ProductRows all = {.single = rows, .chunks = {}};
+  double best = 1e9;
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const double from = now();
+    for (int i = 0; i < kProducts; ++i) {
+      TensorProduct product(x, all, matrix, device);
+      product.Add(static_cast<const std::byte*>(weights.data_ptr()), 0, matrix.rows * matrix.columns);
+    }
+    std::promise<void> computed;
+    device->AfterCompute([&](absl::Status) { computed.set_value(); });
+    computed.get_future().wait();
+    best = std::min(best, (now() - from) / kProducts);
+  }
+  return best;
+}
+
+}  // namespace penstock::generate
