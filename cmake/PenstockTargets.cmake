@@ -105,12 +105,14 @@ endfunction()
 
 set(PENSTOCK_TORCH_HEADERS <torch/types.h> <torch/autograd.h> <torch/nn/module.h> <torch/utils.h>)
 # Of the library penstock_<name> these sources include LibTorch's tensors, and share its headers as penstock_libtorch has
-# read them: objects of their own, compiled as the library's. To its other sources, four seconds each would be lost.
+# read them: objects of their own, compiled as the library's. To its other sources, four seconds each would be lost. They
+# call LibTorch, whose kernels take the time: they are optimized as far as keeps them quick to build.
 function(penstock_torch_headers name)
   set(library penstock_${name})
   get_target_property(others ${library} SOURCES)
   list(REMOVE_ITEM others ${ARGN})
   if(name STREQUAL libtorch)
+    target_compile_options(${library} PRIVATE $<$<CONFIG:Release>:-O1>)
     set_source_files_properties(${others} PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
     target_precompile_headers(${library} PRIVATE ${PENSTOCK_TORCH_HEADERS})
     return()
@@ -118,6 +120,7 @@ function(penstock_torch_headers name)
   get_target_property(libraries ${library} LINK_LIBRARIES)
   add_library(${library}_torch OBJECT ${ARGN})
   target_link_libraries(${library}_torch PRIVATE ${libraries})
+  target_compile_options(${library}_torch PRIVATE $<$<CONFIG:Release>:-O1>)
   target_precompile_headers(${library}_torch REUSE_FROM penstock_libtorch)
   cmake_language(EVAL CODE "cmake_language(DEFER CALL penstock_compile_in_groups ${library}_torch)")
   set_target_properties(${library} PROPERTIES SOURCES "${others};$<TARGET_OBJECTS:${library}_torch>")
