@@ -1,13 +1,18 @@
 #include "generate/device_stream.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "base/check.h"
 #include "base/status_macros.h"
+#include "generate/clock.h"
 
 namespace penstock::generate {
+namespace {
+
+constexpr size_t kMostAhead = 256;  // units at home between two that are copied take no place
+
+}  // namespace
 
 DeviceStream::DeviceStream(const WeightSource* source, Stream* stream, zero::Device* device,
                            std::span<std::byte> ring, std::vector<std::byte*> homes)
@@ -47,20 +52,17 @@ bool DeviceStream::IsOver(uint64_t copy) {
 }
 
 absl::Status DeviceStream::WaitFor(uint64_t copy) {
-  const auto now = [] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-  };
   std::unique_lock lock(mutex_);
   if (copies_over_ < copy) {
-    const double begin = now();
+    const double begin = Now();
     over_.wait(lock, [&] { return copies_over_ >= copy; });
-    copy_wait_seconds_ += now() - begin;
+    copy_wait_seconds_ += Now() - begin;
   }
   return failed_;
 }
 
-absl::Status DeviceStream::Settle(bool wait) {
-  while (!copying_.empty() && (wait || IsOver(copying_.front().copy))) {
+absl::Status DeviceStream::Settle() {
+  while (!copying_.empty() && IsOver(copying_.front().copy)) {
     RETURN_IF_ERROR(WaitFor(copying_.front().copy));
     RETURN_IF_ERROR(stream_.Release(copying_.front().host));
     copying_.pop_front();
@@ -110,12 +112,14 @@ absl::Status DeviceStream::UploadOne() {
 }
 
 absl::Status DeviceStream::UploadAhead() {
-  RETURN_IF_ERROR(Settle(/*wait=*/false));
+  RETURN_IF_ERROR(Settle());
   RETURN_IF_ERROR(stream_.Pump());
-  while (!order_.empty() && uploads_.size() < kDevicePlaces) {
+  while (!order_.empty() && uploads_.size() < kMostAhead) {
     const Ordered& next = order_.front();
     // Records are taken when it is their turn: they lie in the stream's ring.
-    if (next.is_cache || (!next.at_home && (free_.empty() || !stream_.NextIsThere()))) break;
+    if (next.is_cache) break;
+    const bool wants_place = !next.at_home && homes_[next.unit] == nullptr;
+    if ((wants_place && free_.empty()) || (!next.at_home && !stream_.NextIsThere())) break;
     RETURN_IF_ERROR(UploadOne());
   }
   return absl::OkStatus();
@@ -127,8 +131,8 @@ absl::StatusOr<StreamItem> DeviceStream::Next() {
     if (order_.empty())
       return absl::FailedPreconditionError("generate: a pass uses more weights than it was planned with");
     PENSTOCK_CHECK(order_.front().is_cache || !free_.empty(), "an item has a place while few are held");
-    // The stream needs its ring for what comes next.
-    RETURN_IF_ERROR(Settle(/*wait=*/true));
+    // All that was copied has been handed out, and waited for: the stream has its ring for what comes next.
+    PENSTOCK_CHECK(copying_.empty(), "what was waited for is given back");
     RETURN_IF_ERROR(UploadOne());
     RETURN_IF_ERROR(UploadAhead());
   }

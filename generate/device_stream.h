@@ -73,8 +73,8 @@ class DeviceStream : public ItemStream {
   absl::Status UploadAhead();
   bool IsOver(uint64_t copy);
   absl::Status WaitFor(uint64_t copy);
-  // Gives back what copies that are over were made from; `wait`: all that was copied from.
-  absl::Status Settle(bool wait);
+  // Gives back what copies that are over were made from.
+  absl::Status Settle();
 
   const WeightSource& source_;
   Stream& stream_;

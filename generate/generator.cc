@@ -5,7 +5,6 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <chrono>
 #include <future>
 #include <list>
 #include <numeric>
@@ -14,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/status_macros.h"
+#include "generate/clock.h"
 #include "generate/decode.h"
 #include "generate/device_stream.h"
 #include "generate/pass.h"
@@ -30,10 +30,6 @@ using kernels::DType;
 
 constexpr size_t kMeasuredUnits = 24;
 constexpr uint64_t kTableShare = 64;  // a table of at most this part of the budget is kept
-
-double Now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 absl::StatusOr<std::unique_ptr<aio::Engine>> MakeEngine(const aio::Arena* arena,
                                                         const std::function<void(const std::string&)>& log) {
@@ -99,15 +95,17 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
       sizes.decoded_elements = std::max(sizes.decoded_elements, DecodedRows(matrix.columns) * matrix.columns);
     }
   }
-  sizes.kept_bytes = KeptTensors::BytesOf(decoder, layout, type, 0);
-  sizes.table_bytes = KeptTensors::BytesOf(decoder, layout, type, budget / kTableShare) - sizes.kept_bytes;
+  const KeptTensors::Sizes with = KeptTensors::SizesOf(decoder, source, type, budget / kTableShare);
+  sizes.kept_bytes = KeptTensors::SizesOf(decoder, source, type, 0).kept_bytes;
+  sizes.table_bytes = with.kept_bytes - sizes.kept_bytes;
+  sizes.loading_bytes = with.loading_bytes;
   sizes.scratch_bytes = source.scratch_bytes();
   return sizes;
 }
 
 // How long the products of one row and of a further one take in a whole pass, by those of a piece of a matrix
 // as most of them are stored.
-void MeasureProducts(const GenerationSizes& sizes, zero::Device* device, GenerationWish* wish) {
+absl::Status MeasureProducts(const GenerationSizes& sizes, zero::Device* device, GenerationWish* wish) try {
   constexpr int64_t kMeasuredElements = 4 << 20, kFurther = 16;
   StoredMatrix piece = {.rows = 1,
                         .columns = sizes.decoder.width,
@@ -121,12 +119,15 @@ void MeasureProducts(const GenerationSizes& sizes, zero::Device* device, Generat
     const double two = MeasureProduct(piece, 2 * kDeviceRows, device);
     wish->product_seconds = block * pieces;
     wish->row_seconds = std::max(0.0, two - block) / kDeviceRows * pieces;
-    return;
+    return absl::OkStatus();
   }
   ProductScratch scratch(at::get_num_threads());
   const double one = MeasureProduct(piece, 1, &scratch), more = MeasureProduct(piece, 1 + kFurther, &scratch);
   wish->product_seconds = one * pieces;
   wish->row_seconds = std::max(0.0, more - one) / kFurther * pieces;
+  return absl::OkStatus();
+} catch (const c10::Error& error) {
+  return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
 }
 
 // How fast so much memory is copied to the device's; takes its arena.
@@ -151,7 +152,7 @@ absl::Status MeasureCopies(zero::Device* device, std::span<std::byte> memory, Ge
 
 // How fast the units come, and how long products take.
 absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::span<std::byte> memory,
-                     zero::Device* device, GenerationWish* wish) {
+                     zero::Device* device, size_t device_bytes, GenerationWish* wish) {
   const size_t units = std::min(kMeasuredUnits, sizes.units.size());
   const uint64_t slot = source->largest_unit_bytes();
   const size_t slots = std::max<size_t>(1, memory.size() / slot);
@@ -171,13 +172,9 @@ absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::sp
   RETURN_IF_ERROR(status);
   wish->drive_bytes_per_second = static_cast<double>(bytes) / std::max(Now() - begin, 1e-6);
 
-  if (wish->device.has_value()) RETURN_IF_ERROR(MeasureCopies(device, memory, wish));
-  try {
-    MeasureProducts(sizes, device, wish);
-  } catch (const c10::Error& error) {
-    return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
-  }
-  return absl::OkStatus();
+  if (wish->device.has_value())
+    RETURN_IF_ERROR(MeasureCopies(device, memory.first(std::min(memory.size(), device_bytes)), wish));
+  return MeasureProducts(sizes, device, wish);
 }
 
 struct Sequence {
@@ -255,7 +252,8 @@ class Generator::Impl {
       items = device_stream_.get();
     }
     runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
-                                           items, cache_.get(), options_.device.get(), at::get_num_threads());
+                                           items, cache_.get(), options_.device.get(),
+                                           ProductsOf(*options_.device), at::get_num_threads());
     return absl::OkStatus();
   }
 
@@ -408,7 +406,7 @@ class Generator::Impl {
       const auto from = sequence.tokens.begin() + sequence.past;
       shares.push_back({sequence.slot, sequence.past, {from, from + count}, false, count == left});
       of->push_back(&sequence);
-      room -= count;
+      room -= runner_->RowsOf(count);
     }
     return shares;
   }
@@ -520,8 +518,8 @@ class Generator::Impl {
 Generator::Generator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Generator::~Generator() = default;
 
-void PlanAsPacked(const kernels::WeightCode& code, zero::Device* device, GenerationSizes* sizes,
-                  GenerationWish* wish) {
+absl::Status PlanAsPacked(const kernels::WeightCode& code, zero::Device* device, GenerationSizes* sizes,
+                          GenerationWish* wish) {
   const auto row = static_cast<size_t>(sizes->decoder.width);
   const auto stored =
       static_cast<double>(std::accumulate(sizes->units.begin(), sizes->units.end(), uint64_t{0}));
@@ -532,7 +530,7 @@ void PlanAsPacked(const kernels::WeightCode& code, zero::Device* device, Generat
   sizes->code = code;
   sizes->coded_elements = sizes->matrix_elements;
   sizes->decoded_elements = DecodedRows(sizes->decoder.width) * sizes->decoder.width;
-  MeasureProducts(*sizes, device, wish);
+  return MeasureProducts(*sizes, device, wish);
 }
 
 absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& model, const OpenWeights& open,
@@ -549,10 +547,10 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
   ASSIGN_OR_RETURN(const std::unique_ptr<WeightSource> source, open(engine.get(), order.all));
   GenerationSizes sizes = SizesOf(*decoder, layout, order, *source, options->wish.budget_bytes);
   // Whether the budget holds it at all, before anything is read.
-  RETURN_IF_ERROR(PlanGeneration(sizes, options->wish).status());
+  ASSIGN_OR_RETURN(const GenerationPlan plan, PlanGeneration(sizes, options->wish));
   if (source->largest_unit_bytes() <= arena->bytes()) {
-    RETURN_IF_ERROR(
-        Measure(source.get(), sizes, {arena->data(), arena->bytes()}, options->device.get(), &options->wish));
+    RETURN_IF_ERROR(Measure(source.get(), sizes, {arena->data(), arena->bytes()}, options->device.get(),
+                            plan.device.has_value() ? plan.device->arena_bytes() : 0, &options->wish));
   }
   return sizes;
 }

@@ -44,7 +44,7 @@ struct GeneratorOptions {
   // Budget, batch, place of the cache, and what is known of the sequences: positions and prompt are limits.
   // The rates are measured.
   GenerationWish wish;
-  // Computes; with memory of its own, wish.device has its budget.
+  // Computes; with memory of its own, wish.device has its budget, and no other Generator uses it meanwhile.
   std::shared_ptr<zero::Device> device = zero::HostDevice();
   models::SamplingOptions sampling;
   std::vector<int64_t> ends;  // tokens that end a text
@@ -88,8 +88,8 @@ struct GenerationCallbacks {
 
 // Makes of weights that are not coded what `penstock pack` would make of them, for a plan: bytes, and the
 // seconds that their products take here.
-void PlanAsPacked(const kernels::WeightCode& code, zero::Device* device, GenerationSizes* sizes,
-                  GenerationWish* wish);
+absl::Status PlanAsPacked(const kernels::WeightCode& code, zero::Device* device, GenerationSizes* sizes,
+                          GenerationWish* wish);
 
 class Generator {
  public:

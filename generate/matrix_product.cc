@@ -4,10 +4,10 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
 #include "base/check.h"
+#include "generate/clock.h"
 #include "generate/decode.h"
 #include "kernels/cache.h"
 #include "zero/compute/libtorch/tensors.h"
@@ -163,9 +163,6 @@ void MatrixProduct::AddToChunks(const Tensor& weights, int64_t first_row) {
 
 double MeasureProduct(const StoredMatrix& matrix, int64_t rows, ProductScratch* scratch) {
   constexpr int kTurns = 3;
-  const auto now = [] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-  };
   // Not LibTorch's memory, which belongs to what is planned.
   std::vector<std::byte> weights(static_cast<size_t>(matrix.rows) * RowBytes(matrix));
   // In the type that a pass computes in where all is stored so.
@@ -177,9 +174,9 @@ double MeasureProduct(const StoredMatrix& matrix, int64_t rows, ProductScratch* 
   double best = 1e9;
   for (int turn = 0; turn < kTurns; ++turn) {
     kernels::EvictFromCaches(weights.data(), weights.size());
-    const double from = now();
+    const double from = Now();
     MultiplySingle(x, matrix, weights.data(), matrix.rows, 0, y, &scratch->pool);
-    best = std::min(best, now() - from);
+    best = std::min(best, Now() - from);
   }
   return best;
 }

@@ -23,6 +23,10 @@ constexpr uint64_t kTensorSlack = 4 * kMiB;
 uint64_t U(int64_t n) { return static_cast<uint64_t>(n); }
 int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+uint64_t LargestUnit(const GenerationSizes& s) {
+  return s.units.empty() ? 0 : *std::max_element(s.units.begin(), s.units.end());
+}
+
 // What a pass of so many rows takes of LibTorch's memory, from above.
 uint64_t TensorBytes(const GenerationSizes& s, const GenerationWish& wish, int64_t decoded,
                      int64_t prompted) {
@@ -45,10 +49,6 @@ uint64_t TensorBytes(const GenerationSizes& s, const GenerationWish& wish, int64
   return (rows + product + std::max(logits, attention) + converted) * 9 / 8 + s.kept_bytes + kTensorSlack;
 }
 
-uint64_t LargestUnit(const GenerationSizes& s) {
-  return s.units.empty() ? 0 : *std::max_element(s.units.begin(), s.units.end());
-}
-
 // Of a pass that decodes: of each text one, and its drafted tokens.
 int64_t RowsThatDecode(const GenerationPlan& plan, const GenerationWish& wish) {
   return plan.batch * (1 + wish.drafted);
@@ -56,7 +56,8 @@ int64_t RowsThatDecode(const GenerationPlan& plan, const GenerationWish& wish) {
 
 // What of a pass that a device computes is in the host's tensors: rows of tables, logits.
 uint64_t HostTensorBytes(const GenerationSizes& s, int64_t decoded, int64_t prompted) {
-  const uint64_t table_rows = U(decoded + prompted) * U(s.decoder.width) * (8 + 2 * U(s.element_bytes));
+  const int64_t rows = RoundUp(decoded, kDeviceRows) + RoundUp(prompted, kDeviceRows);
+  const uint64_t table_rows = U(rows) * U(s.decoder.width) * (8 + 2 * U(s.element_bytes));
   const uint64_t logits = U(decoded) * U(s.decoder.vocab) * 4;
   return (table_rows + logits) * 9 / 8 + s.kept_bytes + kTensorSlack;
 }
@@ -68,8 +69,10 @@ uint64_t DeviceTensorBytes(const GenerationSizes& s, const GenerationWish& wish,
   const uint64_t coded =
       s.coded_elements > 0 ? 2 * U(s.element_bytes) * U(std::max(kDeviceDecodedElements, s.decoded_elements))
                            : 0;
+  // Parts that are moved to where they are aligned.
+  const uint64_t moved = 2 * LargestUnit(s);
   const uint64_t records = U(wish.positions) * 2 * U(s.decoder.key_heads * s.decoder.depth * s.element_bytes);
-  return TensorBytes(s, wish, RoundUp(decoded, kDeviceRows), RoundUp(prompted, kDeviceRows)) + coded +
+  return TensorBytes(s, wish, RoundUp(decoded, kDeviceRows), RoundUp(prompted, kDeviceRows)) + coded + moved +
          records + wish.device->slack_bytes;
 }
 
@@ -95,7 +98,9 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
   const int64_t decoded = RowsThatDecode(plan, wish);
   plan.tensor_bytes = wish.device.has_value() ? HostTensorBytes(s, decoded, prompt_rows)
                                               : TensorBytes(s, wish, decoded, prompt_rows);
-  plan.tensor_bytes += plan.keeps_tables ? s.table_bytes : 0;
+  // Tables are loaded before there is a pass.
+  if (plan.keeps_tables)
+    plan.tensor_bytes = std::max(plan.tensor_bytes, s.loading_bytes + kTensorSlack) + s.table_bytes;
   if (wish.device.has_value()) {
     DevicePart& device = plan.device.emplace();
     device.ring_bytes = kDevicePlaces * LargestUnit(s);
@@ -163,7 +168,10 @@ void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPla
       plan->cache == CachePlace::kDrive ? U(plan->batch) * s.cache.file_bytes(wish.positions) : 0;
   const double drive =
       static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
-  const auto further = static_cast<double>(RowsThatDecode(*plan, wish) - 1);
+  const int64_t rows = RowsThatDecode(*plan, wish);
+  // On a device those of a block cost as much as one.
+  const int64_t first = wish.device.has_value() ? kDeviceRows : 1;
+  const auto further = static_cast<double>(RoundUp(rows, first) - first);
   const double compute = wish.product_seconds + further * wish.row_seconds;
   const double copies = plan->device.has_value() ? static_cast<double>(plan->device->pass_bytes) /
                                                        wish.device->copy_bytes_per_second
@@ -264,8 +272,11 @@ absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, cons
         unbounded.budget_bytes = std::numeric_limits<uint64_t>::max() / 8;
         if (unbounded.device.has_value()) unbounded.device->budget_bytes = unbounded.budget_bytes;
         const GenerationPlan wanted = *PlanOf(sizes, unbounded, {batch, place});
-        least = std::min(least, wanted.least_bytes);
-        if (wanted.device.has_value()) least_device = std::min(least_device, wanted.device->least_bytes);
+        const uint64_t there = wanted.device.has_value() ? wanted.device->least_bytes : 0;
+        least_device = std::min(least_device, there);
+        // Of host memory: where the device's is enough.
+        if (there <= (wish.device.has_value() ? wish.device->budget_bytes : 0))
+          least = std::min(least, wanted.least_bytes);
         continue;
       }
       // A larger batch, or a cache further away, has to gain something.

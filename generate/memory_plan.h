@@ -26,9 +26,11 @@ namespace penstock::generate {
 inline constexpr int64_t kChunkRows = 128;
 // Of those, that attend at once.
 inline constexpr int64_t kAttentionRows = 32;
-// Rows of a pass on a device that are multiplied at once where they decode. All that is computed there has as
-// many rows, or a multiple.
+// Where LibTorch's libraries multiply (on a device): rows that decode, so many at once; all that is computed
+// has as many rows, or a multiple. The share of a prompt begins at a multiple of kShareRows, so that it is
+// aligned alike in any company.
 inline constexpr int64_t kDeviceRows = 64;
+inline constexpr int64_t kShareRows = 8;
 
 enum class CachePlace : uint8_t { kAuto, kDevice, kHost, kDrive };
 
@@ -51,6 +53,7 @@ struct GenerationSizes {
   int64_t coded_elements = 0;    // of those, coded
   kernels::WeightCode code;      // in which most of them are
   int64_t decoded_elements = 0;  // that are decoded at once, at most
+  uint64_t loading_bytes = 0;    // of a table as it is stored, where it is kept in another form
 };
 
 // A device that computes, with memory of its own.
@@ -68,7 +71,7 @@ struct GenerationWish {
   int64_t positions = 1;  // of the longest, prompt and text
   int64_t prompt = 1;     // positions of the longest prompt
   // Tokens of a text that are guessed and verified in one pass, at most (generate/prompt_lookup.h). Keys and
-  // values are in host memory then: those of wrong guesses are written over.
+  // values are in memory then: those of wrong guesses are written over.
   int64_t drafted = 0;
   std::optional<DeviceWish> device;
   double drive_bytes_per_second = 2e9;

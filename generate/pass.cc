@@ -112,15 +112,23 @@ void ForKept(const models::Decoder& decoder, DType type, uint64_t table_bytes, V
 
 }  // namespace
 
-uint64_t KeptTensors::BytesOf(const models::Decoder& decoder, const models::ModelLayout& /*layout*/,
-                              DType type, uint64_t table_bytes) {
-  uint64_t sum = 0;
+KeptTensors::Sizes KeptTensors::SizesOf(const models::Decoder& decoder, const WeightSource& source,
+                                        DType type, uint64_t table_bytes) {
+  Sizes sizes;
   ForKept(decoder, type, table_bytes,
-          [&](int, const models::ParameterDescription& parameter, int, bool kept, uint64_t width) {
+          [&](int, const models::ParameterDescription& parameter, int number, bool kept, uint64_t width) {
+            if (!kept) return;
             // An allocation is rounded to whole cache lines.
-            if (kept) sum += (static_cast<uint64_t>(parameter.elements()) * width + 127) / 64 * 64;
+            const auto elements = static_cast<uint64_t>(parameter.elements());
+            sizes.kept_bytes += (elements * width + 127) / 64 * 64;
+            uint64_t raw =
+                source.type(number) == type ? 0 : elements * kernels::BytesPerElement(source.type(number));
+            if (const auto& code = source.code(number); code.has_value())
+              raw = static_cast<uint64_t>(parameter.rows) *
+                    code->row_bytes(static_cast<size_t>(parameter.columns));
+            sizes.loading_bytes = std::max(sizes.loading_bytes, raw);
           });
-  return sum;
+  return sizes;
 }
 
 absl::StatusOr<std::unique_ptr<KeptTensors>> KeptTensors::Load(
@@ -203,10 +211,10 @@ struct PassRunner::Rows {
   ProductRows products;
   int64_t all = 0;
 
-  // Those that decode, and all of them, are a multiple of `block`.
-  Rows(const std::vector<Share>& shares, int64_t block) {
+  // Those that decode, and all of them, are a multiple of `block`; a prompt's begin at one of `start`.
+  Rows(const std::vector<Share>& shares, int64_t block, int64_t start) {
     for (const Share& share : shares) {
-      if (!share.decodes) all = RoundUp(all, block);
+      if (!share.decodes) all = RoundUp(all, products.chunks.empty() ? block : start);
       first.push_back(all);
       const auto count = static_cast<int64_t>(share.tokens.size());
       all += count;
@@ -268,7 +276,7 @@ class PassRunner::Block : public models::BlockAccess {
   // By each row that decodes and each piece of a prompt: their places among the others are not their own. A
   // device computes each element alike.
   Tensor Map(const Tensor& x, const std::function<Tensor(const Tensor&)>& f) const override {
-    if (runner_.tensors_there_) return f(x);
+    if (runner_.products_ == Products::kLibTorch) return f(x);
     Tensor y;
     const auto add = [&](int64_t first, int64_t rows) {
       const Tensor part = f(x.narrow(0, first, rows));
@@ -391,7 +399,7 @@ class PassRunner::Block : public models::BlockAccess {
 
 PassRunner::PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout,
                        const MatrixOrder* order, WeightSource* source, KeptTensors* kept, ItemStream* stream,
-                       KvCache* cache, zero::Device* device, int threads)
+                       KvCache* cache, zero::Device* device, Products products, int threads)
     : decoder_(*decoder),
       shape_(decoder->shape()),
       layout_(*layout),
@@ -401,10 +409,18 @@ PassRunner::PassRunner(const models::Decoder* decoder, const models::ModelLayout
       stream_(*stream),
       cache_(*cache),
       device_(*device),
-      tensors_there_(device->has_own_memory() && !device->tensors_are_host()),
+      products_(products),
       scratch_(threads) {}
 
 PassRunner::~PassRunner() = default;
+
+Products ProductsOf(const zero::Device& device) {
+  return device.has_own_memory() && !device.tensors_are_host() ? Products::kLibTorch : Products::kOwn;
+}
+
+int64_t PassRunner::RowsOf(int64_t tokens) const {
+  return products_ == Products::kLibTorch ? Rows::RoundUp(tokens, kShareRows) : tokens;
+}
 
 StoredMatrix PassRunner::StoredAs(int tensor) const {
   const models::PublishedTensor& matrix = layout_.tensors[static_cast<size_t>(tensor)];
@@ -417,7 +433,7 @@ StoredMatrix PassRunner::StoredAs(int tensor) const {
 
 std::unique_ptr<Product> PassRunner::MakeProduct(const Tensor& x, const ProductRows& rows,
                                                  const StoredMatrix& matrix) {
-  if (tensors_there_) return std::make_unique<TensorProduct>(x, rows, matrix, &device_);
+  if (products_ == Products::kLibTorch) return std::make_unique<TensorProduct>(x, rows, matrix, &device_);
   return std::make_unique<MatrixProduct>(x, rows, matrix, &scratch_);
 }
 
@@ -475,8 +491,9 @@ absl::StatusOr<Tensor> PassRunner::Embed(const std::vector<Share>& shares, const
 
 absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
   const torch::NoGradGuard no_grad;
-  const int64_t block_rows = tensors_there_ ? kDeviceRows : 1;
-  const Rows rows(shares, block_rows);
+  const bool in_blocks = products_ == Products::kLibTorch;
+  const int64_t block_rows = in_blocks ? kDeviceRows : 1;
+  const Rows rows(shares, block_rows, in_blocks ? kShareRows : 1);
   ASSIGN_OR_RETURN(Tensor x, Embed(shares, rows));
   std::vector<int64_t> at(static_cast<size_t>(rows.all), 0), wanted;
   for (size_t i = 0; i < shares.size(); ++i) {
@@ -487,7 +504,9 @@ absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
   }
   const auto count = static_cast<int64_t>(wanted.size());
   if (count > 0) wanted.resize(static_cast<size_t>(Rows::RoundUp(count, block_rows)), wanted.front());
+  // All that is copied there is, before anything is enqueued that a copy would wait for.
   const Tensor positions = zero::ToDevice(device_, torch::tensor(at, torch::kInt64));
+  const Tensor index = zero::ToDevice(device_, torch::tensor(wanted, torch::kInt64));
   Block block(this, &shares, &rows);
   for (int64_t layer = 0; layer < shape_.layers; ++layer) {
     block.Enter(static_cast<int>(layer) + 1, layer, &rows.products);
@@ -495,7 +514,6 @@ absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
   }
   const ProductRows wanted_rows = {.single = static_cast<int64_t>(wanted.size()), .chunks = {}};
   block.Enter(shape_.head_block, -1, &wanted_rows);
-  const Tensor index = zero::ToDevice(device_, torch::tensor(wanted, torch::kInt64));
   const Tensor logits = decoder_.Logits(block, x.index_select(0, index));
   return zero::ToHost(device_, logits.narrow(0, 0, count).contiguous());
 }

@@ -11,8 +11,8 @@
 //
 // On a device with memory of its own, all but tables of rows is there: vectors, units as a DeviceStream
 // brings them, what a layer computes. Keys and values are there too, or are copied there and back for each
-// layer. A pass has a multiple of kDeviceRows rows then, some of which are nobody's: LibTorch's libraries for
-// a device sum a row in ways that depend on how many there are.
+// layer. Where LibTorch's libraries multiply, a pass has a multiple of kDeviceRows rows, some of which are
+// nobody's: how those libraries sum a row depends on how many there are.
 //
 // Threads: one. Errors: of the stream; kResourceExhausted: LibTorch's memory is at its limit.
 #ifndef PENSTOCK_GENERATE_PASS_H_
@@ -70,9 +70,12 @@ class KeptTensors {
                                                            WeightSource* source, kernels::DType type,
                                                            uint64_t table_bytes, std::span<std::byte> scratch,
                                                            zero::Device* device);
-  // What Load would keep, in bytes.
-  static uint64_t BytesOf(const models::Decoder& decoder, const models::ModelLayout& layout,
-                          kernels::DType type, uint64_t table_bytes);
+  // What Load would keep, in bytes; and the most that it reads at once of what is kept in another form.
+  struct Sizes {
+    uint64_t kept_bytes = 0, loading_bytes = 0;
+  };
+  static Sizes SizesOf(const models::Decoder& decoder, const WeightSource& source, kernels::DType type,
+                       uint64_t table_bytes);
 
   int tensor(int block, std::string_view name) const;  // -1: the block has none of this name
   at::Tensor vector(int tensor) const { return kept_.at(tensor); }
@@ -90,12 +93,16 @@ class KeptTensors {
   std::span<std::byte> scratch_;
 };
 
+// Who multiplies: kernels/product.h, or LibTorch alone, as it must on a device of its own.
+enum class Products : uint8_t { kOwn, kLibTorch };
+Products ProductsOf(const zero::Device& device);
+
 class PassRunner {
  public:
   // All outlive it. `stream`: a DeviceStream where the device has its own memory. `threads`: of products.
   PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout, const MatrixOrder* order,
              WeightSource* source, KeptTensors* kept, ItemStream* stream, KvCache* cache,
-             zero::Device* device, int threads);
+             zero::Device* device, Products products, int threads);
   ~PassRunner();
 
   // Tells the stream what the pass of `shares` reads. With the cache in memory that is the same for every
@@ -103,6 +110,9 @@ class PassRunner {
   // records, the rest when they are known.
   void AppendStart();
   void AppendRest(const std::vector<Share>& shares);
+
+  // Rows of a pass that so many tokens of a prompt take.
+  int64_t RowsOf(int64_t tokens) const;
 
   // fp32 [wanted, vocab], in host memory: a row for each position that wants logits, in order. The shares
   // that decode come first.
@@ -127,7 +137,7 @@ class PassRunner {
   ItemStream& stream_;
   KvCache& cache_;
   zero::Device& device_;
-  const bool tensors_there_;  // LibTorch's are in the device's memory, and its libraries for it compute
+  const Products products_;
   ProductScratch scratch_;
 };
 

@@ -1,20 +1,12 @@
 #include "generate/stream.h"
 
-#include <chrono>
 #include <utility>
 
 #include "base/check.h"
 #include "base/status_macros.h"
+#include "generate/clock.h"
 
 namespace penstock::generate {
-namespace {
-
-double Now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-}  // namespace
-
 Stream::Stream(WeightSource* source, KvCache* cache, aio::Engine* engine, std::span<std::byte> ring,
                std::vector<std::byte*> homes)
     : source_(*source),

@@ -2,11 +2,11 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <chrono>
 #include <future>
 #include <utility>
 
 #include "base/check.h"
+#include "generate/clock.h"
 #include "generate/decode.h"
 #include "generate/matrix_product.h"
 #include "generate/memory_plan.h"
@@ -17,10 +17,15 @@ namespace {
 
 using torch::Tensor;
 
-// Memory where `x` is.
-Tensor ViewOfBytes(const std::byte* memory, std::vector<int64_t> sizes, torch::Dtype type, const Tensor& x) {
+// Elements where x is; a copy of them where the address is none that kernels read vectors from.
+Tensor ElementsAt(const std::byte* memory, int64_t elements, torch::Dtype type, const Tensor& x) {
+  constexpr uintptr_t kAligned = 16;
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): from_blob takes no const memory
-  return torch::from_blob(const_cast<std::byte*>(memory), sizes, x.options().dtype(type));
+  auto* const at = const_cast<std::byte*>(memory);
+  if (reinterpret_cast<uintptr_t>(at) % kAligned == 0)
+    return torch::from_blob(at, {elements}, x.options().dtype(type));
+  const auto bytes = elements * static_cast<int64_t>(c10::elementSize(type));
+  return torch::from_blob(at, {bytes}, x.options().dtype(torch::kUInt8)).clone().view(type);
 }
 
 }  // namespace
@@ -47,10 +52,10 @@ void TensorProduct::Add(const std::byte* memory, int64_t first, int64_t elements
   const torch::Dtype type = zero::TorchDtype(matrix_.type);
   if (matrix_.turned) {
     PENSTOCK_CHECK(elements == matrix_.rows * columns, "a turned matrix comes whole");
-    const Tensor weights = ViewOfBytes(memory, {columns, matrix_.rows}, type, x_).to(x_.scalar_type());
-    return AddRows(weights.t(), 0);
+    const Tensor weights = ElementsAt(memory, elements, type, x_).view({columns, matrix_.rows});
+    return AddRows(weights.to(x_.scalar_type()).t(), 0);
   }
-  const Tensor part = ViewOfBytes(memory, {elements}, type, x_);
+  const Tensor part = ElementsAt(memory, elements, type, x_);
   int64_t done = 0;
   if (carried_.defined()) {  // the rest of a row that the part before began
     done = std::min(columns - first % columns, elements);
@@ -94,13 +99,10 @@ void TensorProduct::AddRows(const Tensor& weights, int64_t first_row) {
 double MeasureProduct(const StoredMatrix& matrix, int64_t rows, zero::Device* device) {
   constexpr int kTurns = 4;      // the first loads the library
   constexpr int kProducts = 16;  // one after the other, as in a pass: it takes longer to hear of their end
-  const auto now = [] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-  };
   const torch::TensorOptions there = torch::TensorOptions().device(zero::TorchDeviceOf(*device));
-  const bool plain_bf16 = matrix.type == kernels::DType::kBf16 && !matrix.code.has_value();
   const Tensor x =
-      torch::zeros({rows, matrix.columns}, there.dtype(plain_bf16 ? torch::kBFloat16 : torch::kFloat32));
+      torch::zeros({rows, matrix.columns},
+                   there.dtype(matrix.type == kernels::DType::kBf16 ? torch::kBFloat16 : torch::kFloat32));
   const auto columns = static_cast<size_t>(matrix.columns);
   const size_t row_bytes = matrix.code.has_value() ? matrix.code->row_bytes(columns)
                                                    : columns * kernels::BytesPerElement(matrix.type);
@@ -109,15 +111,16 @@ double MeasureProduct(const StoredMatrix& matrix, int64_t rows, zero::Device* de
   const ProductRows all = {.single = rows, .chunks = {}};
   double best = 1e9;
   for (int turn = 0; turn < kTurns; ++turn) {
-    const double from = now();
+    const double from = Now();
     for (int i = 0; i < kProducts; ++i) {
       TensorProduct product(x, all, matrix, device);
       product.Add(static_cast<const std::byte*>(weights.data_ptr()), 0, matrix.rows * matrix.columns);
     }
-    std::promise<void> computed;
-    device->AfterCompute([&](absl::Status) { computed.set_value(); });
-    computed.get_future().wait();
-    best = std::min(best, (now() - from) / kProducts);
+    std::promise<absl::Status> computed;
+    device->AfterCompute([&](absl::Status status) { computed.set_value(std::move(status)); });
+    const absl::Status status = computed.get_future().get();
+    TORCH_CHECK(status.ok(), std::string(status.message()));
+    best = std::min(best, (Now() - from) / kProducts);
   }
   return best;
 }

@@ -640,7 +640,8 @@ TEST_F(CudaDevice, CodedWeightsAreDecodedToTheBitsOfTheCpu) {
                         expected.data() + row * columns * width);
         }
         for (const size_t odd : {size_t{0}, width}) {
-          DeviceBytes in(coded.data(), coded.size(), odd % 2), out(expected.data(), expected.size(), odd);
+          DeviceBytes in(coded.data(), coded.size(), odd == 0 ? 0 : 1),
+              out(expected.data(), expected.size(), odd);
           ASSERT_EQ(cudaMemset(out.data(), 0, expected.size()), cudaSuccess);
           ASSERT_EQ(cuda::DecodeWeights(code, in.data(), rows, columns, to, out.data(), nullptr), 0);
           SCOPED_TRACE(::testing::Message()

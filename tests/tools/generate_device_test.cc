@@ -145,7 +145,8 @@ TEST_F(GenerateOnDeviceTest, TokensAreThoseOfTheHostForEveryBudgetAndPlace) {
     ASSERT_NE(host, nullptr);
     const auto expected = Texts(host.get(), asked);
     const uint64_t weights = host->plan().resident_bytes;
-    for (const int64_t batch : {number % 2 == 1 ? 5 : 1}) {
+    {
+      const int64_t batch = number % 2 == 1 ? 5 : 1;
       for (const CachePlace place : {CachePlace::kDevice, CachePlace::kHost, CachePlace::kDrive}) {
         Setting setting{.batch = batch, .cache = place, .device = Device()};
         const auto large = Make(directory, asked, setting, sampling);
@@ -250,12 +251,7 @@ TEST_F(GenerateOnDeviceTest, ACopyThatFailsEndsTheRunWithItsError) {
   EXPECT_GE(failed, 4);
 }
 
-TEST_F(GenerateOnDeviceTest, WhatIsTooSmallIsNamedWithTheLeastThatWorks) {
-  const std::vector<Asked> asked = ManyPrompts();
-  const std::string directory = dir_ + "/least";
-  tools::testing_support::WriteModel(directory, LlamaConfigOf());
-  const auto large = Make(directory, asked, {.batch = 2, .cache = CachePlace::kHost, .device = Device()});
-  ASSERT_NE(large, nullptr);
+TEST(DevicePlanTest, WhatIsTooSmallIsNamedWithTheLeastThatWorks) {
   GenerationSizes sizes;
   sizes.decoder = {.layers = 2,
                    .width = 64,
@@ -288,6 +284,61 @@ TEST_F(GenerateOnDeviceTest, WhatIsTooSmallIsNamedWithTheLeastThatWorks) {
   EXPECT_LE(least->total_bytes, wish.budget_bytes);
   --wish.budget_bytes;
   EXPECT_THAT(std::string(PlanGeneration(sizes, wish).status().message()), HasSubstr("--host-memory"));
+  // Keys and values fit nowhere: what is said to be enough is, with the other budget as it is.
+  wish.drafted = 2;
+  wish.positions = 1 << 18;
+  wish.budget_bytes = wish.device->budget_bytes = uint64_t{1} << 40;
+  wish.cache = CachePlace::kHost;
+  wish.device->budget_bytes = PlanGeneration(sizes, wish)->device->least_bytes;
+  wish.cache = CachePlace::kAuto;
+  const uint64_t cache = sizes.cache.host_bytes(wish.positions);
+  wish.budget_bytes = roomy->least_bytes + 4 * kMiB;
+  const std::string said(PlanGeneration(sizes, wish).status().message());
+  ASSERT_THAT(said, HasSubstr("--host-memory"));
+  const size_t bytes = said.rfind('(') + 1;
+  wish.budget_bytes = std::stoull(said.substr(bytes));
+  EXPECT_GT(wish.budget_bytes, cache) << said;
+  const auto enough = PlanGeneration(sizes, wish);
+  ASSERT_TRUE(enough.ok()) << enough.status();
+  EXPECT_EQ(enough->cache, CachePlace::kHost);
+}
+
+// Many short prompts in one pass, and rows that are multiplied in blocks.
+TEST(DevicePlanTest, PromptsOfAPassTakeNoMoreRowsThanArePlanned) {
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 2000; ++round) {
+    const int64_t planned = 1 + static_cast<int64_t>(random() % 600);
+    int64_t room = planned, rows = 0;
+    while (room > 0) {  // as Generator takes them
+      const int64_t count = std::min<int64_t>(room, 1 + static_cast<int64_t>(random() % 40));
+      rows = (rows + kShareRows - 1) / kShareRows * kShareRows + count;
+      room -= (count + kShareRows - 1) / kShareRows * kShareRows;
+    }
+    const auto block = [](int64_t n) { return (n + kDeviceRows - 1) / kDeviceRows * kDeviceRows; };
+    ASSERT_LE(block(rows), block(planned)) << planned;
+  }
+}
+
+// A table that is kept in another form than it is stored in is in memory twice while it is loaded.
+TEST_F(GenerateOnDeviceTest, TablesThatAreDecodedOrConvertedAreLoadedWithinTheBound) {
+  auto config = LlamaConfigOf();
+  config["vocab_size"] = 60000;
+  const std::string directory = dir_ + "/tables";
+  tools::testing_support::WriteModel(directory, config, 1, swap::Dtype::kF16);
+  const std::string packed = dir_ + "/packed";
+  const auto ran = ProgramTest::Run({"pack", directory, packed, "--weights", "8"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::vector<Asked> asked = {{{1, 2, 3}, 4}, {{7}, 3}};
+  for (const std::string& model : {directory, packed}) {
+    const auto host = Make(model, asked, {.budget = 3000 * kMiB, .batch = 2});
+    ASSERT_NE(host, nullptr);
+    EXPECT_TRUE(host->plan().keeps_tables);
+    const auto expected = Texts(host.get(), asked);
+    const auto device = Make(model, asked, {.budget = 3000 * kMiB, .batch = 2, .device = Device()});
+    ASSERT_NE(device, nullptr);
+    EXPECT_TRUE(device->plan().keeps_tables);
+    EXPECT_EQ(Texts(device.get(), asked), expected);
+  }
 }
 
 }  // namespace

@@ -65,10 +65,11 @@ TEST_F(GenerateGpuTest, TokensDependOnNeitherBudgetNorPlaceNorBatch) {
                     .cache = CachePlace::kDevice,
                     .device = device_,
                     .device_budget = 2048 * kMiB};
-    const auto first = Make(directory, asked, setting, sampling);
+    auto first = Make(directory, asked, setting, sampling);
     ASSERT_NE(first, nullptr);
     const auto expected = Texts(first.get(), asked);
     EXPECT_LE(first->stats().peak_device_bytes, static_cast<int64_t>(setting.device_budget));
+    first.reset();  // the device has one at a time
     for (const int64_t batch : {int64_t{1}, static_cast<int64_t>(asked.size())}) {
       for (const CachePlace place : {CachePlace::kDevice, CachePlace::kHost, CachePlace::kDrive}) {
         setting = {.budget = 1024 * kMiB,
@@ -76,10 +77,11 @@ TEST_F(GenerateGpuTest, TokensDependOnNeitherBudgetNorPlaceNorBatch) {
                    .cache = place,
                    .device = device_,
                    .device_budget = 2048 * kMiB};
-        const auto large = Make(directory, asked, setting, sampling);
+        auto large = Make(directory, asked, setting, sampling);
         ASSERT_NE(large, nullptr);
         setting.budget = large->plan().least_bytes;
         setting.device_budget = large->plan().device->least_bytes;
+        large.reset();
         const auto small = Make(directory, asked, setting, sampling);
         ASSERT_NE(small, nullptr);
         EXPECT_EQ(Texts(small.get(), asked), expected)

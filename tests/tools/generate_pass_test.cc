@@ -21,7 +21,7 @@ constexpr int64_t kPositions = 400;
 // Everything that a PassRunner needs, with the cache in host memory and nothing resident.
 class Passes {
  public:
-  explicit Passes(const std::string& directory) {
+  explicit Passes(const std::string& directory, Products products = Products::kOwn) {
     const auto model = models::OpenModel(directory);
     EXPECT_TRUE(model.ok()) << model.status();
     decoder_ = (*model)->MakeDecoder();
@@ -51,7 +51,7 @@ class Passes {
                                        std::span(ring_.data(), 3 * source_->largest_unit_bytes()),
                                        std::vector<std::byte*>(source_->units().size(), nullptr));
     runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
-                                           stream_.get(), cache_.get(), zero::HostDevice().get(),
+                                           stream_.get(), cache_.get(), zero::HostDevice().get(), products,
                                            /*threads=*/2);
   }
 
@@ -94,11 +94,17 @@ void ExpectSameRow(const at::Tensor& a, int64_t row_of_a, const at::Tensor& b, i
       << "rows " << row_of_a << " and " << row_of_b;
 }
 
+// Within rounding.
+void ExpectNearRow(const at::Tensor& a, int64_t row_of_a, const at::Tensor& b, int64_t row_of_b) {
+  EXPECT_TRUE(a[row_of_a].allclose(b[row_of_b], 1e-4, 1e-4)) << "rows " << row_of_a << " and " << row_of_b;
+}
+
 // Prompts of many lengths, then four tokens each: alone, drafted at once, and beside all others in any order,
 // some of which still read their prompts.
-void ExpectTheSameBitsInAnyCompany(const std::string& directory) {
+void ExpectTheSameRowsInAnyCompany(const std::string& directory, Products products,
+                                   decltype(&ExpectSameRow) expect_same) {
   std::mt19937_64 random(testing::UnitTest::GetInstance()->random_seed());
-  Passes passes(directory);
+  Passes passes(directory, products);
   struct Text {
     std::vector<int64_t> prompt, next;
     at::Tensor begins, goes_on;  // logits of its last prompt position, and of four tokens behind it
@@ -116,7 +122,7 @@ void ExpectTheSameBitsInAnyCompany(const std::string& directory) {
     text.goes_on = at::cat(rows);
     // Verified as drafted ones: written over what is there.
     const at::Tensor drafted = passes.Run({{slot, past, text.next, true, true}});
-    for (int64_t i = 0; i < 4; ++i) ExpectSameRow(drafted, i, text.goes_on, i);
+    for (int64_t i = 0; i < 4; ++i) expect_same(drafted, i, text.goes_on, i);
   }
   // All at once: those at even places have read their prompts.
   std::vector<size_t> order(texts.size());
@@ -131,7 +137,7 @@ void ExpectTheSameBitsInAnyCompany(const std::string& directory) {
   const at::Tensor begun = passes.Run(first);
   int64_t row = 0;
   for (const size_t i : order) {
-    if (i % 2 == 0) ExpectSameRow(begun, row++, texts[i].begins, 0);
+    if (i % 2 == 0) expect_same(begun, row++, texts[i].begins, 0);
   }
   for (const size_t i : order) {
     const auto past = static_cast<int64_t>(texts[i].prompt.size());
@@ -143,12 +149,16 @@ void ExpectTheSameBitsInAnyCompany(const std::string& directory) {
   const at::Tensor mixed = passes.Run(second);
   row = 0;
   for (const size_t i : order) {
-    for (int64_t t = 0; i % 2 == 0 && t < 4; ++t) ExpectSameRow(mixed, row++, texts[i].goes_on, t);
+    for (int64_t t = 0; i % 2 == 0 && t < 4; ++t) expect_same(mixed, row++, texts[i].goes_on, t);
   }
   for (const size_t i : order) {
-    if (i % 2 == 1) ExpectSameRow(mixed, row++, texts[i].begins, 0);
+    if (i % 2 == 1) expect_same(mixed, row++, texts[i].begins, 0);
   }
   EXPECT_EQ(row, mixed.size(0));
+}
+
+void ExpectTheSameBitsInAnyCompany(const std::string& directory) {
+  ExpectTheSameRowsInAnyCompany(directory, Products::kOwn, ExpectSameRow);
 }
 
 std::vector<json> Configs() {
@@ -192,6 +202,47 @@ TEST_F(GeneratePassTest, ARowHasTheSameBitsInAnyCompanyOfCodedWeights) {
     const auto ran = ProgramTest::Run({"pack", directory, packed, "--weights", bits, "--group", "32"});
     ASSERT_EQ(ran.code, 0) << ran.err;
     ExpectTheSameBitsInAnyCompany(packed);
+  }
+}
+
+// As a device's pass is made, with rows that are nobody's: of LibTorch's products on the processor, whose
+// bits depend on their places.
+void ExpectTheRowsOfOwnProducts(const std::string& directory) {
+  std::vector<Share> shares;
+  Passes own(directory), librarys(directory, Products::kLibTorch);
+  for (const int64_t length : {1, 40, 7, 130, 8}) {
+    std::vector<int64_t> prompt;
+    for (int64_t i = 0; i < length; ++i) prompt.push_back((31 * i + length) % 300);
+    const int slot = own.Slot();
+    EXPECT_EQ(librarys.Slot(), slot);
+    shares.push_back({slot, 0, prompt, false, true});
+  }
+  for (int pass = 0; pass < 3; ++pass) {
+    const at::Tensor expected = own.Run(shares), got = librarys.Run(shares);
+    ASSERT_EQ(got.sizes(), expected.sizes());
+    for (int64_t row = 0; row < expected.size(0); ++row) ExpectNearRow(got, row, expected, row);
+    for (Share& share : shares) {
+      share.past += static_cast<int64_t>(share.tokens.size());
+      share.tokens = {(share.past * 17) % 300};
+      share.decodes = true;
+    }
+  }
+}
+
+TEST_F(GeneratePassTest, APassOfLibTorchsProductsHasTheSameRows) {
+  int number = 0;
+  for (const json& config : Configs()) {
+    SCOPED_TRACE(config.dump());
+    const std::string directory = dir_ + "/model" + std::to_string(number++);
+    tools::testing_support::WriteModel(directory, config, 1, swap::Dtype::kF32);
+    ExpectTheSameRowsInAnyCompany(directory, Products::kLibTorch, ExpectNearRow);
+    ExpectTheRowsOfOwnProducts(directory);
+    for (const std::string bits : {"8", "4"}) {
+      const std::string packed = directory + "-" + bits;
+      const auto ran = ProgramTest::Run({"pack", directory, packed, "--weights", bits});
+      ASSERT_EQ(ran.code, 0) << ran.err;
+      ExpectTheRowsOfOwnProducts(packed);
+    }
   }
 }
 

@@ -38,12 +38,6 @@ const char* PlaceName(generate::CachePlace place) {
                                                 : "nvme";
 }
 
-const char* PlaceText(generate::CachePlace place) {
-  return place == generate::CachePlace::kDevice ? "on the device"
-         : place == generate::CachePlace::kHost ? "all in memory"
-                                                : "the rest on the drive";
-}
-
 absl::StatusOr<uint64_t> BudgetOf(const std::optional<std::string>& text, int threads) {
   if (!text.has_value()) return static_cast<uint64_t>(DefaultHostMemory(1, threads));
   const absl::StatusOr<int64_t> bytes = ParseSize(*text);
@@ -103,21 +97,26 @@ std::string GenerationPlanText(const generate::GenerationPlan& plan, const gener
   if (plan.device.has_value()) {
     device = absl::StrFormat(
         "device memory %s: weights resident %s, in flight %s; keys and values %s; tensors %s; the least that "
-        "works "
-        "here %s; each pass copies %s there at %s\n",
+        "works here %s; each pass copies %s there at %s\n",
         size(plan.device->total_bytes), size(plan.device->resident_bytes), size(plan.device->ring_bytes),
         size(plan.device->cache_bytes), size(plan.device->tensor_bytes), size(plan.device->least_bytes),
         size(plan.device->pass_bytes), FormatBandwidth(wish.device->copy_bytes_per_second));
   }
+  const std::string cache =
+      plan.cache == generate::CachePlace::kDevice
+          ? "on the device"
+          : absl::StrCat(size(plan.cache_bytes), plan.cache == generate::CachePlace::kHost
+                                                     ? " (all in memory)"
+                                                     : " (the rest on the drive)");
   return absl::StrFormat(
-      "%d at once; host memory %s: weights resident %s, in flight %s; keys and values %s (%s); tensors %s; "
+      "%d at once; host memory %s: weights resident %s, in flight %s; keys and values %s; tensors %s; "
       "the least that works here %s\n%s"
       "each pass reads %s of weights and up to %s of keys and values; drive %s: about %.3f s a pass, %.2f "
       "tokens/s, bound by %s\n",
-      plan.batch, size(plan.total_bytes), size(plan.resident_bytes), size(plan.ring_bytes),
-      size(plan.cache_bytes), PlaceText(plan.cache), size(plan.tensor_bytes), size(plan.least_bytes), device,
-      size(plan.pass_bytes), size(plan.cache_pass_bytes), FormatBandwidth(wish.drive_bytes_per_second),
-      plan.pass_seconds, plan.tokens_per_second(), generate::PassBoundName(plan.bound));
+      plan.batch, size(plan.total_bytes), size(plan.resident_bytes), size(plan.ring_bytes), cache,
+      size(plan.tensor_bytes), size(plan.least_bytes), device, size(plan.pass_bytes),
+      size(plan.cache_pass_bytes), FormatBandwidth(wish.drive_bytes_per_second), plan.pass_seconds,
+      plan.tokens_per_second(), generate::PassBoundName(plan.bound));
 }
 
 nlohmann::ordered_json GenerationPlanJson(const generate::GenerationPlan& plan,

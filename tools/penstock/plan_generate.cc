@@ -69,7 +69,11 @@ std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes, const gene
     if (coded) break;
     generate::GenerationSizes packed = sizes;
     other = wish;
-    generate::PlanAsPacked({.bits = bits}, device, &packed, &other);
+    const absl::Status measured = generate::PlanAsPacked({.bits = bits}, device, &packed, &other);
+    if (!measured.ok()) {
+      all.push_back({absl::StrCat("packed in ", bits, " bit"), measured});
+      continue;
+    }
     ask(absl::StrCat("packed in ", bits, " bit"), packed, other);
   }
   for (const int64_t batch : {1, 8, 32, 128}) {

@@ -154,6 +154,8 @@ class Generation {
                           {"stop", flags_.stop},
                           {"temperature", s.temperature},
                           {"repetition_penalty", s.repetition_penalty}};
+    if (flags_.memory.device != "cpu")
+      all["device"] = flags_.memory.device;  // sums are rounded otherwise there
     if (s.temperature > 0)
       all.update({{"seed", flags_.seed + prompt.index}, {"top_k", s.top_k}, {"top_p", s.top_p}});
     const std::string text = all.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
