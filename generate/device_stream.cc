@@ -98,7 +98,7 @@ absl::Status DeviceStream::UploadOne() {
       const uint64_t bytes = source_.units()[next.unit].bytes;
       copied_bytes_ += bytes;
       device_.CopyIn(upload.item.memory, host.memory, static_cast<int64_t>(bytes), /*after_compute=*/true,
-                     [this](absl::Status status) {
+                     [this](const absl::Status& status) {
                        const std::lock_guard lock(mutex_);
                        failed_.Update(status);
                        ++copies_over_;
@@ -107,7 +107,7 @@ absl::Status DeviceStream::UploadOne() {
     }
   }
   order_.pop_front();
-  uploads_.push_back(std::move(upload));
+  uploads_.push_back(upload);
   return absl::OkStatus();
 }
 
@@ -136,7 +136,7 @@ absl::StatusOr<StreamItem> DeviceStream::Next() {
     RETURN_IF_ERROR(UploadOne());
     RETURN_IF_ERROR(UploadAhead());
   }
-  held_.push_back(std::move(uploads_.front()));
+  held_.push_back(uploads_.front());
   uploads_.pop_front();
   RETURN_IF_ERROR(WaitFor(held_.back().copy));
   return held_.back().item;
