@@ -191,6 +191,28 @@ TEST_F(GenerateOnDeviceTest, TokensAreThoseOfTheHostForEveryBudgetAndPlace) {
   }
 }
 
+TEST_F(GenerateOnDeviceTest, PackedWeightsMakeTheTextsOfTheHost) {
+  const std::vector<Asked> asked = ManyPrompts();
+  const std::string directory = dir_ + "/plain";
+  tools::testing_support::WriteModel(directory, LlamaConfigOf());
+  for (const int bits : {8, 4}) {
+    const std::string packed = Packed(directory, bits);
+    const auto host = Make(packed, asked, {.batch = 5});
+    ASSERT_NE(host, nullptr);
+    const auto expected = Texts(host.get(), asked);
+    Setting setting{.batch = 5, .device = Device()};
+    const auto large = Make(packed, asked, setting);
+    ASSERT_NE(large, nullptr);
+    EXPECT_EQ(Texts(large.get(), asked), expected);
+    setting.device = Device();
+    setting.budget = large->plan().least_bytes;
+    setting.device_budget = large->plan().device->least_bytes;
+    const auto small = Make(packed, asked, setting);
+    ASSERT_NE(small, nullptr);
+    EXPECT_EQ(Texts(small.get(), asked), expected);
+  }
+}
+
 TEST_F(GenerateOnDeviceTest, ASlowDeviceMakesTheSameTexts) {
   const std::vector<Asked> asked = ManyPrompts();
   const std::string directory = dir_ + "/slow";

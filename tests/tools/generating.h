@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -17,6 +18,8 @@
 
 #include "generate/generator.h"
 #include "models/family.h"
+#include "models/weight_import.h"
+#include "models/weight_pack.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 #include "zero/compute/device.h"
@@ -70,6 +73,23 @@ class GeneratingTest : public tools::testing_support::ProgramTest {
     auto generator = Generator::Create(*model, open, std::move(options));
     EXPECT_TRUE(generator.ok()) << generator.status();
     return generator.ok() ? *std::move(generator) : nullptr;
+  }
+
+  // Its directory beside `directory`, as `penstock pack` makes it.
+  static std::string Packed(const std::string& directory, int bits) {
+    const std::string to = directory + "-" + std::to_string(bits) + "bit";
+    std::filesystem::create_directory(to);
+    std::filesystem::copy_file(directory + "/config.json", to + "/config.json");
+    const auto model = models::OpenModel(directory);
+    EXPECT_TRUE(model.ok()) << model.status();
+    const models::ModelLayout layout = (*model)->Layout();
+    auto import = models::WeightImport::Open(directory, layout, "weights");
+    EXPECT_TRUE(import.ok()) << import.status();
+    models::PackOptions options;
+    options.bits = bits;
+    const auto packed = models::PackWeights(import->get(), layout, to, options);
+    EXPECT_TRUE(packed.ok()) << packed.status();
+    return to;
   }
 
   std::vector<std::vector<int64_t>> Texts(Generator* generator, const std::vector<Asked>& asked) {
