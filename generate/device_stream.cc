@@ -96,7 +96,6 @@ absl::Status DeviceStream::UploadOne() {
       upload.copy = next_copy_++;
       copying_.push_back({upload.copy, host});
       const uint64_t bytes = source_.units()[next.unit].bytes;
-      copied_bytes_ += bytes;
       device_.CopyIn(upload.item.memory, host.memory, static_cast<int64_t>(bytes), /*after_compute=*/true,
                      [this](const absl::Status& status) {
                        const std::lock_guard lock(mutex_);

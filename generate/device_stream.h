@@ -45,7 +45,6 @@ class DeviceStream : public ItemStream {
   absl::StatusOr<StreamItem> Next() override;
   absl::Status Release(const StreamItem& item) override;
 
-  uint64_t copied_bytes() const { return copied_bytes_; }
   double copy_wait_seconds() const { return copy_wait_seconds_; }
 
  private:
@@ -89,7 +88,6 @@ class DeviceStream : public ItemStream {
   std::deque<Copying> copying_;  // host memory that is still read
   std::vector<int> free_;        // places
   uint64_t next_number_ = 0, next_copy_ = 1;
-  uint64_t copied_bytes_ = 0;
   double copy_wait_seconds_ = 0;
 
   std::mutex mutex_;  // of the following

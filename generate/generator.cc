@@ -127,7 +127,7 @@ absl::Status MeasureProducts(const GenerationSizes& sizes, zero::Device* device,
   wish->row_seconds = std::max(0.0, more - one) / kFurther * pieces;
   return absl::OkStatus();
 } catch (const c10::Error& error) {
-  return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
+  return OutOfMemory(error);
 }
 
 // How fast so much memory is copied to the device's; takes its arena.

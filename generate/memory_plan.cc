@@ -21,7 +21,6 @@ constexpr int64_t kMostBatch = 256;
 constexpr uint64_t kTensorSlack = 4 * kMiB;
 
 uint64_t U(int64_t n) { return static_cast<uint64_t>(n); }
-int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 uint64_t LargestUnit(const GenerationSizes& s) {
   return s.units.empty() ? 0 : *std::max_element(s.units.begin(), s.units.end());

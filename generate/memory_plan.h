@@ -31,6 +31,7 @@ inline constexpr int64_t kAttentionRows = 32;
 // aligned alike in any company.
 inline constexpr int64_t kDeviceRows = 64;
 inline constexpr int64_t kShareRows = 8;
+inline int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 enum class CachePlace : uint8_t { kAuto, kDevice, kHost, kDrive };
 

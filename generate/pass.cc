@@ -38,10 +38,6 @@ T OrThrow(absl::StatusOr<T> value) {
 
 bool IsMatrix(const models::ParameterDescription& parameter) { return parameter.columns > 0; }
 
-absl::Status OutOfMemory(const c10::Error& error) {
-  return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
-}
-
 absl::Status Move(zero::Device* device, Tensor* tensor) {
   try {
     *tensor = zero::ToDevice(*device, *tensor);
@@ -52,6 +48,10 @@ absl::Status Move(zero::Device* device, Tensor* tensor) {
 }
 
 }  // namespace
+
+absl::Status OutOfMemory(const c10::Error& error) {
+  return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
+}
 
 MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& layout) {
   const models::DecoderShape shape = decoder.shape();
@@ -232,7 +232,6 @@ struct PassRunner::Rows {
     }
     all = RoundUp(all, block);
   }
-  static int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 };
 
 // The weights of one block, as they come from the stream, and its layer's part of the cache.
@@ -419,7 +418,7 @@ Products ProductsOf(const zero::Device& device) {
 }
 
 int64_t PassRunner::RowsOf(int64_t tokens) const {
-  return products_ == Products::kLibTorch ? Rows::RoundUp(tokens, kShareRows) : tokens;
+  return products_ == Products::kLibTorch ? RoundUp(tokens, kShareRows) : tokens;
 }
 
 StoredMatrix PassRunner::StoredAs(int tensor) const {
@@ -503,7 +502,7 @@ absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
     for (int64_t t = shares[i].decodes ? 0 : count - 1; t < count; ++t) wanted.push_back(rows.first[i] + t);
   }
   const auto count = static_cast<int64_t>(wanted.size());
-  if (count > 0) wanted.resize(static_cast<size_t>(Rows::RoundUp(count, block_rows)), wanted.front());
+  if (count > 0) wanted.resize(static_cast<size_t>(RoundUp(count, block_rows)), wanted.front());
   // All that is copied there is, before anything is enqueued that a copy would wait for.
   const Tensor positions = zero::ToDevice(device_, torch::tensor(at, torch::kInt64));
   const Tensor index = zero::ToDevice(device_, torch::tensor(wanted, torch::kInt64));

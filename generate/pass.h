@@ -19,6 +19,7 @@
 #define PENSTOCK_GENERATE_PASS_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <map>
@@ -39,6 +40,9 @@
 #include "zero/compute/device.h"
 
 namespace penstock::generate {
+
+// What LibTorch has thrown: its memory is at its limit.
+absl::Status OutOfMemory(const c10::Error& error);
 
 // What a sequence has in a pass.
 struct Share {

@@ -2,7 +2,6 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <future>
 #include <utility>
 
 #include "base/check.h"
@@ -116,10 +115,7 @@ double MeasureProduct(const StoredMatrix& matrix, int64_t rows, zero::Device* de
       TensorProduct product(x, all, matrix, device);
       product.Add(static_cast<const std::byte*>(weights.data_ptr()), 0, matrix.rows * matrix.columns);
     }
-    std::promise<absl::Status> computed;
-    device->AfterCompute([&](absl::Status status) { computed.set_value(std::move(status)); });
-    const absl::Status status = computed.get_future().get();
-    TORCH_CHECK(status.ok(), std::string(status.message()));
+    zero::Finish(*device);
     best = std::min(best, (Now() - from) / kProducts);
   }
   return best;

@@ -275,16 +275,7 @@ TEST_F(GenerateOnDeviceTest, ACopyThatFailsEndsTheRunWithItsError) {
 
 TEST(DevicePlanTest, WhatIsTooSmallIsNamedWithTheLeastThatWorks) {
   GenerationSizes sizes;
-  sizes.decoder = {.layers = 2,
-                   .width = 64,
-                   .inner = 128,
-                   .vocab = 300,
-                   .heads = 2,
-                   .key_heads = 2,
-                   .depth = 32,
-                   .token_table = "",
-                   .position_table = "",
-                   .head = ""};
+  sizes.decoder = testing_support::ShapeOf(2, 64, 128, 300, 2, 32);
   sizes.cache = {.layers = 2, .record_bytes = 256};
   sizes.units.assign(20, kMiB);
   GenerationWish wish;
@@ -333,11 +324,10 @@ TEST(DevicePlanTest, PromptsOfAPassTakeNoMoreRowsThanArePlanned) {
     int64_t room = planned, rows = 0;
     while (room > 0) {  // as Generator takes them
       const int64_t count = std::min<int64_t>(room, 1 + static_cast<int64_t>(random() % 40));
-      rows = (rows + kShareRows - 1) / kShareRows * kShareRows + count;
-      room -= (count + kShareRows - 1) / kShareRows * kShareRows;
+      rows = RoundUp(rows, kShareRows) + count;
+      room -= RoundUp(count, kShareRows);
     }
-    const auto block = [](int64_t n) { return (n + kDeviceRows - 1) / kDeviceRows * kDeviceRows; };
-    ASSERT_LE(block(rows), block(planned)) << planned;
+    ASSERT_LE(RoundUp(rows, kDeviceRows), RoundUp(planned, kDeviceRows)) << planned;
   }
 }
 

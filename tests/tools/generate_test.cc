@@ -234,16 +234,7 @@ TEST_F(GenerateTest, GptMakesTheTokensOfTheWholeModel) {
 
 TEST(PlanTest, ABudgetThatIsTooSmallIsRefusedWithTheLeastThatWorks) {
   GenerationSizes sizes;
-  sizes.decoder = {.layers = 24,
-                   .width = 2048,
-                   .inner = 5504,
-                   .vocab = 32000,
-                   .heads = 16,
-                   .key_heads = 16,
-                   .depth = 128,
-                   .token_table = "",
-                   .position_table = "",
-                   .head = ""};
+  sizes.decoder = testing_support::ShapeOf(24, 2048, 5504, 32000, 16, 128);
   sizes.cache = {.layers = 24, .record_bytes = 2 * 16 * 128 * 2};
   sizes.units.assign(300, 8 * kMiB);
   sizes.scratch_bytes = kMiB;
@@ -269,16 +260,7 @@ TEST(PlanTest, ABudgetThatIsTooSmallIsRefusedWithTheLeastThatWorks) {
 
 TEST(PlanTest, ResidentUnitsAreSpreadAndFillTheBudget) {
   GenerationSizes sizes;
-  sizes.decoder = {.layers = 1,
-                   .width = 64,
-                   .inner = 64,
-                   .vocab = 64,
-                   .heads = 1,
-                   .key_heads = 1,
-                   .depth = 64,
-                   .token_table = "",
-                   .position_table = "",
-                   .head = ""};
+  sizes.decoder = testing_support::ShapeOf(1, 64, 64, 64, 1, 64);
   sizes.cache = {.layers = 1, .record_bytes = 256};
   sizes.units.assign(100, kMiB);
   GenerationWish wish;

@@ -28,6 +28,19 @@ namespace penstock::generate::testing_support {
 
 inline constexpr uint64_t kMiB = uint64_t{1} << 20;
 
+// What a plan asks of a decoder.
+inline models::DecoderShape ShapeOf(int64_t layers, int64_t width, int64_t inner, int64_t vocab,
+                                    int64_t heads, int64_t depth) {
+  models::DecoderShape shape;
+  shape.layers = layers;
+  shape.width = width;
+  shape.inner = inner;
+  shape.vocab = vocab;
+  shape.heads = shape.key_heads = heads;
+  shape.depth = depth;
+  return shape;
+}
+
 struct Asked {
   std::vector<int64_t> prompt;
   int64_t tokens = 8;

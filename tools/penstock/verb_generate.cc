@@ -4,7 +4,6 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <map>
@@ -15,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
+#include "generate/clock.h"
 #include "generate/generator.h"
 #include "kernels/checksum.h"
 #include "tools/base/cli.h"
@@ -291,12 +291,8 @@ class Generation {
     return absl::OkStatus();
   }
 
-  static double Now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-  }
-
   void Show(const generate::GenerationStats& stats) {
-    const double now = Now();
+    const double now = generate::Now();
     if (flags_.quiet || flags_.stream || now - shown_at_ < (terminal_ ? 0.1 : 5.0)) return;
     shown_at_ = now;
     const double rate = static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <future>
 #include <memory>
 #include <random>
 #include <set>
@@ -54,14 +53,6 @@ int64_t PeakOf(Device& device, Body&& body) {
   const int64_t before = device.tensors().live_bytes;
   body();
   return device.tensors().peak_live_bytes - before;
-}
-
-// When the device has computed what it was given.
-void Finish(Device& device) {
-  std::promise<absl::Status> done;
-  device.AfterCompute([&](absl::Status status) { done.set_value(std::move(status)); });
-  const absl::Status status = done.get_future().get();
-  TORCH_CHECK(status.ok(), std::string(status.message()));
 }
 
 // Of one run. What a drive would have brought in the meantime is not in the caches, where it would make a

@@ -4,6 +4,7 @@
 #include <torch/version.h>
 
 #include <cstring>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -134,6 +135,13 @@ absl::StatusOr<HostTensor> HostTensorOf(const torch::Tensor& tensor) {
 torch::Device TorchDeviceOf(const Device& device) {
   if (device.ordinal() < 0) return torch::kCPU;
   return {torch::kCUDA, static_cast<c10::DeviceIndex>(device.ordinal())};
+}
+
+void Finish(Device& device) {
+  std::promise<absl::Status> done;
+  device.AfterCompute([&](absl::Status status) { done.set_value(std::move(status)); });
+  const absl::Status status = done.get_future().get();
+  TORCH_CHECK(status.ok(), std::string(status.message()));
 }
 
 torch::Tensor ToDevice(Device& device, const torch::Tensor& host) {

@@ -50,6 +50,8 @@ absl::StatusOr<HostTensor> HostTensorOf(const torch::Tensor& tensor);
 
 // Where LibTorch's tensors of a device are.
 torch::Device TorchDeviceOf(const Device& device);
+// Waits until the device has computed what it was given.
+void Finish(Device& device);
 // A tensor there, and back in host memory; waits. Counted as the device's traffic. Undefined ones stay so.
 torch::Tensor ToDevice(Device& device, const torch::Tensor& host);
 torch::Tensor ToHost(Device& device, const torch::Tensor& tensor);
