@@ -27,8 +27,8 @@ void Ours(benchmark::State& state, const generate::StoredMatrix& matrix, int64_t
                                                    : columns * kernels::BytesPerElement(matrix.type);
   const size_t bytes = row_bytes * static_cast<size_t>(kOutputs);
   const std::vector<std::byte> weights(bytes * kMatrices, std::byte{1});
-  // As a pass computes: in bf16 where the matrix is stored so.
-  const bool narrow = matrix.type == kernels::DType::kBf16 && !matrix.code.has_value() && !matrix.turned;
+  // As a pass computes: in bf16 where the matrix is stored so or coded.
+  const bool narrow = matrix.type == kernels::DType::kBf16 && !matrix.turned;
   const torch::Tensor x = torch::ones({rows, kColumns}, narrow ? torch::kBFloat16 : torch::kFloat32);
   const generate::ProductRows single = {.single = rows, .chunks = {}};
   generate::ProductScratch scratch(2);
@@ -51,7 +51,7 @@ void LibTorch(benchmark::State& state, torch::Dtype type, int64_t rows) {
 }
 
 void Register() {
-  for (const int64_t rows : {1, 2, 4, 16, 64}) {
+  for (const int64_t rows : {1, 2, 4, 16, 32, 64}) {
     const auto add = [rows](const std::string& name, auto function) {
       benchmark::RegisterBenchmark((name + "/" + std::to_string(rows)).c_str(), function)
           ->UseRealTime()
@@ -70,6 +70,11 @@ void Register() {
     ours("8bit", matrix);
     matrix.code = kernels::WeightCode{.bits = 4};
     ours("4bit", matrix);
+    matrix.type = kernels::DType::kFp32;
+    ours("4bit_in_fp32", matrix);
+    matrix.code = kernels::WeightCode{.bits = 8};
+    ours("8bit_in_fp32", matrix);
+    matrix.type = kernels::DType::kBf16;
     matrix.code.reset();
     matrix.turned = true;
     ours("turned_bf16", matrix);

@@ -82,9 +82,16 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
     for (const WeightPart& part : unit.parts) {
       const models::PublishedTensor& matrix = layout.tensors[static_cast<size_t>(part.tensor)];
       sizes.largest_part = std::max(sizes.largest_part, part.elements);
-      sizes.largest_part_rows =
-          std::max(sizes.largest_part_rows,
-                   source.turned(part.tensor) ? matrix.rows : part.elements / matrix.columns + 1);
+      const StoredMatrix stored = {.rows = matrix.rows,
+                                   .columns = matrix.columns,
+                                   .type = source.type(part.tensor),
+                                   .code = source.code(part.tensor),
+                                   .turned = source.turned(part.tensor)};
+      const int64_t rows = stored.turned ? matrix.rows : part.elements / matrix.columns + 1;
+      sizes.largest_part_rows = std::max(sizes.largest_part_rows, rows);
+      if (MultipliesInTiles(type, stored))
+        sizes.largest_tiled_rows = std::max(sizes.largest_tiled_rows, rows);
+      if (stored.turned) sizes.turned_elements += part.elements;
       sizes.converts = sizes.converts || source.type(part.tensor) != type;
       sizes.matrix_elements += part.elements;
       const std::optional<kernels::WeightCode> code = source.code(part.tensor);
@@ -111,6 +118,7 @@ absl::Status MeasureProducts(const GenerationSizes& sizes, zero::Device* device,
                         .columns = sizes.decoder.width,
                         .type = sizes.element_bytes == 2 ? DType::kBf16 : DType::kFp32};
   if (sizes.coded_elements > 0) piece.code = sizes.code;
+  piece.turned = sizes.turned_elements * 2 > sizes.matrix_elements;
   piece.rows = std::max<int64_t>(1, std::min(kMeasuredElements, sizes.largest_part) / piece.columns);
   const double pieces =
       static_cast<double>(sizes.matrix_elements) / static_cast<double>(piece.rows * piece.columns);

@@ -25,8 +25,10 @@ size_t RowBytes(const StoredMatrix& matrix) {
 }
 
 // Whose rows in bf16 are packed.
-bool IsPlainBf16(const StoredMatrix& matrix) {
-  return matrix.type == DType::kBf16 && !matrix.code.has_value() && !matrix.turned;
+bool TakesPackedRows(const StoredMatrix& matrix) {
+  if (matrix.turned) return false;
+  if (matrix.code.has_value()) return kernels::FastPackedOrder() == kernels::PackedOrder::kTiles;
+  return matrix.type == DType::kBf16;
 }
 
 // Of outputs [0, rows) of a stored matrix; `y`: [rows of x, outputs of the whole], from `first_row` on.
@@ -44,7 +46,10 @@ void MultiplySingle(const SingleRows& x, const StoredMatrix& matrix, const std::
     const kernels::ProductOutput part = {out + begin, end - begin, stride};
     const std::byte* weights =
         memory + begin * (matrix.turned ? kernels::BytesPerElement(matrix.type) : RowBytes(matrix));
-    if (x.packed.has_value()) return x.packed->Multiply(weights, part);
+    if (x.packed.has_value()) {
+      return matrix.code.has_value() ? x.packed->Multiply(*matrix.code, weights, part)
+                                     : x.packed->Multiply(weights, part);
+    }
     const kernels::ProductInput in = {x.wide.data_ptr<float>(), static_cast<size_t>(x.wide.size(0)), columns,
                                       columns};
     if (matrix.turned) {
@@ -62,30 +67,36 @@ void MultiplySingle(const SingleRows& x, const StoredMatrix& matrix, const std::
 DType TypeOf(const Tensor& x) { return x.scalar_type() == torch::kBFloat16 ? DType::kBf16 : DType::kFp32; }
 
 SingleRows::SingleRows(const Tensor& x, const StoredMatrix& matrix) {
-  if (TypeOf(x) != DType::kBf16 || !IsPlainBf16(matrix)) {
+  if (TypeOf(x) != DType::kBf16 || !TakesPackedRows(matrix)) {
     wide = x.to(torch::kFloat32).contiguous();
     return;
   }
-  const Tensor rows = x.contiguous();
-  const auto columns = static_cast<size_t>(rows.size(1));
-  packed.emplace(static_cast<const uint16_t*>(rows.data_ptr()), static_cast<size_t>(rows.size(0)), columns,
-                 columns);
+  const Tensor contiguous = x.contiguous();
+  const auto rows = static_cast<size_t>(x.size(0)), columns = static_cast<size_t>(x.size(1));
+  memory = torch::empty({static_cast<int64_t>(kernels::PackedRows::Bytes(rows, columns))}, torch::kUInt8);
+  packed.emplace(static_cast<const uint16_t*>(contiguous.data_ptr()), rows, columns, columns,
+                 memory.data_ptr());
+}
+
+bool MultipliesInTiles(DType x, const StoredMatrix& matrix) {
+  return x == DType::kBf16 && TakesPackedRows(matrix) &&
+         kernels::FastPackedOrder() == kernels::PackedOrder::kTiles;
 }
 
 MatrixProduct::MatrixProduct(Tensor x, const ProductRows& rows, const StoredMatrix& matrix,
                              ProductScratch* scratch)
-    : x_(std::move(x)), rows_(rows), matrix_(matrix), scratch_(*scratch) {
-  if (rows_.single > 0 || rows_.chunks.empty()) {
-    single_x_.emplace(x_.narrow(0, 0, rows_.single), matrix_);
-    single_y_ = torch::empty({rows_.single, matrix_.rows}, torch::kFloat32);
-  }
-  if (!rows_.chunks.empty()) y_ = torch::empty({x_.size(0), matrix_.rows}, x_.options());
+    : x_(std::move(x)),
+      // A row that is multiplied with tiles has its bits beside any others: a prompt's need no cut of their
+      // own.
+      rows_(MultipliesInTiles(TypeOf(x_), matrix) ? ProductRows{.single = x_.size(0), .chunks = {}} : rows),
+      matrix_(matrix),
+      scratch_(*scratch) {
+  if (rows_.single > 0) single_x_.emplace(x_.narrow(0, 0, rows_.single), matrix_);
+  y_ = torch::empty({x_.size(0), matrix_.rows}, x_.options());
 }
 
 Tensor MatrixProduct::Result() {
   PENSTOCK_CHECK(carried_.empty(), "a matrix ends with the last of its rows");
-  if (!y_.defined()) return single_y_.to(x_.scalar_type());
-  if (single_y_.defined()) y_.narrow(0, 0, rows_.single).copy_(single_y_);
   return y_;
 }
 
@@ -149,8 +160,13 @@ void MatrixProduct::AddWholeRows(const std::byte* memory, int64_t first_row, int
 }
 
 void MatrixProduct::AddToSingle(const std::byte* memory, int64_t first_row, int64_t rows) {
-  if (rows_.single > 0)
-    MultiplySingle(*single_x_, matrix_, memory, rows, first_row, single_y_, &scratch_.pool);
+  if (rows_.single == 0) return;
+  const Tensor y = y_.narrow(0, 0, rows_.single);
+  if (TypeOf(y) == DType::kFp32)
+    return MultiplySingle(*single_x_, matrix_, memory, rows, first_row, y, &scratch_.pool);
+  const Tensor part = torch::empty({rows_.single, rows}, torch::kFloat32);
+  MultiplySingle(*single_x_, matrix_, memory, rows, 0, part, &scratch_.pool);
+  y.narrow(1, first_row, rows).copy_(part);
 }
 
 void MatrixProduct::AddToChunks(const Tensor& weights, int64_t first_row) {
@@ -165,8 +181,8 @@ double MeasureProduct(const StoredMatrix& matrix, int64_t rows, ProductScratch* 
   constexpr int kTurns = 3;
   // Not LibTorch's memory, which belongs to what is planned.
   std::vector<std::byte> weights(static_cast<size_t>(matrix.rows) * RowBytes(matrix));
-  // In the type that a pass computes in where all is stored so.
-  const DType type = IsPlainBf16(matrix) ? DType::kBf16 : DType::kFp32;
+  // Of coded weights the type is what they are decoded to.
+  const DType type = matrix.type == DType::kBf16 && TakesPackedRows(matrix) ? DType::kBf16 : DType::kFp32;
   std::vector<std::byte> in(static_cast<size_t>(rows * matrix.columns) * kernels::BytesPerElement(type));
   std::vector<float> out(static_cast<size_t>(rows * matrix.rows));
   const SingleRows x(torch::from_blob(in.data(), {rows, matrix.columns}, zero::TorchDtype(type)), matrix);

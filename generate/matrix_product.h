@@ -6,8 +6,10 @@
 //
 // On the processor (MatrixProduct) rows that decode are multiplied by kernels/product.h: a row's bits depend
 // on nothing else in the pass. Pieces of prompts are many rows, multiplied by LibTorch: their cut is the same
-// in every pass. On a device (TensorProduct) LibTorch multiplies all: rows that decode in blocks of
-// kDeviceRows (generate/memory_plan.h), since its libraries choose how they sum by the shape.
+// in every pass. Where the processor multiplies tiles, kernels/product.h is as fast with many rows: then it
+// has them all, where a pass in bf16 multiplies a matrix that is stored row by row in bf16 or coded. On a
+// device (TensorProduct) LibTorch multiplies all: rows that decode in blocks of kDeviceRows
+// (generate/memory_plan.h), since its libraries choose how they sum by the shape.
 //
 // Threads: one calls; those of the scratch's pool and LibTorch's own compute. LibTorch's errors are thrown.
 #ifndef PENSTOCK_GENERATE_MATRIX_PRODUCT_H_
@@ -46,6 +48,10 @@ struct StoredMatrix {
 // Of a pass's rows: kFp32 or kBf16.
 kernels::DType TypeOf(const at::Tensor& x);
 
+// Whether rows of this type, all of a pass, are multiplied with such a matrix by kernels/product.h, prompts'
+// too.
+bool MultipliesInTiles(kernels::DType x, const StoredMatrix& matrix);
+
 // What products use again.
 struct ProductScratch {
   // `threads`: that share a product.
@@ -56,9 +62,11 @@ struct ProductScratch {
 
 // Rows that are multiplied each by itself, in the form that their matrix takes.
 struct SingleRows {
-  // `x`: fp32 or bf16. Packed where both are bf16 and the matrix is plain, else in fp32.
+  // `x`: fp32 or bf16. Packed where it is bf16 and so is the matrix, row by row; with a coded one where the
+  // processor multiplies tiles. Else in fp32.
   SingleRows(const at::Tensor& x, const StoredMatrix& matrix);
   at::Tensor wide;
+  at::Tensor memory;  // of packed rows
   std::optional<kernels::PackedRows> packed;
 };
 
@@ -74,7 +82,7 @@ class Product {
 // In host memory.
 class MatrixProduct : public Product {
  public:
-  // `x`: [rows, columns], fp32 or bf16, the type of the result. `rows`, `matrix` and `scratch` outlive it.
+  // `x`: [rows, columns], fp32 or bf16, the type of the result. `matrix` and `scratch` outlive it.
   MatrixProduct(at::Tensor x, const ProductRows& rows, const StoredMatrix& matrix, ProductScratch* scratch);
 
   void Add(const std::byte* memory, int64_t first, int64_t elements) override;
@@ -87,12 +95,11 @@ class MatrixProduct : public Product {
   void AddToChunks(const at::Tensor& weights, int64_t first_row);
 
   const at::Tensor x_;
-  const ProductRows& rows_;
+  const ProductRows rows_;
   const StoredMatrix& matrix_;
   ProductScratch& scratch_;
   std::optional<SingleRows> single_x_;
-  at::Tensor single_y_;             // fp32
-  at::Tensor y_;                    // where there are others
+  at::Tensor y_;
   std::vector<std::byte> carried_;  // the beginning of a row that the next part goes on with
 };
 

@@ -32,13 +32,22 @@ uint64_t TensorBytes(const GenerationSizes& s, const GenerationWish& wish, int64
   const models::DecoderShape& d = s.decoder;
   const uint64_t e = U(s.element_bytes);
   const uint64_t mixed = U(d.heads * d.depth), kept = U(d.key_heads * d.depth);
-  const uint64_t row = e * (6 * U(d.width) + 4 * mixed + 6 * kept + 4 * U(d.inner)) + 16 * U(d.width) +
-                       8 * std::max(mixed, U(d.inner));
+  // Of a row: a layer's input and output, and the most of what lives at once in a norm (in fp32), in
+  // attention (queries, keys and values, and as many again while positions turn them) and in the inner
+  // network.
+  const uint64_t norm = 3 * e * U(d.width) + 12 * U(d.width);
+  const uint64_t attend = e * (4 * U(d.width) + 5 * mixed + 6 * kept) + 4 * (mixed + U(d.width));
+  const uint64_t inner = e * 5 * (U(d.width) + U(d.inner));
+  const uint64_t row = 2 * e * U(d.width) + std::max({norm, attend, inner});
   const uint64_t rows = U(decoded + prompted) * row;
-  // In and out of a product, in fp32 where rows decode.
+  // In and out of a product, in fp32 where rows decode; where all rows are multiplied with tiles, packed ones
+  // and a part's sums.
   const uint64_t widest = std::max({U(d.width), U(d.inner), mixed + 2 * kept});
-  const uint64_t product = 8 * U(decoded) * widest + 2 * e * U(std::min(kChunkRows, prompted)) *
-                                                         U(std::max(s.largest_part_rows, d.inner));
+  const uint64_t tiled = U(RoundUp(decoded + prompted, 16)) *
+                         (2 * U(RoundUp(static_cast<int64_t>(widest), 32)) + 4 * U(s.largest_tiled_rows));
+  const uint64_t product =
+      8 * U(decoded) * widest + (s.largest_tiled_rows > 0 ? tiled : 0) +
+      2 * e * U(std::min(kChunkRows, prompted)) * U(std::max(s.largest_part_rows, d.inner));
   const uint64_t logits = U(decoded) * (U(d.vocab) * (e + 8) + 2 * e * U(d.width) + 12 * U(d.width));
   const uint64_t attending = U(std::min(kAttentionRows, std::max<int64_t>(prompted, 1)));
   const uint64_t wide = 4;  // scores may be in fp32

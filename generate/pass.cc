@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "base/status_macros.h"
 #include "generate/decode.h"
+#include "kernels/attention.h"
 #include "models/causal_attention.h"
 #include "zero/compute/libtorch/tensors.h"
 
@@ -287,9 +288,13 @@ class PassRunner::Block : public models::BlockAccess {
     return y;
   }
 
-  Tensor Attend(const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool wide) override {
-    const int64_t heads = q.size(1), depth = q.size(2);
-    Tensor mixed = torch::zeros({q.size(0), heads * depth}, q.options());
+  Tensor Attend(const Tensor& of_q, const Tensor& k, const Tensor& v, double scale, bool wide) override {
+    const Tensor q = of_q.contiguous();
+    Tensor mixed = torch::zeros({q.size(0), q.size(1) * q.size(2)}, q.options());
+    // Of the rows that decode, where they are attended to one by one.
+    Tensor singles;
+    if (runner_.products_ == Products::kOwn)
+      singles = torch::empty({products_->single, mixed.size(1)}, torch::kFloat32);
     for (size_t i = 0; i < shares_.size(); ++i) {
       const Share& share = shares_[i];
       const int64_t row = rows_.first[i], count = static_cast<int64_t>(share.tokens.size());
@@ -307,13 +312,19 @@ class PassRunner::Block : public models::BlockAccess {
       const Tensor fresh = there.fresh();
       fresh.select(1, 0).copy_(k.narrow(0, row, count));
       fresh.select(1, 1).copy_(v.narrow(0, row, count));
-      AttendShare(share, q.narrow(0, row, count), there.all(), scale, wide, mixed.narrow(0, row, count));
+      if (singles.defined() && share.decodes) {
+        for (int64_t at = 0; at < count; ++at)
+          AttendRow(q[row + at], there.all().narrow(0, 0, share.past + at + 1), scale, singles[row + at]);
+      } else {
+        AttendShare(share, q.narrow(0, row, count), there.all(), scale, wide, mixed.narrow(0, row, count));
+      }
       there.KeepFresh();
       if (runner_.cache_.on_drive()) {
         OrThrow(runner_.cache_.Keep(item.cache, records));
         OrThrow(runner_.stream_.Release(item));
       }
     }
+    if (singles.defined()) mixed.narrow(0, 0, singles.size(0)).copy_(singles);
     return mixed;
   }
 
@@ -350,6 +361,21 @@ class PassRunner::Block : public models::BlockAccess {
     const int64_t past_, count_;
     Tensor all_, host_;
   };
+
+  // `q`: [heads, depth]; `records`: all that it sees; `to`: [heads * depth] in fp32.
+  void AttendRow(const Tensor& q, const Tensor& records, double scale, const Tensor& to) const {
+    const kernels::AttentionRecords there = {
+        TypeOf(q), records.data_ptr(), static_cast<size_t>(records.size(0)),
+        static_cast<size_t>(records.size(2)), static_cast<size_t>(records.size(3))};
+    constexpr size_t kLeastTerms = 64 << 10;  // for which another thread is worth waking
+    const auto heads = static_cast<size_t>(q.size(0));
+    const size_t terms = 2 * there.positions * there.depth * (heads / there.key_heads);
+    runner_.scratch_.pool.ParallelFor(there.key_heads, std::max<size_t>(1, kLeastTerms / terms),
+                                      [&](size_t first, size_t end) {
+                                        kernels::Attend(there, q.data_ptr(), heads, static_cast<float>(scale),
+                                                        first, end, to.data_ptr<float>());
+                                      });
+  }
 
   // Pieces of at most kAttentionRows, cut at multiples of it; where it decodes each position by itself, so
   // that attention has the same bits whether a token was drafted or not.

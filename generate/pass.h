@@ -6,8 +6,8 @@
 //            rest of the layer; then the head
 //
 // A sequence's values depend on its own tokens alone, to the bit: a row that decodes is multiplied by
-// kernels/product.h, pieces of prompts are cut alike whatever else is in the pass, and attention is made for
-// each sequence by itself.
+// kernels/product.h and attends by kernels/attention.h, pieces of prompts are cut alike whatever else is in
+// the pass, and attend for each sequence by itself.
 //
 // On a device with memory of its own, all but tables of rows is there: vectors, units as a DeviceStream
 // brings them, what a layer computes. Keys and values are there too, or are copied there and back for each

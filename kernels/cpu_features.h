@@ -24,6 +24,7 @@ struct CpuFeatures {
   bool avx512 = false;       // AVX-512 F, BW, DQ and VL together
   bool avx512_bf16 = false;  // makes bf16 matrix products fast; without it, bf16 compute is not advisable
   bool avx512_fp16 = false;
+  bool amx_bf16 = false;  // products of tiles of bf16; each process asks before it uses them
 };
 
 // Looked up once; thread-safe.

@@ -11,4 +11,7 @@
 #include "kernels/simd/optimizer_inl.h"
 #include "kernels/simd/product_inl.h"
 #include "kernels/simd/product_inl_bf16.h"
+#include "kernels/simd/product_inl_tiles.h"
+#include "kernels/simd/product_inl_tiles_amx.h"
+#include "kernels/simd/query_attention_inl.h"
 #include "kernels/simd/table_inl.h"

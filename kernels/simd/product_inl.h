@@ -24,21 +24,26 @@ struct PlainWeights {
     return strip;
   }
 };
+// Columns [column, column + count) of a coded output, as fp32 or bf16.
+template <int kBits, int kType, class T>
+inline void DecodeStrip(const ProductArguments& a, size_t output, size_t column, size_t count, T* strip) {
+  const auto* row = static_cast<const uint8_t*>(a.weights) + output * a.weights_stride;
+  const uint8_t* codes = row + (a.columns + a.group - 1) / a.group * 2;
+  // What is left of a group that another strip began, then whole groups.
+  size_t done = column % a.group == 0 ? 0 : a.group - column % a.group;
+  done = done < count ? done : count;
+  const auto decode = [&](size_t at, size_t part) {
+    DecodeWeightRow<kBits, kType>(row + (column + at) / a.group * 2, codes + (column + at) * kBits / 8,
+                                  a.group, strip + at, part);
+  };
+  if (done > 0) decode(0, done);
+  if (done < count) decode(done, count - done);
+}
 template <int kBits>
 struct CodedWeights {
   static const float* Widened(const ProductArguments& a, size_t output, size_t column, size_t count,
                               float* strip) {
-    const auto* row = static_cast<const uint8_t*>(a.weights) + output * a.weights_stride;
-    const uint8_t* codes = row + (a.columns + a.group - 1) / a.group * 2;
-    // What is left of a group that another strip began, then whole groups.
-    size_t done = column % a.group == 0 ? 0 : a.group - column % a.group;
-    done = done < count ? done : count;
-    const auto decode = [&](size_t at, size_t part) {
-      DecodeWeightRow<kBits, 0>(row + (column + at) / a.group * 2, codes + (column + at) * kBits / 8, a.group,
-                                strip + at, part);
-    };
-    if (done > 0) decode(0, done);
-    if (done < count) decode(done, count - done);
+    DecodeStrip<kBits, 0>(a, output, column, count, strip);
     return strip;
   }
 };

@@ -47,6 +47,17 @@ struct ProductArguments {
   size_t outputs, y_stride;
 };
 
+// Of kernels/attention.h.
+struct AttentionArguments {
+  const void* queries;
+  size_t heads;
+  const void* records;
+  size_t positions, key_heads, depth;
+  float scale;
+  size_t first, end;
+  float* out;
+};
+
 using UpdateFn = void (*)(const void* step, const UpdateChunk& chunk);
 // LAMB's moments: reads m, v and the gradient, writes m and v.
 using LambMomentsFn = void (*)(const LambStep& step, const UpdateChunk& chunk);
@@ -86,7 +97,14 @@ struct KernelTable {
   // Widened to fp32; `columns` and `x_stride` are filled up.
   void (*pack_pairs)(const uint16_t* x, size_t rows, size_t columns, size_t stride, void* packed);
   void (*pair_product)(const ProductArguments& arguments);
+  // In the order of tiles; `x` is what pack_tiles has packed (kernels/simd/product_inl_tiles.h), `columns`
+  // are not filled up. [plain, 8 bits, 4 bits]; the second is null where the level has no instructions for
+  // it.
+  void (*pack_tiles)(const uint16_t* x, size_t rows, size_t columns, size_t stride, void* packed);
+  void (*tile_product[3])(const ProductArguments& arguments);
+  void (*amx_product[3])(const ProductArguments& arguments);
   void (*turned_product[kDTypes])(const ProductArguments& arguments);
+  void (*attend[kDTypes])(const AttentionArguments& arguments);
 
   UpdateFn update[kOptimizers][kParamTypes][kDTypes][kDirectStateTypes];
   LambMomentsFn lamb_moments[kDTypes][kDirectStateTypes];

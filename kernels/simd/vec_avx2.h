@@ -14,6 +14,8 @@ namespace penstock::kernels::avx2 {
 
 inline constexpr int kVectors = 8;                                               // of 16 fp32, in registers
 inline constexpr decltype(nullptr) kPackBf16 = nullptr, kBf16Product = nullptr;  // no instructions for it
+template <class Strip>
+inline constexpr decltype(nullptr) kAmxProduct = nullptr;
 
 struct F {
   __m256 a, b;

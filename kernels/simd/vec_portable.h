@@ -19,6 +19,8 @@ namespace penstock::kernels::portable {
 inline constexpr int kLanes = 16;
 inline constexpr int kVectors = 1;                                               // that registers hold
 inline constexpr decltype(nullptr) kPackBf16 = nullptr, kBf16Product = nullptr;  // no instructions for it
+template <class Strip>
+inline constexpr decltype(nullptr) kAmxProduct = nullptr;
 
 struct F {
   float v[kLanes];

@@ -1,5 +1,10 @@
 #include "kernels/product.h"
 
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 #include <functional>
 #include <limits>
@@ -30,7 +35,7 @@ float ColumnByColumn(const float* x, const float* w, size_t columns) {
 float Flushed(float value) {
   return std::fabs(value) < std::numeric_limits<float>::min() ? std::copysign(0.0f, value) : value;
 }
-float PackedBf16(const float* x, const float* w, size_t columns) {
+float InPairs(const float* x, const float* w, size_t columns) {
   float s[16] = {};
   for (size_t i = 0; i < (columns + 31) / 32 * 32; i += 32) {
     for (int j = 0; j < 16; ++j) {
@@ -42,6 +47,17 @@ float PackedBf16(const float* x, const float* w, size_t columns) {
     for (int j = 0; j < width; ++j) s[j] = Flushed(s[j] + s[j + width]);
   }
   return s[0];
+}
+
+float InTiles(const float* x, const float* w, size_t columns) {
+  float sum = 0;
+  for (size_t i = 0; i < columns; i += 32) {
+    float part[2] = {};
+    for (size_t k = i; k < std::min(columns, i + 32); ++k)
+      part[k % 2] = Flushed(std::fmaf(Flushed(x[k]), Flushed(w[k]), part[k % 2]));
+    sum = Flushed(sum + Flushed(part[0] + part[1]));
+  }
+  return sum;
 }
 
 struct Matrix {
@@ -74,9 +90,10 @@ Matrix Plain(DType type, size_t outputs, size_t columns, Values kind, uint64_t s
   return matrix;
 }
 
-Matrix Coded(const WeightCode& code, size_t outputs, size_t columns, uint64_t seed) {
+Matrix Coded(const WeightCode& code, size_t outputs, size_t columns, uint64_t seed, float factor = 1) {
   Matrix matrix{outputs, columns, std::vector<float>(outputs * columns), {}};
-  const std::vector<float> values = Random(outputs * columns, Values::kNormal, seed);
+  std::vector<float> values = Random(outputs * columns, Values::kNormal, seed);
+  for (float& value : values) value *= factor;
   matrix.bytes.resize(outputs * code.row_bytes(columns));
   for (size_t n = 0; n < outputs; ++n) {
     uint8_t* const row = matrix.bytes.data() + n * code.row_bytes(columns);
@@ -126,8 +143,8 @@ void ExpectDefinition(const Matrix& matrix, const std::vector<uint8_t>& stored, 
   ExpectDefinition(matrix, stored, x, rows, definition, run);
 }
 
-constexpr size_t kRows[] = {1, 2, 3, 4, 5, 7, 16, 65};
-constexpr size_t kOutputs[] = {1, 3, 4, 6, 17, 70};
+constexpr size_t kRows[] = {1, 2, 3, 4, 5, 7, 16, 17, 33, 49, 65};
+constexpr size_t kOutputs[] = {1, 3, 4, 6, 16, 17, 48, 70};
 constexpr size_t kColumns[] = {1, 15, 16, 33, 200, 1023, 1024, 1100, 2049};
 constexpr DType kTypes[] = {DType::kFp32, DType::kBf16, DType::kFp16};
 
@@ -181,30 +198,58 @@ TEST(ProductTest, CodedRowsAreMultipliedAsWhatTheyHold) {
 }
 
 // Rounds x to bf16, for the definition and for the product.
-void ExpectPackedDefinition(const Matrix& matrix, size_t rows, Values kind) {
+void ExpectPackedDefinition(const Matrix& matrix, const std::optional<WeightCode>& code, size_t rows,
+                            Values kind, PackedOrder order) {
   const size_t x_stride = matrix.columns + 3;
   const std::vector<uint8_t> bytes =
       Stored(DType::kBf16, Random(rows * x_stride, kind, rows + matrix.columns));
   std::vector<float> rounded(rows * x_stride);
   const auto* narrow = reinterpret_cast<const uint16_t*>(bytes.data());
   for (size_t i = 0; i < rounded.size(); ++i) rounded[i] = Bf16ToFloat(narrow[i]);
-  ExpectDefinition(matrix, matrix.bytes, rounded, rows, PackedBf16,
+  ExpectDefinition(matrix, matrix.bytes, rounded, rows, order == PackedOrder::kTiles ? InTiles : InPairs,
                    [&](const ProductInput& x, const void* w, const ProductOutput& y) {
-                     PackedRows(narrow, x.rows, x.columns, x_stride).Multiply(w, y);
+                     std::vector<std::byte> memory(PackedRows::Bytes(x.rows, x.columns, order));
+                     const PackedRows packed(narrow, x.rows, x.columns, x_stride, memory.data(), order);
+                     code.has_value() ? packed.Multiply(*code, w, y) : packed.Multiply(w, y);
                    });
 }
+void ExpectPackedDefinitions(const Matrix& matrix, size_t rows, Values kind) {
+  for (const PackedOrder order : {PackedOrder::kPairs, PackedOrder::kTiles})
+    ExpectPackedDefinition(matrix, std::nullopt, rows, kind, order);
+}
 
-TEST(ProductTest, PackedRowsHaveTheBitsOfTheirDefinitionAtEveryLevel) {
+TEST(ProductTest, PackedRowsHaveTheBitsOfTheirDefinitionsAtEveryLevel) {
   for (const size_t columns : kColumns) {
     for (const size_t outputs : kOutputs) {
       const Matrix matrix = Plain(DType::kBf16, outputs, columns, Values::kNormal, columns);
       for (const size_t rows : {kRows[(columns + outputs) % std::size(kRows)], size_t{1}})
-        ExpectPackedDefinition(matrix, rows, Values::kNormal);
+        ExpectPackedDefinitions(matrix, rows, Values::kNormal);
     }
   }
   const Matrix matrix = Plain(DType::kBf16, 9, 130, Values::kNormal, 1);
-  for (const size_t rows : kRows) ExpectPackedDefinition(matrix, rows, Values::kNormal);
-  for (const Values kind : AllValues()) ExpectPackedDefinition(Plain(DType::kBf16, 5, 70, kind, 3), 6, kind);
+  for (const size_t rows : kRows) ExpectPackedDefinitions(matrix, rows, Values::kNormal);
+  for (const Values kind : AllValues()) ExpectPackedDefinitions(Plain(DType::kBf16, 5, 70, kind, 3), 6, kind);
+}
+
+TEST(ProductTest, CodedRowsAreMultipliedWithPackedOnesAsBf16) {
+  for (const int bits : {8, 4}) {
+    for (const size_t group : {32, 96, 1056}) {
+      const WeightCode code{bits, group};
+      for (const size_t columns : kColumns) {
+        const size_t outputs = kOutputs[(columns + group) % std::size(kOutputs)];
+        Matrix matrix = Coded(code, outputs, columns, group + columns);
+        for (float& value : matrix.exact) value = Bf16ToFloat(FloatToBf16(value));
+        for (const size_t rows : {size_t{3}, kRows[(columns + group) % std::size(kRows)]})
+          ExpectPackedDefinition(matrix, code, rows, Values::kNormal, PackedOrder::kTiles);
+      }
+      // Products that count as zero, and what is not finite.
+      for (const Values kind : AllValues()) {
+        Matrix matrix = Coded(code, 17, 100, group, 1e-30f);
+        for (float& value : matrix.exact) value = Bf16ToFloat(FloatToBf16(value));
+        ExpectPackedDefinition(matrix, code, 5, kind, PackedOrder::kTiles);
+      }
+    }
+  }
 }
 
 TEST(ProductTest, WhatIsNotFiniteOrHardlyThereIsNoException) {
@@ -242,18 +287,35 @@ TEST(ProductTest, ARowHasTheSameBitsAloneAndAmongOthersAndWhereverTheOutputsAreC
   }
 }
 TEST(ProductTest, APackedRowHasTheSameBitsAloneAndAmongOthers) {
-  constexpr size_t kMost = 19, kInner = 700, kOuter = 150;
+  constexpr size_t kMost = 70, kInner = 700, kOuter = 150;
   const Matrix matrix = Plain(DType::kBf16, kOuter, kInner, Values::kNormal, 4);
   const std::vector<uint8_t> bytes = Stored(DType::kBf16, Random(kMost * kInner, Values::kNormal, 5));
   const auto* x = reinterpret_cast<const uint16_t*>(bytes.data());
-  std::vector<float> all(kMost * kOuter), alone(kOuter);
-  PackedRows(x, kMost, kInner, kInner).Multiply(matrix.bytes.data(), {all.data(), kOuter, kOuter});
-  for (size_t row = 0; row < kMost; ++row) {
-    const PackedRows packed(x + row * kInner, 1, kInner, kInner);
-    for (size_t n = 0; n < kOuter; n += 11)
-      packed.Multiply(&matrix.bytes[n * kInner * 2], {&alone[n], std::min<size_t>(11, kOuter - n), kOuter});
-    EXPECT_TRUE(SameFloats(alone.data(), &all[row * kOuter], kOuter)) << row;
+  for (const PackedOrder order : {PackedOrder::kPairs, PackedOrder::kTiles}) {
+    std::vector<float> all(kMost * kOuter), alone(kOuter);
+    std::vector<std::byte> memory(PackedRows::Bytes(kMost, kInner, order));
+    PackedRows(x, kMost, kInner, kInner, memory.data(), order)
+        .Multiply(matrix.bytes.data(), {all.data(), kOuter, kOuter});
+    for (size_t row = 0; row < kMost; ++row) {
+      const PackedRows packed(x + row * kInner, 1, kInner, kInner, memory.data(), order);
+      for (size_t n = 0; n < kOuter; n += 11)
+        packed.Multiply(&matrix.bytes[n * kInner * 2], {&alone[n], std::min<size_t>(11, kOuter - n), kOuter});
+      EXPECT_TRUE(SameFloats(alone.data(), &all[row * kOuter], kOuter)) << row;
+    }
   }
+}
+
+// On a machine with AMX the instruction is used, not only its definition.
+TEST(ProductTest, TilesAreTheOrderOfWhoHasThem) {
+  if (!GetCpuFeatures().amx_bf16) {
+    EXPECT_EQ(FastPackedOrder(), PackedOrder::kPairs);
+    return;
+  }
+#if defined(__x86_64__)
+  constexpr int kAskForState = 0x1023, kTileState = 18;  // ARCH_REQ_XCOMP_PERM
+  if (syscall(SYS_arch_prctl, kAskForState, kTileState) != 0) GTEST_SKIP() << "the system refuses AMX";
+#endif
+  EXPECT_EQ(FastPackedOrder(), PackedOrder::kTiles);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "tests/tools/generating.h"
 #include "zero/compute/libtorch/block.h"
 #include "zero/compute/libtorch/initial_values.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::generate {
 namespace {
@@ -127,6 +128,45 @@ TEST_F(GenerateTest, TokensDependOnNeitherBudgetNorResidencyNorPlaceNorBatch) {
           EXPECT_LE(stats.peak_tensor_bytes, static_cast<int64_t>(small->plan().tensor_bytes));
           EXPECT_EQ(stats.cache_read_bytes > 0, place == CachePlace::kDrive);
         }
+      }
+    }
+  }
+}
+
+// Wide enough that rows take far more than the slack, which is for what an allocator holds beyond them.
+TEST_F(GenerateTest, PassesOfManyRowsTakeNoMoreOfTensorsThanIsPlanned) {
+  constexpr int64_t kSlack = 4 * kMiB;
+  std::vector<Asked> asked(4);
+  for (Asked& each : asked) {
+    each.tokens = 3;
+    for (int64_t i = 0; i < 400; ++i) each.prompt.push_back((i * 7) % 300);
+  }
+  json gpt = GptConfigOf(), llama = LlamaConfigOf(), qwen = LlamaConfigOf();
+  gpt.update({{"n_embd", 768}, {"n_layer", 2}, {"activation_function", "quick_gelu"}});
+  llama.update({{"hidden_size", 768}, {"intermediate_size", 2048}, {"num_hidden_layers", 2}});
+  qwen.update({{"model_type", "qwen3"},
+               {"hidden_size", 512},
+               {"intermediate_size", 1024},
+               {"num_hidden_layers", 2},
+               {"num_attention_heads", 16},
+               {"num_key_value_heads", 16},
+               {"head_dim", 64}});
+  int number = 0;
+  for (const json& config : {gpt, llama, qwen}) {
+    for (const swap::Dtype dtype : {swap::Dtype::kF32, swap::Dtype::kBf16}) {
+      SCOPED_TRACE(config.dump());
+      const std::string directory = dir_ + "/wide" + std::to_string(number++);
+      tools::testing_support::WriteModel(directory, config, 1, dtype);
+      std::vector<std::string> forms = {directory};
+      if (config["model_type"] == "llama") forms.push_back(Packed(directory, 8));
+      for (const std::string& form : forms) {
+        const auto generator = Make(form, asked, {.batch = 4, .cache = CachePlace::kHost});
+        ASSERT_NE(generator, nullptr);
+        zero::TensorMemory::ResetLivePeak();
+        Texts(generator.get(), asked);
+        const int64_t most = zero::TensorMemory::Stats().peak_live_bytes;
+        EXPECT_LE(most, static_cast<int64_t>(generator->plan().tensor_bytes) - kSlack) << form;
+        EXPECT_GT(most, kSlack) << "the rows take too little to tell";
       }
     }
   }

@@ -1,0 +1,109 @@
+// Attention of single queries (kernels/attention.h), written once over the 16-lane vectors. Included after
+// elementwise_inl.h.
+#include "kernels/simd/table.h"
+
+namespace penstock::kernels::PENSTOCK_SIMD_NAMESPACE {
+
+inline constexpr size_t kScoreBlock = 64;
+inline constexpr float kLeastExponent = -86;  // whose power is a normal number
+
+// exp(x) of x <= 0.
+inline F ExpOfNegative(F x) {
+  // Bits of negative numbers, as integers, grow as the numbers fall.
+  const I bits = Or(Bits(x), SetI(0x80000000u));
+  const F clamped = FromBits(MinS(bits, Bits(Set(kLeastExponent))));
+  const F rounder = Set(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, in the lowest bits
+  const F rounded = Fma(clamped, Set(1.44269504f), rounder);
+  const F n = Sub(rounded, rounder);
+  F r = Fma(n, Set(-0.693359375f), clamped);
+  r = Fma(n, Set(2.12194440e-4f), r);
+  constexpr float kCoefficients[] = {
+      1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f};
+  F p = Set(1.9875691500e-4f);
+  for (const float c : kCoefficients) p = Fma(p, r, Set(c));
+  const F power = FromBits(AddI(Bits(p), Shl<23>(Bits(rounded))));
+  const M not_a_number = GreaterS(And(bits, SetI(0x7FFFFFFFu)), SetI(0x7F800000u));
+  return FromBits(Select(not_a_number, bits, Bits(power)));
+}
+
+template <int kType>
+inline F ElementsAt(const void* p, size_t i, size_t lanes) {
+  return lanes == 16 ? Element<kType>::template Load<false>(p, i, 16)
+                     : Element<kType>::template Load<true>(p, i, lanes);
+}
+
+// Of `count` positions, whose keys lie `record` elements apart.
+template <int kType, size_t kAtOnce>
+inline void Scores(const void* query, const unsigned char* keys, size_t record_bytes, size_t depth,
+                   float scale, float* scores) {
+  F sums[kAtOnce];
+  for (size_t p = 0; p < kAtOnce; ++p) sums[p] = Set(0);
+  for (size_t k = 0; k < depth; k += 16) {
+    const size_t lanes = depth - k < 16 ? depth - k : 16;
+    const F q = ElementsAt<kType>(query, k, lanes);
+    for (size_t p = 0; p < kAtOnce; ++p)
+      sums[p] = Fma(q, ElementsAt<kType>(keys + p * record_bytes, k, lanes), sums[p]);
+  }
+  for (size_t p = 0; p < kAtOnce; ++p) scores[p] = scale * SumOfLanes(sums[p]);
+}
+
+template <int kType>
+inline void AttendHead(const AttentionArguments& a, size_t head) {
+  constexpr size_t kWidth = kType == 0 ? 4 : 2;
+  const size_t key_head = head / (a.heads / a.key_heads);
+  const size_t record_bytes = 2 * a.key_heads * a.depth * kWidth;
+  const auto* const query = static_cast<const unsigned char*>(a.queries) + head * a.depth * kWidth;
+  const auto* keys = static_cast<const unsigned char*>(a.records) + key_head * a.depth * kWidth;
+  float* const out = a.out + head * a.depth;
+  __builtin_memset(out, 0, a.depth * sizeof(float));
+  alignas(64) float powers[kScoreBlock];
+  float most = 0, sum = 0;
+  for (size_t first = 0; first < a.positions; first += kScoreBlock, keys += kScoreBlock * record_bytes) {
+    const size_t count = a.positions - first < kScoreBlock ? a.positions - first : kScoreBlock;
+    size_t p = 0;
+    for (; p + 4 <= count; p += 4)
+      Scores<kType, 4>(query, keys + p * record_bytes, record_bytes, a.depth, a.scale, powers + p);
+    for (; p < count; ++p)
+      Scores<kType, 1>(query, keys + p * record_bytes, record_bytes, a.depth, a.scale, powers + p);
+    const float before = most;
+    if (first == 0) most = powers[0];
+    for (p = 0; p < count; ++p) most = powers[p] > most ? powers[p] : most;
+    alignas(64) float factors[16];
+    StoreF<false>(factors, ExpOfNegative(Set(before - most)), 16);
+    const float factor = first == 0 ? 0 : factors[0];
+    F lanes = Set(0);
+    for (p = 0; p < count; p += 16) {
+      const size_t n = count - p < 16 ? count - p : 16;
+      if (n == 16) {
+        const F power = ExpOfNegative(Sub(LoadF<false>(powers + p, 16), Set(most)));
+        StoreF<false>(powers + p, power, 16);
+        lanes = Add(lanes, power);
+      } else {
+        StoreF<true>(powers + p, ExpOfNegative(Sub(LoadF<true>(powers + p, n), Set(most))), n);
+        lanes = Add(lanes, LoadF<true>(powers + p, n));
+      }
+    }
+    sum = __builtin_fmaf(sum, factor, SumOfLanes(lanes));
+    const unsigned char* const values = keys + a.key_heads * a.depth * kWidth;
+    for (size_t d = 0; d < a.depth; d += 16) {
+      const size_t n = a.depth - d < 16 ? a.depth - d : 16;
+      F mixed = Mul(ElementsAt<0>(out, d, n), Set(factor));
+      for (p = 0; p < count; ++p)
+        mixed = Fma(Set(powers[p]), ElementsAt<kType>(values + p * record_bytes, d, n), mixed);
+      n == 16 ? StoreF<false>(out + d, mixed, 16) : StoreF<true>(out + d, mixed, n);
+    }
+  }
+  for (size_t d = 0; d < a.depth; d += 16) {
+    const size_t n = a.depth - d < 16 ? a.depth - d : 16;
+    const F mixed = Div(ElementsAt<0>(out, d, n), Set(sum));
+    n == 16 ? StoreF<false>(out + d, mixed, 16) : StoreF<true>(out + d, mixed, n);
+  }
+}
+
+template <int kType>
+void Attend(const AttentionArguments& a) {
+  const size_t group = a.heads / a.key_heads;
+  for (size_t head = a.first * group; head < a.end * group; ++head) AttendHead<kType>(a, head);
+}
+
+}  // namespace penstock::kernels::PENSTOCK_SIMD_NAMESPACE
