@@ -6,6 +6,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <string_view>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -105,6 +106,29 @@ TEST_F(GenerateCliTest, AListThatIsKilledIsGoneOnWithAndNothingIsLostOrMadeTwice
   EXPECT_EQ(other.code, 2);
   EXPECT_THAT(other.err, HasSubstr("--overwrite"));
   EXPECT_EQ(ReadFile(out), bytes);
+}
+
+TEST_F(GenerateCliTest, AFileThatIsNotItsOwnIsLeftAsItIs) {
+  // One line without an end, as a torn one has none.
+  const std::string foreign = dir_ + "/settings.json";
+  for (const char* text : {"{\"model\": \"mine\"}", "a", "{\"ind"}) {
+    WriteFile(foreign, text);
+    const Ran ran = Run(Generate({"--prompt", "a", "--tokens", "2", "--out", foreign}));
+    if (std::string_view("{\"index\":").starts_with(text)) {
+      EXPECT_EQ(ran.code, 0) << ran.err;  // the beginning of a line
+      EXPECT_EQ(Made(foreign).size(), 1u);
+      continue;
+    }
+    EXPECT_EQ(ran.code, 2) << text;
+    EXPECT_THAT(ran.err, HasSubstr("--overwrite"));
+    EXPECT_EQ(ReadFile(foreign), text);
+  }
+  // What has no end, and what cannot be gone on with.
+  for (const char* device : {"/dev/full", "/dev/zero", "/dev/null"}) {
+    const Ran ran = Run(Generate({"--prompt", "a", "--tokens", "2", "--out", device}));
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("no regular file"));
+  }
 }
 
 TEST_F(GenerateCliTest, TextEndsAtItsLengthOrAtAStopWord) {

@@ -2,10 +2,13 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <fstream>
+#include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
@@ -17,6 +20,9 @@ absl::Status Failed(const std::string& what, const std::string& path, int error)
   return absl::ErrnoToStatus(error, absl::StrCat("--out ", path, ": ", what));
 }
 
+// How every line begins.
+constexpr std::string_view kBeginning = "{\"index\":";
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::string& path,
@@ -24,6 +30,14 @@ absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::
   const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) return Failed("open", path, errno);
   std::unique_ptr<GenerateOutput> output(new GenerateOutput(path, fd));
+  struct stat found = {};
+  if (::fstat(fd, &found) != 0) return Failed("look at", path, errno);
+  if (!S_ISREG(found.st_mode)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--out ", path,
+                     ": is no regular file, and one is needed to go on after a kill; without --out texts "
+                     "are printed"));
+  }
   if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK) return Failed("lock", path, errno);
     return absl::FailedPreconditionError(absl::StrCat("--out ", path, ": another process writes it"));
@@ -38,17 +52,22 @@ GenerateOutput::~GenerateOutput() { ::close(fd_); }
 absl::Status GenerateOutput::ReadDone() {
   std::ifstream file(path_, std::ios::binary);
   int64_t number = 0;
+  const auto not_ours = [&] {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--out ", path_, ", line ", number,
+                     ": not a line of penstock generate: give another file, or --overwrite"));
+  };
   for (std::string line; std::getline(file, line);) {
-    if (file.eof()) break;  // without a line break: torn
     ++number;
+    if (file.eof()) {  // without a line break: torn, if it is ours
+      const size_t shared = std::min(line.size(), kBeginning.size());
+      if (line.compare(0, shared, kBeginning, 0, shared) != 0) return not_ours();
+      break;
+    }
     const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     const bool ours = json.is_object() && json.contains("index") && json["index"].is_number_integer() &&
                       json.contains("key") && json["key"].is_string();
-    if (!ours) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--out ", path_, ", line ", number,
-                       ": not a line of penstock generate: give another file, or --overwrite"));
-    }
+    if (!ours) return not_ours();
     keys_[json["index"].get<int64_t>()] = json["key"].get<std::string>();
     bytes_ += line.size() + 1;
   }

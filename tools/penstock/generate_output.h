@@ -24,7 +24,7 @@ namespace penstock::tools {
 class GenerateOutput {
  public:
   // Makes the file, or reads what is done from the one that is there; cuts off a line that a kill has torn.
-  // kFailedPrecondition: another process writes it. kInvalidArgument: not such a file.
+  // kFailedPrecondition: another process writes it. kInvalidArgument: not such a file, which stays as it is.
   static absl::StatusOr<std::unique_ptr<GenerateOutput>> Open(const std::string& path, bool overwrite);
   ~GenerateOutput();
   GenerateOutput(const GenerateOutput&) = delete;
