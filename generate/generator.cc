@@ -80,26 +80,20 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
   for (const WeightUnit& unit : source.units()) {
     sizes.units.push_back(unit.bytes);
     for (const WeightPart& part : unit.parts) {
-      const models::PublishedTensor& matrix = layout.tensors[static_cast<size_t>(part.tensor)];
+      const StoredMatrix stored = StoredAs(source, layout, part.tensor);
       sizes.largest_part = std::max(sizes.largest_part, part.elements);
-      const StoredMatrix stored = {.rows = matrix.rows,
-                                   .columns = matrix.columns,
-                                   .type = source.type(part.tensor),
-                                   .code = source.code(part.tensor),
-                                   .turned = source.turned(part.tensor)};
-      const int64_t rows = stored.turned ? matrix.rows : part.elements / matrix.columns + 1;
+      const int64_t rows = stored.turned ? stored.rows : part.elements / stored.columns + 1;
       sizes.largest_part_rows = std::max(sizes.largest_part_rows, rows);
       if (MultipliesInTiles(type, stored))
         sizes.largest_tiled_rows = std::max(sizes.largest_tiled_rows, rows);
       if (stored.turned) sizes.turned_elements += part.elements;
-      sizes.converts = sizes.converts || source.type(part.tensor) != type;
+      sizes.converts = sizes.converts || stored.type != type;
       sizes.matrix_elements += part.elements;
-      const std::optional<kernels::WeightCode> code = source.code(part.tensor);
-      if (!code.has_value()) continue;
+      if (!stored.code.has_value()) continue;
       sizes.coded_elements += part.elements;
-      (code->bits == 8 ? eight : four) += part.elements;
-      if (code->bits == (eight > four ? 8 : 4)) sizes.code = *code;
-      sizes.decoded_elements = std::max(sizes.decoded_elements, DecodedRows(matrix.columns) * matrix.columns);
+      (stored.code->bits == 8 ? eight : four) += part.elements;
+      if (stored.code->bits == (eight > four ? 8 : 4)) sizes.code = *stored.code;
+      sizes.decoded_elements = std::max(sizes.decoded_elements, DecodedRows(stored.columns) * stored.columns);
     }
   }
   const KeptTensors::Sizes with = KeptTensors::SizesOf(decoder, source, type, budget / kTableShare);

@@ -77,6 +77,15 @@ MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& l
   return order;
 }
 
+StoredMatrix StoredAs(const WeightSource& source, const models::ModelLayout& layout, int tensor) {
+  const models::PublishedTensor& matrix = layout.tensors[static_cast<size_t>(tensor)];
+  return {.rows = matrix.rows,
+          .columns = matrix.columns,
+          .type = source.type(tensor),
+          .code = source.code(tensor),
+          .turned = source.turned(tensor)};
+}
+
 DType ComputeType(const WeightSource& source, std::span<const int> uses) {
   const bool narrow =
       std::all_of(uses.begin(), uses.end(), [&](int tensor) { return source.type(tensor) == DType::kBf16; });
@@ -258,7 +267,7 @@ class PassRunner::Block : public models::BlockAccess {
     int tensor = runner_.kept_.tensor(block_, absl::StrCat(std::string(name), ".weight"));
     if (tensor < 0) tensor = runner_.kept_.tensor(block_, name);
     TORCH_CHECK(tensor >= 0, "the block has no matrix ", std::string(name));
-    const StoredMatrix matrix = runner_.StoredAs(tensor);
+    const StoredMatrix matrix = StoredAs(runner_.source_, runner_.layout_, tensor);
     const std::unique_ptr<Product> product = runner_.MakeProduct(x, *products_, matrix);
     for (int64_t done = 0; done < matrix.rows * matrix.columns;) {
       const WeightPart part = NextPart();
@@ -445,15 +454,6 @@ Products ProductsOf(const zero::Device& device) {
 
 int64_t PassRunner::RowsOf(int64_t tokens) const {
   return products_ == Products::kLibTorch ? RoundUp(tokens, kShareRows) : tokens;
-}
-
-StoredMatrix PassRunner::StoredAs(int tensor) const {
-  const models::PublishedTensor& matrix = layout_.tensors[static_cast<size_t>(tensor)];
-  return {.rows = matrix.rows,
-          .columns = matrix.columns,
-          .type = source_.type(tensor),
-          .code = source_.code(tensor),
-          .turned = source_.turned(tensor)};
 }
 
 std::unique_ptr<Product> PassRunner::MakeProduct(const Tensor& x, const ProductRows& rows,

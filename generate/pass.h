@@ -61,6 +61,9 @@ struct MatrixOrder {
 };
 MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& layout);
 
+// How a matrix of the layout is stored.
+StoredMatrix StoredAs(const WeightSource& source, const models::ModelLayout& layout, int tensor);
+
 // bf16 where all matrices are, else fp32, to which all types convert exactly.
 kernels::DType ComputeType(const WeightSource& source, std::span<const int> uses);
 
@@ -125,7 +128,6 @@ class PassRunner {
  private:
   class Block;
   struct Rows;
-  StoredMatrix StoredAs(int tensor) const;
   std::unique_ptr<Product> MakeProduct(const at::Tensor& x, const ProductRows& rows,
                                        const StoredMatrix& matrix);
   size_t UnitsBefore(size_t matrix) const;

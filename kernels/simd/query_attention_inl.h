@@ -22,14 +22,7 @@ inline F ExpOfNegative(F x) {
   F p = Set(1.9875691500e-4f);
   for (const float c : kCoefficients) p = Fma(p, r, Set(c));
   const F power = FromBits(AddI(Bits(p), Shl<23>(Bits(rounded))));
-  const M not_a_number = GreaterS(And(bits, SetI(0x7FFFFFFFu)), SetI(0x7F800000u));
-  return FromBits(Select(not_a_number, bits, Bits(power)));
-}
-
-template <int kType>
-inline F ElementsAt(const void* p, size_t i, size_t lanes) {
-  return lanes == 16 ? Element<kType>::template Load<false>(p, i, 16)
-                     : Element<kType>::template Load<true>(p, i, lanes);
+  return FromBits(Select(IsNan(bits), bits, Bits(power)));
 }
 
 // Of `count` positions, whose keys lie `record` elements apart.
@@ -38,12 +31,11 @@ inline void Scores(const void* query, const unsigned char* keys, size_t record_b
                    float scale, float* scores) {
   F sums[kAtOnce];
   for (size_t p = 0; p < kAtOnce; ++p) sums[p] = Set(0);
-  for (size_t k = 0; k < depth; k += 16) {
-    const size_t lanes = depth - k < 16 ? depth - k : 16;
-    const F q = ElementsAt<kType>(query, k, lanes);
+  ForVectors(depth, [&]<bool kTail>(size_t k, size_t lanes) {
+    const F q = Element<kType>::template Load<kTail>(query, k, lanes);
     for (size_t p = 0; p < kAtOnce; ++p)
-      sums[p] = Fma(q, ElementsAt<kType>(keys + p * record_bytes, k, lanes), sums[p]);
-  }
+      sums[p] = Fma(q, Element<kType>::template Load<kTail>(keys + p * record_bytes, k, lanes), sums[p]);
+  });
   for (size_t p = 0; p < kAtOnce; ++p) scores[p] = scale * SumOfLanes(sums[p]);
 }
 
@@ -72,32 +64,24 @@ inline void AttendHead(const AttentionArguments& a, size_t head) {
     StoreF<false>(factors, ExpOfNegative(Set(before - most)), 16);
     const float factor = first == 0 ? 0 : factors[0];
     F lanes = Set(0);
-    for (p = 0; p < count; p += 16) {
-      const size_t n = count - p < 16 ? count - p : 16;
-      if (n == 16) {
-        const F power = ExpOfNegative(Sub(LoadF<false>(powers + p, 16), Set(most)));
-        StoreF<false>(powers + p, power, 16);
-        lanes = Add(lanes, power);
-      } else {
-        StoreF<true>(powers + p, ExpOfNegative(Sub(LoadF<true>(powers + p, n), Set(most))), n);
-        lanes = Add(lanes, LoadF<true>(powers + p, n));
-      }
-    }
+    ForVectors(count, [&]<bool kTail>(size_t i, size_t n) {
+      StoreF<kTail>(powers + i, ExpOfNegative(Sub(LoadF<kTail>(powers + i, n), Set(most))), n);
+      lanes = Add(lanes, LoadF<kTail>(powers + i, n));  // without what is beyond the last
+    });
     sum = __builtin_fmaf(sum, factor, SumOfLanes(lanes));
     const unsigned char* const values = keys + a.key_heads * a.depth * kWidth;
-    for (size_t d = 0; d < a.depth; d += 16) {
-      const size_t n = a.depth - d < 16 ? a.depth - d : 16;
-      F mixed = Mul(ElementsAt<0>(out, d, n), Set(factor));
-      for (p = 0; p < count; ++p)
-        mixed = Fma(Set(powers[p]), ElementsAt<kType>(values + p * record_bytes, d, n), mixed);
-      n == 16 ? StoreF<false>(out + d, mixed, 16) : StoreF<true>(out + d, mixed, n);
-    }
+    ForVectors(a.depth, [&]<bool kTail>(size_t d, size_t n) {
+      F mixed = Mul(LoadF<kTail>(out + d, n), Set(factor));
+      for (size_t i = 0; i < count; ++i) {
+        const F value = Element<kType>::template Load<kTail>(values + i * record_bytes, d, n);
+        mixed = Fma(Set(powers[i]), value, mixed);
+      }
+      StoreF<kTail>(out + d, mixed, n);
+    });
   }
-  for (size_t d = 0; d < a.depth; d += 16) {
-    const size_t n = a.depth - d < 16 ? a.depth - d : 16;
-    const F mixed = Div(ElementsAt<0>(out, d, n), Set(sum));
-    n == 16 ? StoreF<false>(out + d, mixed, 16) : StoreF<true>(out + d, mixed, n);
-  }
+  ForVectors(a.depth, [&]<bool kTail>(size_t d, size_t n) {
+    StoreF<kTail>(out + d, Div(LoadF<kTail>(out + d, n), Set(sum)), n);
+  });
 }
 
 template <int kType>
