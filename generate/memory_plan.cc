@@ -80,8 +80,10 @@ uint64_t DeviceTensorBytes(const GenerationSizes& s, const GenerationWish& wish,
   // Parts that are moved to where they are aligned.
   const uint64_t moved = 2 * LargestUnit(s);
   const uint64_t records = U(wish.positions) * 2 * U(s.decoder.key_heads * s.decoder.depth * s.element_bytes);
-  return TensorBytes(s, wish, RoundUp(decoded, kDeviceRows), RoundUp(prompted, kDeviceRows)) + coded + moved +
-         records + wish.device->slack_bytes;
+  const uint64_t tensors =
+      TensorBytes(s, wish, RoundUp(decoded, kDeviceRows), RoundUp(prompted, kDeviceRows)) + coded + moved +
+      records;
+  return tensors + U(wish.device->slack.Beside(static_cast<int64_t>(tensors)));
 }
 
 struct Candidate {

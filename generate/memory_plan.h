@@ -19,6 +19,7 @@
 #include "generate/kv_cache.h"
 #include "kernels/weight_code.h"
 #include "models/decoder.h"
+#include "tiering/plan/device_plan.h"
 
 namespace penstock::generate {
 
@@ -62,7 +63,7 @@ struct GenerationSizes {
 // A device that computes, with memory of its own.
 struct DeviceWish {
   uint64_t budget_bytes = 0;
-  uint64_t slack_bytes = 0;  // that its allocator may hold beyond the tensors
+  tiering::TensorSlack slack = {};
   double copy_bytes_per_second = 1e10;
 };
 

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <limits>
 #include <random>
@@ -174,6 +175,23 @@ TEST(Device, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
       --options.device.budget_bytes;
       EXPECT_EQ(LeastOf(MakePlan(graph, options).status()), options.device.budget_bytes + 1);
     }
+  }
+}
+
+// LibTorch's allocator needs more than its tensors: what it needs is part of the least that works.
+TEST(Device, TensorsHaveRoomForTheGapsBetweenThem) {
+  const ModelGraph graph = Chain(4, 1 << 20);
+  PlanOptions options;
+  options.device.has_own_memory = true;
+  const int64_t tight = LeastDeviceMemory(graph, options);
+  options.device.budget_bytes = tight;
+  const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  const int64_t tensors = plan->device.tensor_bytes;
+  ASSERT_GT(tensors, 8);
+  for (const int64_t gaps : {int64_t{0}, tensors / 8, tensors / 4, tensors}) {
+    options.device.tensor_slack = {.fixed_bytes = 3 * kMiB, .gap_bytes = gaps};
+    EXPECT_EQ(LeastDeviceMemory(graph, options), tight + 3 * kMiB + std::min(gaps, tensors / 4));
   }
 }
 

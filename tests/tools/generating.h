@@ -69,8 +69,7 @@ class GeneratingTest : public tools::testing_support::ProgramTest {
     options.wish.drafted = setting.drafted;
     options.device = setting.device;
     if (setting.device->has_own_memory()) {
-      options.wish.device = {.budget_bytes = setting.device_budget,
-                             .slack_bytes = static_cast<uint64_t>(setting.device->tensor_slack_bytes())};
+      options.wish.device = {.budget_bytes = setting.device_budget, .slack = setting.device->tensor_slack()};
     }
     options.wish.sequences = static_cast<int64_t>(asked.size());
     for (const Asked& each : asked) {

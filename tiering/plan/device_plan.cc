@@ -111,8 +111,8 @@ class DevicePlanner {
     plan.budget_bytes = options_.budget_bytes;
     plan.saved_activations = saved_activations;
     plan.tensor_bytes =
-        ComputeTensorBytes(graph_, micro_batches_, trains_, saved_activations, &plan.evaluate_micro_batches) +
-        options_.tensor_slack_bytes;
+        ComputeTensorBytes(graph_, micro_batches_, trains_, saved_activations, &plan.evaluate_micro_batches);
+    plan.tensor_bytes += options_.tensor_slack.Beside(plan.tensor_bytes);
     PerBlock<int64_t> sizes;
     std::vector<int64_t> come_and_go;
     for (const BlockIndex b : graph_.blocks.indices()) {

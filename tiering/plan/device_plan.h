@@ -29,6 +29,7 @@
 #ifndef PENSTOCK_TIERING_PLAN_DEVICE_PLAN_H_
 #define PENSTOCK_TIERING_PLAN_DEVICE_PLAN_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -41,14 +42,23 @@
 
 namespace penstock::tiering {
 
+// What LibTorch's allocator may hold of a device beyond the tensors that there are.
+struct TensorSlack {
+  int64_t fixed_bytes = 0;  // pieces that are partly used, workspaces of libraries
+  int64_t gap_bytes = 0;    // the most that gaps between large tensors take, where none fits in
+
+  // Beside tensors of so many bytes: few and small ones leave few gaps.
+  int64_t Beside(int64_t tensor_bytes) const { return fixed_bytes + std::min(tensor_bytes / 4, gap_bytes); }
+};
+
 struct DeviceOptions {
-  bool has_own_memory = false;     // has memory of its own
-  int64_t budget_bytes = 0;        // 0: as much as is of use
-  int64_t tensor_slack_bytes = 0;  // that LibTorch's allocator holds there beyond its tensors
-  bool collectives = false;        // over several ranks: devices hand each other their parts without the host
-  bool gds = false;                // weights may come from the drive past host memory
-  bool writes_state = false;       // what lives there is written to a drive after every update
-  double state_share = 0;          // of the elements: at most so many are in blocks that live there
+  bool has_own_memory = false;  // has memory of its own
+  int64_t budget_bytes = 0;     // 0: as much as is of use
+  TensorSlack tensor_slack;
+  bool collectives = false;   // over several ranks: devices hand each other their parts without the host
+  bool gds = false;           // weights may come from the drive past host memory
+  bool writes_state = false;  // what lives there is written to a drive after every update
+  double state_share = 0;     // of the elements: at most so many are in blocks that live there
 };
 
 struct DevicePlan {

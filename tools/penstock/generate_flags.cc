@@ -75,8 +75,7 @@ absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads
     return WrongFlag("--device-memory is of --device cuda: without a device host memory is all there is");
   }
   const int64_t budget = chosen.budget_bytes > 0 ? chosen.budget_bytes : chosen.device->capacity_bytes();
-  wish.device = {.budget_bytes = static_cast<uint64_t>(budget),
-                 .slack_bytes = static_cast<uint64_t>(chosen.device->tensor_slack_bytes())};
+  wish.device = {.budget_bytes = static_cast<uint64_t>(budget), .slack = chosen.device->tensor_slack()};
   return absl::OkStatus();
 }
 

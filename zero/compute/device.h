@@ -35,6 +35,7 @@
 #include "aio/device_transfers.h"
 #include "kernels/float16.h"
 #include "kernels/weight_code.h"
+#include "tiering/plan/device_plan.h"
 #include "zero/compute/optimizer.h"
 #include "zero/memory/tensor_memory.h"
 
@@ -80,7 +81,7 @@ class Device {
   virtual void ResetPeak() = 0;      // of tensors()
   virtual void TrimTensors() = 0;
   // What its allocator may hold beyond the tensors that there are: it counts against LimitTensors.
-  virtual int64_t tensor_slack_bytes() const { return 0; }
+  virtual tiering::TensorSlack tensor_slack() const { return {}; }
   // The NUMA node that it is attached to, -1: any.
   virtual int numa_node() const { return -1; }
   // Host memory that is copied from and to: pinned for the device while it lives.

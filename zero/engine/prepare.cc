@@ -162,7 +162,7 @@ class Preparation {
                                                         " bytes of the device (", device.Describe(), ")"));
     }
     plan_options_.device.has_own_memory = true;
-    plan_options_.device.tensor_slack_bytes = device.tensor_slack_bytes();
+    plan_options_.device.tensor_slack = device.tensor_slack();
     plan_options_.device.budget_bytes = options_.memory.device_memory_budget_bytes > 0
                                             ? options_.memory.device_memory_budget_bytes
                                             : device.capacity_bytes();
