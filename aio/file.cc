@@ -92,7 +92,7 @@ std::string DirectoryOf(const std::string& path) {
 FileSystemSpace SpaceOf(const struct statfs& info) {
   FileSystemSpace space;
   const uint64_t block = static_cast<uint64_t>(info.f_bsize);
-  space.free_bytes = static_cast<uint64_t>(geteuid() == 0 ? info.f_bfree : info.f_bavail) * block;
+  space.free_bytes = static_cast<uint64_t>(info.f_bavail) * block;
   space.total_bytes = static_cast<uint64_t>(info.f_blocks) * block;
   space.type = FileSystemName(static_cast<uint64_t>(info.f_type) & 0xffffffff);
   space.copy_on_write = space.type == "btrfs" || space.type == "zfs" || space.type == "bcachefs";
@@ -366,8 +366,10 @@ absl::Status File::Preallocate(uint64_t bytes) {
   if (error == ENOSPC) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "preallocate ", path_, " (", device_name_, "): ", FormatBytes(bytes), " asked for, ",
-        FormatBytes(space.free_bytes), " free, ", FormatBytes(wanted - std::min(wanted, space.free_bytes)),
-        " missing: ", ErrnoText(ENOSPC), "; free space on this file system or choose another directory"));
+        FormatBytes(space.free_bytes), " free",
+        wanted > space.free_bytes ? absl::StrCat(", ", FormatBytes(wanted - space.free_bytes), " missing")
+                                  : "",
+        ": ", ErrnoText(ENOSPC), "; free space on this file system or choose another directory"));
   }
   return MakeIoError(
       {.op = "preallocate", .path = path_, .device = device_name_, .bytes = bytes, .error = error});

@@ -149,8 +149,9 @@ std::string NearestExisting(const std::string& directory);
 // The block device below a path: "vda", "nvme0n1p2"; "0:45" where it has no name.
 absl::StatusOr<std::string> DeviceOfPath(const std::string& path);
 
-// Free bytes that this process may use on the file system of `path`, and its type ("ext4", "xfs", "btrfs",
-// "tmpfs").
+// Free bytes on the file system of `path`, and its type ("ext4", "xfs", "btrfs", "tmpfs"). What it reserves
+// for root is not free, for root neither: it keeps a machine alive whose drive is full, and root in a
+// container has no right to it.
 struct FileSystemSpace {
   uint64_t free_bytes = 0;
   uint64_t total_bytes = 0;

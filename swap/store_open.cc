@@ -250,7 +250,7 @@ absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::
     return absl::ResourceExhaustedError(absl::StrCat(
         device.directories, ": the state needs ", aio::FormatBytes(device.need), ", ",
         aio::FormatBytes(device.free), " are free: ", aio::FormatBytes(device.need - device.free),
-        " too little (make room, use another --state-dir or more of them, or a smaller model)"));
+        " too little (make room, use another directory or more of them, or a smaller model)"));
   }
   return absl::OkStatus();
 }

@@ -1,7 +1,5 @@
 #include "tools/penstock/plan_text.h"
 
-#include <sys/statvfs.h>
-
 #include <algorithm>
 #include <cmath>
 
@@ -183,9 +181,8 @@ std::string OfClippedSteps(const PlanFacts& facts, const tiering::WhatIf& w) {
 }  // namespace
 
 int64_t FreeBytes(const std::string& directory) {
-  struct statvfs system {};
-  if (statvfs(aio::NearestExisting(directory).c_str(), &system) != 0) return -1;
-  return static_cast<int64_t>(system.f_bavail) * static_cast<int64_t>(system.f_frsize);
+  const absl::StatusOr<aio::FileSystemSpace> space = aio::QueryFileSystem(aio::NearestExisting(directory));
+  return space.ok() ? static_cast<int64_t>(space->free_bytes) : -1;
 }
 
 // ", 38.6 GiB free", of a run that is not there yet, and whether that is enough.
