@@ -22,4 +22,4 @@ else()
 endif()
 add_test(NAME python_package_test
          COMMAND "${PROJECT_SOURCE_DIR}/scripts/python-check" "${PROJECT_BINARY_DIR}/python" "${penstock_python}")
-set_tests_properties(python_package_test PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900)
+set_tests_properties(python_package_test PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 900 LABELS slow)
