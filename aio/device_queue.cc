@@ -1,7 +1,6 @@
 #include "aio/device_queue.h"
 
 #include <pthread.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -59,7 +58,6 @@ DeviceQueue::DeviceQueue(EngineCore& core, std::unique_ptr<Backend> backend, boo
 
 DeviceQueue::~DeviceQueue() {
   Stop();
-  if (bounce_memory_ != nullptr) munmap(bounce_memory_, bounce_bytes_ * core_.options.bounce_buffers);
   while (free_slots_ != nullptr) delete std::exchange(free_slots_, free_slots_->next);
 }
 

@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "aio/arena.h"
 #include "aio/backend.h"
 #include "aio/engine_core.h"
 #include "aio/file_user.h"
@@ -154,7 +155,7 @@ class DeviceQueue final : public FileUser {
   std::vector<Piece*> sectors_;     // one-sector writes in flight
   std::vector<Completion> completions_;
   std::vector<int> free_bounces_;
-  std::byte* bounce_memory_ = nullptr;
+  std::unique_ptr<Arena> bounce_memory_;  // from the first bounced piece on
   uint64_t bounce_bytes_ = 0;
   FileSlot* slots_ = nullptr;
   FileSlot* free_slots_ = nullptr;

@@ -1,5 +1,4 @@
 // The part of a device queue that decides what goes to the device next, and what to do when it comes back.
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -115,7 +114,7 @@ bool DeviceQueue::DispatchFrom(int direction) {
   if (bounced) {
     piece.bounce = free_bounces_.back();
     free_bounces_.pop_back();
-    piece.data = bounce_memory_ + static_cast<uint64_t>(piece.bounce) * bounce_bytes_;
+    piece.data = bounce_memory_->data() + static_cast<uint64_t>(piece.bounce) * bounce_bytes_;
   }
   Launch(request, piece);
   if (request.cut_bytes_ == request.bytes_) {
@@ -154,11 +153,13 @@ int DeviceQueue::WhyNotBounced(const Request& request, const Piece& piece) {
 
 bool DeviceQueue::MakeBounceBuffers() {
   bounce_bytes_ = AlignUp(core_.options.bounce_bytes, kSectorBytes);
-  void* const mapped = mmap(nullptr, bounce_bytes_ * core_.options.bounce_buffers, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) return false;
-  (void)madvise(mapped, bounce_bytes_ * core_.options.bounce_buffers, MADV_DONTFORK);  // as arenas
-  bounce_memory_ = static_cast<std::byte*>(mapped);
+  // In huge pages, as what is moved in place: a device takes a transfer to many small ones at half the speed.
+  ArenaOptions options;
+  options.bytes = bounce_bytes_ * core_.options.bounce_buffers;
+  options.lock = options.touch = options.try_hugetlb = false;
+  absl::StatusOr<std::unique_ptr<Arena>> memory = Arena::Create(options);
+  if (!memory.ok()) return false;
+  bounce_memory_ = *std::move(memory);
   for (uint32_t i = 0; i < core_.options.bounce_buffers; ++i) free_bounces_.push_back(static_cast<int>(i));
   return true;
 }
