@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -31,6 +32,29 @@ constexpr const char* kMoments[] = {"", "exp_avg", "exp_avg_sq"};
 constexpr const char* kUniversal[] = {"fp32", "exp_avg", "exp_avg_sq"};
 constexpr int kDeepestJson = 32;
 constexpr uint64_t kMostNameBytes = uint64_t{16} << 20;
+// What DeepSpeed puts beside client_state.
+constexpr absl::string_view kOwnKeys[] = {"module",
+                                          "buffer_names",
+                                          "optimizer",
+                                          "param_shapes",
+                                          "frozen_param_shapes",
+                                          "frozen_param_fragments",
+                                          "shared_params",
+                                          "lr_scheduler",
+                                          "data_sampler",
+                                          "random_ltd",
+                                          "sparse_tensor_module_names",
+                                          "skipped_steps",
+                                          "global_steps",
+                                          "global_samples",
+                                          "dp_world_size",
+                                          "mp_world_size",
+                                          "ds_config",
+                                          "ds_version",
+                                          "universal_checkpoint_info",
+                                          "num_experts",
+                                          "ds_autoep_layers",
+                                          "checkpoint_parallel_dimensions"};
 
 bool Exists(const std::string& path) {
   struct stat info {};
@@ -95,6 +119,33 @@ nlohmann::json JsonOf(const TorchValue& value, int depth) {
     }
     default:
       return nullptr;
+  }
+}
+
+// Whether JSON has all of it.
+bool IsPlain(const TorchValue& value, int depth) {
+  if (depth > kDeepestJson) return false;
+  switch (value.kind()) {
+    case Kind::kNone:
+    case Kind::kBool:
+    case Kind::kInt:
+    case Kind::kText:
+      return true;
+    case Kind::kFloat:
+      return std::isfinite(*value.number());
+    case Kind::kList:
+      for (size_t i = 0; i < value.size(); ++i) {
+        if (!IsPlain(value[i], depth + 1)) return false;
+      }
+      return true;
+    case Kind::kDict: {
+      const auto entries = value.entries();
+      return std::all_of(entries.begin(), entries.end(), [&](const auto& entry) {
+        return entry.first.kind() == Kind::kText && IsPlain(entry.second, depth + 1);
+      });
+    }
+    default:
+      return false;
   }
 }
 
@@ -174,6 +225,30 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
 
 nlohmann::json ToJson(const TorchValue& value) { return JsonOf(value, 0); }
 
+bool IsDeepSpeedCheckpoint(const std::string& path) {
+  const absl::StatusOr<std::string> tag = TagOf(path);
+  if (!tag.ok()) return false;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(*tag, error)) {
+    const std::string name = entry.path().filename();
+    if (absl::EndsWith(name, kModelEnding) || absl::EndsWith(name, kOptimizerEnding)) return true;
+    if (name == "zero" && entry.is_directory(error) && !entry.is_symlink(error)) return true;
+  }
+  return false;
+}
+
+nlohmann::json LossScaleOf(const zero::LossScaler& begun, const DeepSpeedProgress& progress) {
+  nlohmann::json json = begun.ToJson();
+  const nlohmann::json& theirs = progress.loss_scaler;
+  for (const auto& [ours, name] : {std::pair{"scale", "cur_scale"},
+                                   {"iteration", "cur_iter"},
+                                   {"last_overflow", "last_overflow_iter"},
+                                   {"hysteresis_left", "cur_hysteresis"}}) {
+    if (theirs.is_object() && theirs.contains(name) && theirs[name].is_number()) json[ours] = theirs[name];
+  }
+  return zero::LossScaler::FromJson(json).ok() ? json : begun.ToJson();
+}
+
 absl::StatusOr<NameMap> ReadNames(const std::string& path) {
   const auto wrong = [&](const std::string& why) {
     return absl::InvalidArgumentError(absl::StrCat("--names ", path, ": ", why));
@@ -202,10 +277,11 @@ absl::Status DeepSpeedCheckpoint::Wrong(const std::string& why) const {
 
 absl::StatusOr<std::unique_ptr<DeepSpeedCheckpoint>> DeepSpeedCheckpoint::Open(const std::string& path,
                                                                                ModelLayout layout,
-                                                                               const NameMap& names) {
+                                                                               const NameMap& names,
+                                                                               CheckpointWords words) {
   ASSIGN_OR_RETURN(std::string directory, TagOf(path));
   std::unique_ptr<DeepSpeedCheckpoint> checkpoint(
-      new DeepSpeedCheckpoint(std::move(directory), std::move(layout)));
+      new DeepSpeedCheckpoint(std::move(directory), std::move(layout), std::move(words)));
   RETURN_IF_ERROR(checkpoint->Load(names));
   return checkpoint;
 }
@@ -246,7 +322,11 @@ absl::Status DeepSpeedCheckpoint::ReadModelStates(const TorchFile& file, Paramet
   progress_.ranks = std::max<int64_t>(1, root["dp_world_size"].integer().value_or(1));
   progress_.step = *step;
   progress_.updates = *step - root["skipped_steps"].integer().value_or(0);
+  progress_.samples = std::max<int64_t>(0, root["global_samples"].integer().value_or(0));
   progress_.version = Text(root["ds_version"].text());
+  TakeClientState(root);
+  const TorchValue buffers = root["buffer_names"];
+  for (size_t i = 0; i < buffers.size(); ++i) progress_.buffers.push_back(Text(buffers[i].text()));
   progress_.lr_scheduler = ToJson(root["lr_scheduler"]);
   progress_.config = ToJson(root["ds_config"]);
   if (!root["frozen_param_shapes"].entries().empty())
@@ -270,26 +350,37 @@ absl::Status DeepSpeedCheckpoint::ReadModelStates(const TorchFile& file, Paramet
   return absl::OkStatus();
 }
 
-// The optimizer's options, which all parameters share here; the loss scale.
-absl::Status DeepSpeedCheckpoint::TakeOptions(const TorchFile& file, const TorchValue& optimizer,
-                                              const TorchValue& base) {
+void DeepSpeedCheckpoint::TakeClientState(const TorchValue& root) {
+  for (const auto& [key, value] : root.entries()) {
+    const std::string name = Text(key.text());
+    if (name.empty() || std::find(std::begin(kOwnKeys), std::end(kOwnKeys), name) != std::end(kOwnKeys))
+      continue;
+    if (IsPlain(value, 0)) {
+      progress_.client[name] = ToJson(value);
+    } else {
+      progress_.unread.push_back(name);
+    }
+  }
+}
+
+const TorchTensor* DeepSpeedCheckpoint::FindModuleBuffer(const std::string& name) const {
+  return files_.front()->root()["module"][name].tensor();
+}
+
+absl::Status DeepSpeedCheckpoint::ReadModuleBuffer(const TorchTensor& buffer, std::span<std::byte> to) const {
+  return files_.front()->Read(buffer, 0, to);
+}
+
+// The optimizer's options; the loss scale.
+void DeepSpeedCheckpoint::TakeOptions(const TorchValue& optimizer, const TorchValue& base) {
   if (optimizer["loss_scaler"]) progress_.loss_scaler = ToJson(optimizer["loss_scaler"]);
   nlohmann::json groups = ToJson(base["param_groups"]);
-  if (!groups.is_array() || groups.empty()) return absl::OkStatus();  // older ones keep the steps alone
+  if (!groups.is_array() || groups.empty()) return;  // older ones keep the steps alone
   for (nlohmann::json& group : groups) {
     if (group.is_object()) group.erase("params");
   }
-  for (const nlohmann::json& group : groups) {
-    for (const char* key : {"lr", "betas", "eps", "weight_decay"}) {
-      if (group.value(key, nlohmann::json()) != groups[0].value(key, nlohmann::json()))
-        return Wrong(absl::StrCat(file.path(), ": its parameter groups have different ", key, " (",
-                                  groups[0].value(key, nlohmann::json()).dump(), ", ",
-                                  group.value(key, nlohmann::json()).dump(),
-                                  "): one for all parameters is served"));
-    }
-  }
-  progress_.optimizer = groups[0];
-  return absl::OkStatus();
+  progress_.groups = std::move(groups);
+  progress_.optimizer = progress_.groups[0];
 }
 
 // The optimizer's count, the same wherever it is said: a number, or a tensor of one.
@@ -365,7 +456,7 @@ absl::Status DeepSpeedCheckpoint::ReadRank12(const TorchFile& file, const TorchV
     return Wrong(absl::StrCat(file.path(),
                               " does not say where its parameters are (param_slice_mappings): load and "
                               "save it with a newer DeepSpeed"));
-  RETURN_IF_ERROR(TakeOptions(file, optimizer, base));
+  TakeOptions(optimizer, base);
   RETURN_IF_ERROR(TakeSteps(file, optimizer["base_optimizer_state_step"]));
   for (size_t group = 0; group < masters.size(); ++group) {
     const TorchValue state =
@@ -383,29 +474,39 @@ absl::Status DeepSpeedCheckpoint::ReadRank12(const TorchFile& file, const TorchV
 }
 
 // Every parameter is cut evenly over the ranks; a rank's flat tensors have its parts in the order of
-// parameters.
+// parameters, which a tensor never cuts: one for each group, or several (sub_group_size).
 absl::Status DeepSpeedCheckpoint::ReadRank3(const TorchFile& file, const TorchValue& optimizer, int64_t rank,
                                             int64_t ranks, Parameters* parameters) {
   const TorchValue masters = optimizer["fp32_flat_groups"], base = optimizer["optimizer_state_dict"];
   if (optimizer["ds_zero_partition_groups"].size() > 0)
     return Wrong(absl::StrCat(file.path(), ": expert parallelism is not served"));
-  if (masters.size() == 0 || masters.size() != order_.size())
+  if (masters.size() == 0 || masters.size() < order_.size())
     return Wrong(absl::StrCat(file.path(), " has ", masters.size(),
                               " flat tensors, and the list of parameters has ", order_.size(), " groups"));
-  RETURN_IF_ERROR(TakeOptions(file, optimizer, base));
-  for (size_t group = 0; group < masters.size(); ++group) {
-    const TorchValue state = AtNumber(base["state"], static_cast<int64_t>(group));
-    ASSIGN_OR_RETURN(const FlatTensors flat,
-                     TakeGroup(file, group, masters[group], state, ", with their state in memory"));
-    int64_t at = 0;
-    for (const std::string& name : order_[group]) {
+  TakeOptions(optimizer, base);
+  size_t number = 0;
+  FlatTensors flat{};
+  int64_t at = 0;
+  for (const std::vector<std::string>& group : order_) {
+    flat = {};  // the next group has a tensor of its own
+    for (const std::string& name : group) {
       Values& values = (*parameters)[name];
       const int64_t elements = ElementsOf(values.sizes), part = (elements + ranks - 1) / ranks;
       const int64_t mine = std::clamp<int64_t>(elements - rank * part, 0, part);
+      if (flat[0] == nullptr || at + part > flat[0]->elements) {
+        const TorchValue state = AtNumber(base["state"], static_cast<int64_t>(number));
+        ASSIGN_OR_RETURN(flat,
+                         TakeGroup(file, number, masters[number], state, ", with their state in memory"));
+        ++number;
+        at = 0;
+      }
       RETURN_IF_ERROR(AddPart(file, flat, at, mine, &values));
       at += part;
     }
   }
+  if (number != masters.size())
+    return Wrong(absl::StrCat(file.path(), " has ", masters.size(), " flat tensors, and the parameters fill ",
+                              number));
   return absl::OkStatus();
 }
 
@@ -428,6 +529,7 @@ absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
       if (tensor == nullptr) return Wrong(absl::StrCat((*file)->path(), " has no tensor"));
       RETURN_IF_ERROR(values.of[k].Add(**file, *tensor, 0, tensor->elements));
       if (values.sizes.empty() && tensor->sizes.size() != 1) values.sizes = tensor->sizes;
+      files_.back()->Rest();  // three a parameter
     }
     if (Exists(absl::StrCat(directory_, "/zero/", name, "/step.pt"))) {
       ASSIGN_OR_RETURN(const TorchFile* const step, OpenFile(absl::StrCat("zero/", name, "/step.pt")));
@@ -445,7 +547,7 @@ absl::Status DeepSpeedCheckpoint::ReadUniversalState() {
   const TorchValue root = file->root();
   // Of stage 3 the optimizer's own dict, of stages 1 and 2 what it has beside the state.
   const TorchValue base = root["optimizer_state_dict"] ? root["optimizer_state_dict"] : root;
-  RETURN_IF_ERROR(TakeOptions(*file, root, base));
+  TakeOptions(root, root["param_groups"] ? root : base);
   return TakeSteps(*file, AtNumber(base["state"], 0)["step"]);
 }
 
@@ -471,7 +573,7 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
     const bool known = std::any_of(layout_.tensors.begin(), layout_.tensors.end(),
                                    [&](const PublishedTensor& tensor) { return tensor.name == published; });
     if (!known)
-      return Wrong(absl::StrCat("--names has ", published, ", which is no parameter of this model"));
+      return Wrong(absl::StrCat(words_.names, " has ", published, ", which is no parameter of this model"));
   }
   for (const PublishedTensor& tensor : layout_.tensors) {
     const auto named = names.find(tensor.name);
@@ -485,7 +587,8 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
     }
     if (found == parameters->end())
       return Wrong(absl::StrCat("no parameter ", candidates.front(),
-                                ": not of this model, or under another name (--names FILE says which)"));
+                                ": not of this model, or under another name (", words_.names,
+                                " says which)"));
     const std::vector<uint64_t> shape = tensor.published_shape();
     const std::vector<int64_t>& sizes = found->second.sizes;
     const bool same =
@@ -493,8 +596,7 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
                                     [](int64_t a, uint64_t b) { return a == static_cast<int64_t>(b); });
     if (!same)
       return Wrong(absl::StrCat(found->first, " is [", absl::StrJoin(sizes, ", "), "] there and [",
-                                absl::StrJoin(shape, ", "),
-                                "] in this model: give the --model that it is of"));
+                                absl::StrJoin(shape, ", "), "] in this model: ", words_.model));
     for (const ScatteredTensor& values : found->second.of) {
       if (values.elements() != tensor.elements())
         return Wrong(absl::StrCat(found->first, " has ", values.elements(), " elements there and ",
@@ -503,8 +605,7 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
     sources_.push_back(found->second.of);
     left.erase(found->first);
   }
-  if (!left.empty())
-    return Wrong(absl::StrCat(*left.begin(), " has no place in this model: give the --model that it is of"));
+  if (!left.empty()) return Wrong(absl::StrCat(*left.begin(), " has no place in this model: ", words_.model));
   return absl::OkStatus();
 }
 

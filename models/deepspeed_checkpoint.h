@@ -13,11 +13,11 @@
 // error that names it.
 //
 // Refused by name: pipeline, tensor and expert parallelism, frozen parameters, states that DeepSpeed left on
-// an NVMe drive, runs without ZeRO, optimizers without Adam's moments, parameter groups of different options.
+// an NVMe drive, runs without ZeRO, optimizers without Adam's moments.
 //
 // Memory: what the files' pickles describe (some hundred bytes a tensor and rank) and a buffer of 512 KiB.
-// Threads: one. Errors: kNotFound, kInvalidArgument: not such a checkpoint, or not of this model; kDataLoss:
-// cut short.
+// Needs no LibTorch. Threads: one. Errors: kNotFound, kInvalidArgument: not such a checkpoint, or not of this
+// model; kDataLoss: cut short.
 #ifndef PENSTOCK_MODELS_DEEPSPEED_CHECKPOINT_H_
 #define PENSTOCK_MODELS_DEEPSPEED_CHECKPOINT_H_
 
@@ -27,6 +27,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,7 @@
 #include "models/scattered_tensor.h"
 #include "models/torch_file.h"
 #include "zero/compute/tile_format.h"
+#include "zero/config/loss_scale.h"
 
 namespace penstock::models {
 
@@ -49,6 +51,12 @@ absl::StatusOr<NameMap> ReadNames(const std::string& path);
 // truth values; what is none of these is null.
 nlohmann::json ToJson(const TorchValue& value);
 
+// What an error says is to be done: the CLI and Python have their own words for it.
+struct CheckpointWords {
+  std::string names = "--names FILE";                    // where other names are given
+  std::string model = "give the --model that it is of";  // it is not of this one
+};
+
 // Where a run stood, and with what it was trained.
 struct DeepSpeedProgress {
   std::string format;           // "ZeRO-2 of 4 ranks", "universal"
@@ -56,17 +64,31 @@ struct DeepSpeedProgress {
   int64_t ranks = 1;            // data-parallel ones
   int64_t step = 0;             // global_steps
   int64_t updates = 0;          // of the optimizer: without those that were skipped
+  int64_t samples = 0;          // global_samples
   nlohmann::json config;        // what deepspeed.initialize was given; null: not recorded
   nlohmann::json lr_scheduler;  // its state; null: none
   bool step_is_tensor = false;  // as torch's own optimizers keep it; DeepSpeed's keep a number
-  nlohmann::json optimizer;     // the options of the parameter groups: lr, betas, eps, weight_decay, ...
-  nlohmann::json loss_scaler;   // its attributes: cur_scale, cur_iter, ...; null: none
+  nlohmann::json optimizer;     // the options of the first parameter group: lr, betas, eps, weight_decay, ...
+  nlohmann::json groups = nlohmann::json::array();   // those of each; none: older ones do not keep them
+  nlohmann::json loss_scaler;                        // its attributes: cur_scale, cur_iter, ...; null: none
+  nlohmann::json client = nlohmann::json::object();  // client_state
+  std::vector<std::string> unread;  // keys of client_state that are more than numbers, texts, lists and dicts
+  std::vector<std::string> buffers;  // names of the module's persistent ones
 };
+
+// Whether `path` is what DeepSpeed wrote: the directory of a tag, or one whose `latest` or `latest_universal`
+// names it. Whether it can be read is another matter.
+bool IsDeepSpeedCheckpoint(const std::string& path);
+
+// The state of zero::LossScaler that goes on where the run's was; `begun`: of a new run, which goes on where
+// the checkpoint has none.
+nlohmann::json LossScaleOf(const zero::LossScaler& begun, const DeepSpeedProgress& progress);
 
 class DeepSpeedCheckpoint {
  public:
   static absl::StatusOr<std::unique_ptr<DeepSpeedCheckpoint>> Open(const std::string& path,
-                                                                   ModelLayout layout, const NameMap& names);
+                                                                   ModelLayout layout, const NameMap& names,
+                                                                   CheckpointWords words = {});
 
   const DeepSpeedProgress& progress() const { return progress_; }
   const std::string& directory() const { return directory_; }  // of the tag
@@ -74,6 +96,10 @@ class DeepSpeedCheckpoint {
   // Elements [first, first + elements) of a block's run, as fp32; zeros between the parameters. Masters or
   // moments.
   absl::Status Read(zero::StateKind kind, int block, int64_t first, int64_t elements, float* to);
+
+  // One of progress().buffers; null: its values are not in the checkpoint. Valid as long as this.
+  const TorchTensor* FindModuleBuffer(const std::string& name) const;
+  absl::Status ReadModuleBuffer(const TorchTensor& buffer, std::span<std::byte> to) const;
 
  private:
   static constexpr size_t kKinds = 3;  // masters, first and second moments
@@ -85,12 +111,13 @@ class DeepSpeedCheckpoint {
   using Parameters = std::map<std::string, Values>;            // by DeepSpeed's name
   using FlatTensors = std::array<const TorchTensor*, kKinds>;  // of a parameter group, one rank's
 
-  DeepSpeedCheckpoint(std::string directory, ModelLayout layout)
-      : directory_(std::move(directory)), layout_(std::move(layout)) {}
+  DeepSpeedCheckpoint(std::string directory, ModelLayout layout, CheckpointWords words)
+      : directory_(std::move(directory)), layout_(std::move(layout)), words_(std::move(words)) {}
 
   absl::Status Load(const NameMap& names);
   absl::StatusOr<const TorchFile*> OpenFile(const std::string& name);
   absl::Status ReadModelStates(const TorchFile& file, Parameters* parameters);
+  void TakeClientState(const TorchValue& root);
   absl::Status ReadPartitions(const std::vector<std::string>& names, Parameters* parameters);
   // The count of steps, and the flat tensors, none of which is null. `where`: what an error adds.
   absl::StatusOr<FlatTensors> TakeGroup(const TorchFile& file, size_t group, const TorchValue& masters,
@@ -103,7 +130,7 @@ class DeepSpeedCheckpoint {
                          Parameters* parameters);
   absl::Status ReadUniversal(Parameters* parameters);
   absl::Status ReadUniversalState();
-  absl::Status TakeOptions(const TorchFile& file, const TorchValue& optimizer, const TorchValue& base);
+  void TakeOptions(const TorchValue& optimizer, const TorchValue& base);
   absl::Status TakeSteps(const TorchFile& file, const TorchValue& state);
   // What a published name is called there unless --names says it.
   std::vector<std::string> OwnNames(const std::string& published) const;
@@ -112,12 +139,13 @@ class DeepSpeedCheckpoint {
 
   const std::string directory_;
   const ModelLayout layout_;
+  const CheckpointWords words_;
   DeepSpeedProgress progress_;
   std::vector<std::vector<std::string>>
       order_;                                  // names by parameter group, in the order of their flat tensors
   std::map<std::string, std::string> shared_;  // name of a tied parameter -> the one that holds it
   std::optional<int64_t> optimizer_step_;
-  std::vector<std::unique_ptr<TorchFile>> files_;
+  std::vector<std::unique_ptr<TorchFile>> files_;             // the first has the model's states
   std::vector<std::array<ScatteredTensor, kKinds>> sources_;  // parallel to layout_.tensors
   ReadBuffer buffer_;
 };

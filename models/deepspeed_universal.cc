@@ -39,18 +39,17 @@ class UniversalWriter {
         layout_(layout),
         read_(read),
         options_(options),
-        tag_(options.directory + "/" + options.tag) {
+        whole_(options.directory + "/" + options.tag),
+        tag_(options.directory + "/." + options.tag + ".partial") {
     total_ = static_cast<uint64_t>(layout.parameters()) * kKinds * sizeof(float);
   }
 
   absl::Status Run() {
     std::error_code error;
-    if (std::filesystem::exists(tag_, error)) {
-      if (!options_.overwrite)
-        return absl::AlreadyExistsError(
-            absl::StrCat(tag_, " is there already: use --overwrite to replace it"));
-      std::filesystem::remove_all(tag_, error);
-    }
+    if (!options_.overwrite && std::filesystem::exists(whole_, error))
+      return absl::AlreadyExistsError(
+          absl::StrCat(whole_, " is there already: use --overwrite to replace it"));
+    std::filesystem::remove_all(tag_, error);  // what a killed one has left
     absl::Status status = MakeDirectory(tag_ + "/zero");
     for (const PublishedTensor& tensor : layout_.tensors) {
       if (status.ok()) status = WriteParameter(tensor);
@@ -59,12 +58,21 @@ class UniversalWriter {
     for (const char* name : {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"}) {
       if (status.ok()) status = WriteModelStates(absl::StrCat(tag_, "/", name));
     }
-    if (status.ok()) status = WriteLatest();
+    if (status.ok()) status = Show();
     if (!status.ok()) std::filesystem::remove_all(tag_, error);
-    return status;
+    return status.ok() ? WriteLatest() : status;
   }
 
  private:
+  // Under its name, now that it is whole.
+  absl::Status Show() const {
+    std::error_code error;
+    std::filesystem::remove_all(whole_, error);
+    if (!error) std::filesystem::rename(tag_, whole_, error);
+    if (!error) return absl::OkStatus();
+    return absl::ErrnoToStatus(error.value(), absl::StrCat(whole_, ": cannot be made"));
+  }
+
   std::string NameOf(const PublishedTensor& tensor) const {
     const auto named = options_.names.find(tensor.name);
     return named == options_.names.end() ? tensor.name : named->second;
@@ -179,11 +187,26 @@ class UniversalWriter {
     return Finish(path, pickle, tensor);
   }
 
-  void Groups(TorchPickle* pickle) const {
+  // Each with the one flat tensor that it has there.
+  static void Groups(nlohmann::json groups, TorchPickle* pickle) {
+    int64_t number = 0;
+    for (nlohmann::json& group : groups) group["params"] = nlohmann::json::array({number++});
     pickle->Text("param_groups");
-    nlohmann::json group = run_.optimizer;
-    group["params"] = nlohmann::json::array({0});
-    pickle->Json(nlohmann::json::array({group}));
+    pickle->Json(groups);
+  }
+
+  // Stage 3 gives every group the options of the first: those in which they differ are left to its own
+  // configuration, but for the rate, without which the next step would go by the one of the beginning.
+  nlohmann::json Common() const {
+    nlohmann::json common = run_.groups[0];
+    for (const nlohmann::json& group : run_.groups) {
+      for (const auto& [key, value] : run_.groups[0].items()) {
+        if (key != "lr" && group.value(key, nlohmann::json()) != value) common.erase(key);
+      }
+    }
+    nlohmann::json groups = nlohmann::json::array();
+    for (size_t i = 0; i < run_.groups.size(); ++i) groups.push_back(common);
+    return groups;
   }
 
   // What stages 1 and 2 look for at the top, and stage 3 one level below.
@@ -203,10 +226,10 @@ class UniversalWriter {
       pickle.Json(run_.loss_scaler);
       pickle.EndObject();
     }
-    Groups(&pickle);
+    Groups(run_.groups, &pickle);
     pickle.Text("optimizer_state_dict");
     pickle.BeginDict();
-    Groups(&pickle);
+    Groups(Common(), &pickle);
     pickle.Text("state");
     pickle.BeginDict();
     pickle.Int(0);
@@ -222,15 +245,17 @@ class UniversalWriter {
 
   absl::Status WriteModelStates(const std::string& path) const {
     TorchPickle pickle;
-    const nlohmann::json values = {{"module", nlohmann::json::object()},
-                                   {"optimizer", nullptr},
-                                   {"lr_scheduler", run_.lr_scheduler},
-                                   {"skipped_steps", run_.step - run_.updates},
-                                   {"global_steps", run_.step},
-                                   {"dp_world_size", run_.ranks},
-                                   {"mp_world_size", 1},
-                                   {"ds_config", run_.config},
-                                   {"ds_version", run_.version}};
+    nlohmann::json values = run_.client;
+    values.update({{"module", nlohmann::json::object()},
+                   {"optimizer", nullptr},
+                   {"lr_scheduler", run_.lr_scheduler},
+                   {"skipped_steps", run_.step - run_.updates},
+                   {"global_steps", run_.step},
+                   {"dp_world_size", run_.ranks},
+                   {"mp_world_size", 1},
+                   {"ds_config", run_.config},
+                   {"ds_version", run_.version}});
+    if (run_.samples > 0) values["global_samples"] = run_.samples;  // else it follows from the steps
     pickle.Json(values);
     return Finish(path, pickle, /*has_step=*/false);
   }
@@ -248,12 +273,30 @@ class UniversalWriter {
   const ModelLayout& layout_;
   const ReadMoments& read_;
   const UniversalOptions& options_;
-  const std::string tag_;
+  const std::string whole_, tag_;
   uint64_t done_ = 0, total_ = 0;
   Buffers chunk_, strip_;
 };
 
 }  // namespace
+
+nlohmann::json LossScalerOf(const nlohmann::json& ours) {
+  if (!ours.is_object()) return nullptr;
+  const bool dynamic = ours.value("dynamic", false);
+  nlohmann::json theirs = {{"cur_scale", ours.value("scale", 1.0)}, {"dynamic", dynamic}};
+  if (!dynamic) return theirs;
+  theirs.update({{"cur_iter", ours.value("iteration", 0)},
+                 {"last_overflow_iter", ours.value("last_overflow", -1)},
+                 {"scale_factor", ours.value("factor", 2.0)},
+                 {"scale_window", ours.value("window", 1000)},
+                 {"min_scale", ours.value("min_scale", 1.0)},
+                 {"delayed_shift", ours.value("hysteresis", 2)},
+                 {"cur_hysteresis", ours.value("hysteresis_left", 2)},
+                 {"consecutive_hysteresis", ours.value("consecutive_hysteresis", false)},
+                 {"raise_error_at_min_scale", true},
+                 {"dtype", nullptr}});
+  return theirs;
+}
 
 absl::Status WriteUniversal(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
                             const UniversalOptions& options) {

@@ -3,9 +3,11 @@
 // true}).
 //
 //   OUT/TAG/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
-//   OUT/TAG/zero/optimizer_state.pt           options of the parameter group, loss scale
-//   OUT/TAG/mp_rank_00_model_states.pt        steps, scheduler; once more under ZeRO-3's name for it
+//   OUT/TAG/zero/optimizer_state.pt           options of the parameter groups, loss scale
+//   OUT/TAG/mp_rank_00_model_states.pt        steps, scheduler, client_state; once more under ZeRO-3's name
 //   OUT/latest_universal                      TAG; written last
+//
+// The tag is OUT/.TAG.partial until it is whole. Needs no LibTorch.
 //
 // Each element is read once, but for matrices that are published transposed and larger than the memory given:
 // those are read once for each strip.
@@ -23,6 +25,9 @@
 
 namespace penstock::models {
 
+// What universal checkpoints say of themselves: the version whose format is written.
+inline constexpr const char* kDeepSpeedVersion = "0.19.8";
+
 struct UniversalOptions {
   std::string directory;  // OUT
   std::string tag;
@@ -37,9 +42,12 @@ struct UniversalOptions {
 using ReadMoments = std::function<absl::Status(int block, int64_t first, int64_t elements, float* master,
                                                float* m, float* v)>;
 
-// Of `run`: step, updates, version, optimizer (one group's options), lr_scheduler, loss_scaler (null: none),
-// config. Errors: kAlreadyExists: the tag is there; kResourceExhausted: disk full; others as the operating
-// system says. A tag that could not be finished is removed.
+// DeepSpeed's attributes of what zero::LossScaler has as JSON; null where there is none.
+nlohmann::json LossScalerOf(const nlohmann::json& ours);
+
+// Of `run`: step, updates, samples, groups (of each its options), lr_scheduler, loss_scaler (null: none),
+// config, client. Errors: kAlreadyExists: the tag is there; kResourceExhausted: disk full; others as the
+// operating system says. A tag that could not be finished is removed.
 absl::Status WriteUniversal(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
                             const UniversalOptions& options);
 

@@ -9,6 +9,7 @@
 namespace penstock::models {
 
 std::vector<uint64_t> PublishedTensor::published_shape() const {
+  if (shape.has_value()) return *shape;
   const auto r = static_cast<uint64_t>(rows), c = static_cast<uint64_t>(columns);
   if (columns == 0) return {r};
   return transposed ? std::vector<uint64_t>{c, r} : std::vector<uint64_t>{r, c};

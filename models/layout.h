@@ -67,6 +67,8 @@ struct PublishedTensor {
   bool transposed = false;
   // Above 0: `block` has the first so many rows of it and each block behind it as many more, at its offset.
   int64_t rows_of_block = 0;
+  // As it is published, where it is neither a vector nor a matrix: `rows` are its elements then.
+  std::optional<std::vector<uint64_t>> shape = std::nullopt;
 
   int64_t elements() const { return columns == 0 ? rows : rows * columns; }
   std::vector<uint64_t> published_shape() const;

@@ -698,12 +698,30 @@ absl::StatusOr<std::unique_ptr<TorchFile>> TorchFile::Open(const std::string& pa
 
 TorchValue TorchFile::root() const { return {this, root_}; }
 
+void TorchFile::Rest() {
+  if (fd_ >= 0) ::close(fd_);
+  fd_ = -1;
+}
+
 absl::Status TorchFile::ReadAt(uint64_t offset, void* to, size_t bytes) const {
+  if (fd_ >= 0) return ReadFrom(fd_, offset, to, bytes);
+  const int fd = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) {
+    const int error = errno;
+    return absl::UnavailableError(
+        absl::StrCat(path_, ": cannot open: ", std::strerror(error), " (errno ", error, ")"));
+  }
+  const absl::Status status = ReadFrom(fd, offset, to, bytes);
+  ::close(fd);
+  return status;
+}
+
+absl::Status TorchFile::ReadFrom(int fd, uint64_t offset, void* to, size_t bytes) const {
   for (size_t done = 0; done < bytes;) {
     if (offset + done > static_cast<uint64_t>(std::numeric_limits<off_t>::max()))
       return Bad(path_, "a place in it is beyond all files");
     const ssize_t n =
-        ::pread(fd_, static_cast<char*>(to) + done, bytes - done, static_cast<off_t>(offset + done));
+        ::pread(fd, static_cast<char*>(to) + done, bytes - done, static_cast<off_t>(offset + done));
     if (n > 0) {
       done += static_cast<size_t>(n);
     } else if (n == 0) {

@@ -84,6 +84,9 @@ class TorchFile {
   const std::string& path() const { return path_; }
   TorchValue root() const;
 
+  // Its descriptor goes, and each read opens the file anew: for who has more files than may be open.
+  void Rest();
+
   // Bytes of a tensor of this file, from its byte `first` on. Any thread. kDataLoss: the file ends early.
   absl::Status Read(const TorchTensor& tensor, uint64_t first, std::span<std::byte> to) const;
 
@@ -94,6 +97,7 @@ class TorchFile {
   struct Archive;
   explicit TorchFile(std::string path);
   absl::Status ReadAt(uint64_t offset, void* to, size_t bytes) const;
+  absl::Status ReadFrom(int fd, uint64_t offset, void* to, size_t bytes) const;
 
   std::string path_;
   int fd_ = -1;

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <map>
@@ -12,6 +13,8 @@
 #include "absl/strings/escaping.h"
 #include "models/torch_file.h"
 #include "tests/tools/penstock_program.h"
+#include "tiering/plan/model_graph.h"
+#include "zero/engine/new_state.h"
 
 namespace penstock::tools {
 namespace {
@@ -123,6 +126,29 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
   const std::map<int, double> losses = GoOn(first, 8);
   EXPECT_EQ(GoOn(second, 8), losses);
   EXPECT_EQ(losses.size(), 4u);
+}
+
+TEST_F(DeepSpeedCheckpointTest, ARunOfPythonsIsToldWhereItIsExported) {
+  zero::NewState state;
+  state.store.directories = {dir_ + "/driven"};
+  state.identity = R"({"model": {"architecture": "driven", "parameters": 1, "fingerprint": "0"}})";
+  state.format.weights = kernels::DType::kFp32;
+  state.block_elements = {tiering::kElementAlignment};
+  state.step = state.updates = 1;
+  state.payload = R"({"run": {"run_id": "python"}, "schedule": null})";
+  const absl::Status made = zero::WriteNewState(
+      state,
+      [](zero::StateKind, int, int64_t, int64_t elements, float* to) {
+        std::fill_n(to, elements, 1.0F);
+        return absl::OkStatus();
+      },
+      [](uint64_t, uint64_t) {});
+  ASSERT_TRUE(made.ok()) << made;
+  const Ran ran = Run({"export-checkpoint", dir_ + "/driven", dir_ + "/universal"});
+  EXPECT_EQ(ran.code, 2) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("a run of a Python script"));
+  EXPECT_THAT(ran.err, HasSubstr("engine.export_checkpoint"));
+  EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
 }
 
 TEST_F(DeepSpeedCheckpointTest, WhatDoesNotFitIsNamedAndLeavesNothing) {

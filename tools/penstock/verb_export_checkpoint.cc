@@ -26,8 +26,6 @@ namespace penstock::tools {
 namespace {
 
 constexpr const char* kExportCheckpointName = "penstock export-checkpoint";
-// What universal checkpoints say of themselves: the version whose format is written.
-constexpr const char* kVersion = "0.19.8";
 constexpr int64_t kDefaultMemoryBytes = int64_t{128} << 20;
 constexpr int64_t kLeastMemoryBytes = int64_t{1} << 20;
 
@@ -57,6 +55,11 @@ absl::StatusOr<ExportedRun> FindRun(const ExportCheckpointFlags& flags) {
   if (!run.identity.is_object() || !run.identity.contains("model") || !run.payload.is_object() ||
       !run.payload.contains("run") || !run.payload["run"].is_object())
     return refused("not a run of penstock train: cannot be exported");
+  if (run.identity["model"].is_object() && run.identity["model"].value("architecture", "") == "driven")
+    return refused(
+        "a run of a Python script, whose model has the names of its parameters: "
+        "engine.export_checkpoint(OUT) "
+        "writes it there, after resume=True or load_checkpoint");
   run.record = run.payload["run"];
   absl::StatusOr<std::shared_ptr<const models::LanguageModel>> model =
       models::ModelFromJson(run.identity["model"]);
@@ -106,22 +109,7 @@ absl::StatusOr<nlohmann::json> Optimizer(const ExportedRun& run, int64_t updates
 // DeepSpeed's attributes of the scale; null where there is none.
 nlohmann::json LossScaler(const ExportedRun& run) {
   if (run.format.weights != kernels::DType::kFp16) return nullptr;
-  const nlohmann::json ours = run.payload.value("loss_scale", nlohmann::json::object());
-  if (!ours.is_object()) return nullptr;
-  const bool dynamic = ours.value("dynamic", false);
-  nlohmann::json theirs = {{"cur_scale", ours.value("scale", 1.0)}, {"dynamic", dynamic}};
-  if (!dynamic) return theirs;
-  theirs.update({{"cur_iter", ours.value("iteration", 0)},
-                 {"last_overflow_iter", ours.value("last_overflow", -1)},
-                 {"scale_factor", ours.value("factor", 2.0)},
-                 {"scale_window", ours.value("window", 1000)},
-                 {"min_scale", ours.value("min_scale", 1.0)},
-                 {"delayed_shift", ours.value("hysteresis", 2)},
-                 {"cur_hysteresis", ours.value("hysteresis_left", 2)},
-                 {"consecutive_hysteresis", ours.value("consecutive_hysteresis", false)},
-                 {"raise_error_at_min_scale", true},
-                 {"dtype", nullptr}});
-  return theirs;
+  return models::LossScalerOf(run.payload.value("loss_scale", nlohmann::json()));
 }
 
 // Masters and moments of any range of a block, out of the stores of all ranks.
@@ -222,8 +210,9 @@ absl::Status Export(const ExportCheckpointFlags& flags, std::ostream& out) {
   models::DeepSpeedProgress progress;
   progress.step = static_cast<int64_t>(moments->recovered().step);
   progress.updates = static_cast<int64_t>(moments->recovered().updates);
-  progress.version = kVersion;
-  ASSIGN_OR_RETURN(progress.optimizer, Optimizer(run, progress.updates));
+  progress.version = models::kDeepSpeedVersion;
+  ASSIGN_OR_RETURN(const nlohmann::json group, Optimizer(run, progress.updates));
+  progress.groups.push_back(group);
   progress.lr_scheduler = {{"last_batch_iteration", progress.updates - 1}};
   progress.loss_scaler = LossScaler(run);
   options.directory = flags.out;

@@ -107,16 +107,24 @@ class ConfigFile {
 nlohmann::json LossScale(const zero::EngineOptions& options, const models::DeepSpeedProgress& progress) {
   if (options.dtype != kernels::DType::kFp16) return zero::LossScaler().ToJson();
   const absl::StatusOr<zero::LossScaler> begun = zero::LossScaler::Create(options.optimizer.loss_scale);
-  nlohmann::json json = begun.ok() ? begun->ToJson() : zero::LossScaler().ToJson();
-  const nlohmann::json& theirs = progress.loss_scaler;
-  for (const auto& [ours, name] : {std::pair{"scale", "cur_scale"},
-                                   {"iteration", "cur_iter"},
-                                   {"last_overflow", "last_overflow_iter"},
-                                   {"hysteresis_left", "cur_hysteresis"}}) {
-    if (theirs.is_object() && theirs.contains(name) && theirs[name].is_number()) json[ours] = theirs[name];
+  return models::LossScaleOf(begun.ok() ? *begun : zero::LossScaler(), progress);
+}
+
+// `penstock train` has one learning rate and one set of options for all parameters.
+absl::Status CheckOneGroup(const models::DeepSpeedCheckpoint& checkpoint) {
+  const nlohmann::json& groups = checkpoint.progress().groups;
+  for (const nlohmann::json& group : groups) {
+    for (const char* key : {"lr", "betas", "eps", "weight_decay"}) {
+      const nlohmann::json first = groups[0].value(key, nlohmann::json());
+      const nlohmann::json other = group.value(key, nlohmann::json());
+      if (other != first)
+        return absl::InvalidArgumentError(absl::StrCat(
+            checkpoint.directory(), ": its parameter groups have different ", key, " (", first.dump(), ", ",
+            other.dump(),
+            "): one for all parameters is served; engine.load_checkpoint of Python takes several"));
+    }
   }
-  if (!zero::LossScaler::FromJson(json).ok() && begun.ok()) return begun->ToJson();
-  return json;
+  return absl::OkStatus();
 }
 
 // ImportCheckpointFlags over the config of the checkpoint.
@@ -132,12 +140,12 @@ absl::StatusOr<TrainSettings> Settings(const ImportCheckpointFlags& flags,
   train.offload = "nvme";
   train.steps = std::max(train.steps.value_or(100), progress.step);
   absl::StatusOr<TrainSettings> settings = ResolveTrainOptions(train, /*needs_data=*/false);
-  const auto named = [&](std::string text) {
+  const auto named = [&](const std::string& text) {
     return file.path().empty() ? text : absl::StrReplaceAll(text, {{file.path(), kTheirConfig}});
   };
   if (!settings.ok())
     return absl::Status(settings.status().code(), named(std::string(settings.status().message())));
-  for (std::string& note : settings->notes) note = named(std::move(note));
+  for (std::string& note : settings->notes) note = named(note);
   // What it says of another machine's memory, drives and monitors is no wish for this one.
   if (!file.path().empty() && settings->engine.resume.run.erase(kRecordedConfigKey) > 0)
     notes.push_back(
@@ -179,6 +187,7 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
   ASSIGN_OR_RETURN(std::unique_ptr<models::DeepSpeedCheckpoint> checkpoint,
                    models::DeepSpeedCheckpoint::Open(flags.checkpoint, model->Layout(), names));
   const models::DeepSpeedProgress& progress = checkpoint->progress();
+  RETURN_IF_ERROR(CheckOneGroup(*checkpoint));
   ASSIGN_OR_RETURN(TrainSettings settings, Settings(flags, progress));
   zero::EngineOptions& options = settings.engine;
   RETURN_IF_ERROR(CheckAgainst(progress, settings, &settings.notes));
