@@ -151,6 +151,12 @@ absl::Status Engine::ReadState(std::string_view parameter, StateKind kind, std::
                                                    " elements, and there is room for ", to.size()));
   });
 }
+absl::Status Engine::ReadRanges(const std::function<absl::Status(const ReadRange&)>& use) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
+  impl_->Enter("reading its state");
+  return impl_->ReadRanges(use);
+}
 absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   const TensorScope scope(impl_->tensors_.pool());
@@ -204,6 +210,8 @@ absl::Status Engine::usable() const {
 }
 int64_t Engine::step() const { return impl_->step_; }
 int64_t Engine::committed_step() const { return impl_->committed_step_; }
+int64_t Engine::updates() const { return impl_->decisions_.updates(); }
+const LossScaler& Engine::loss_scaler() const { return impl_->decisions_.scaler(); }
 std::optional<int64_t> Engine::resumed_from() const { return impl_->resumed_from_; }
 const nlohmann::json& Engine::run() const { return impl_->run_; }
 const nlohmann::json& Engine::last_description() const { return impl_->last_description_; }

@@ -176,6 +176,12 @@ class Engine {
   // the engine's it takes a tile's.
   absl::Status ReadState(std::string_view parameter, StateKind kind, std::span<float> to);
   absl::Status WriteState(std::string_view parameter, StateKind kind, const TensorView& value);
+  // All of it, range by range: elements [first, first + elements) of a block's run (zero/compute/
+  // flat_layout.h), as fp32 masters and both moments, for as long as `use` runs. Best in ascending order. Of
+  // one rank. Memory: a tile's.
+  using ReadRange = std::function<absl::Status(int block, int64_t first, int64_t elements, float* master,
+                                               float* m, float* v)>;
+  absl::Status ReadRanges(const std::function<absl::Status(const ReadRange&)>& use);
   // Applies and commits what is pending, and waits for the checkpoint that is being written.
   absl::Status Flush();
   // Flush, and with CheckpointSchedule::at_end a checkpoint of the last step, unless this process made no
@@ -210,6 +216,8 @@ class Engine {
   absl::Status usable() const;
   int64_t step() const;            // last step that Step has finished, or that the resumed run had committed
   int64_t committed_step() const;  // that a restart would find
+  int64_t updates() const;         // of the optimizer: steps without those that were skipped
+  const LossScaler& loss_scaler() const;
   std::optional<int64_t> resumed_from() const;
   const nlohmann::json& run() const;               // ResumeOptions::run of the run's creation
   const nlohmann::json& last_description() const;  // of the last commit at resume; null if none

@@ -55,6 +55,7 @@ class Engine::Impl {
   absl::StatusOr<std::vector<std::vector<HostTensor>>> Infer(const std::vector<Batch>& batches);
   std::vector<std::string> ParameterNames() const { return ParameterAccess::NamesOf(plan_.graph, layouts_); }
   absl::Status ReadState(std::string_view parameter, StateKind kind, const ParameterAccess::Place& place);
+  absl::Status ReadRanges(const std::function<absl::Status(const ReadRange&)>& use);
   absl::Status WriteState(std::string_view parameter, StateKind kind, const TensorView& value);
   absl::Status Flush();
   absl::StatusOr<std::string> Keep();

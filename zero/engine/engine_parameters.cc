@@ -44,6 +44,16 @@ absl::Status Engine::Impl::ReadState(std::string_view parameter, StateKind kind,
                                checksum, place);
 }
 
+absl::Status Engine::Impl::ReadRanges(const std::function<absl::Status(const ReadRange&)>& use) {
+  RETURN_IF_ERROR(broken_);
+  if (resources_->others() != nullptr) return OnePartOnly();
+  RETURN_IF_ERROR(BroadcastError(Flush()));
+  ParameterAccess access = Access();
+  return use([&](int block, int64_t first, int64_t elements, float* master, float* m, float* v) {
+    return access.ReadRange(tiering::BlockIndex(block), first, elements, {master, m, v});
+  });
+}
+
 absl::Status Engine::Impl::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
   if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
   absl::Status status = BroadcastError(Flush());

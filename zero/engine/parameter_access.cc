@@ -244,6 +244,29 @@ absl::Status ParameterAccess::Read(std::string_view name, StateKind kind, const 
   return ReadParts(found, to_place, read_tile).status();
 }
 
+absl::Status ParameterAccess::ReadRange(tiering::BlockIndex block, int64_t first, int64_t elements,
+                                        const std::array<float*, 3>& to) {
+  constexpr StateKind kKinds[] = {StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment};
+  for (const StateKind kind : kKinds) RETURN_IF_ERROR(CheckKept(kind));
+  if (comm_ != nullptr) return absl::FailedPreconditionError("a range of state is read of one rank's run");
+  Parameter range;
+  range.offset = first;
+  range.elements = elements;
+  return ForEachTile({block, &range},
+                     [&](tiering::TileIndex tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+                       if (block != kept_block_ || tile != kept_tile_) {
+                         kept_block_ = {};
+                         kept_ = {};
+                         ASSIGN_OR_RETURN(kept_, Load(block, tile));
+                         kept_block_ = block;
+                         kept_tile_ = tile;
+                       }
+                       for (size_t k = 0; k < to.size(); ++k)
+                         ReadValues(format_, kept_.memory, kKinds[k], begin, n, to[k] + at);
+                       return absl::OkStatus();
+                     });
+}
+
 absl::Status ParameterAccess::ReadGradient(
     std::string_view name, double scale, bool speculative_update,
     const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum,

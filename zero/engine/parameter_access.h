@@ -9,6 +9,7 @@
 #ifndef PENSTOCK_ZERO_ENGINE_PARAMETER_ACCESS_H_
 #define PENSTOCK_ZERO_ENGINE_PARAMETER_ACCESS_H_
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -57,6 +58,10 @@ class ParameterAccess {
   // kNotFound: no such parameter (says which name is nearest). kFailedPrecondition: the optimizer has no such
   // state. Memory: one tile's.
   absl::Status Read(std::string_view name, StateKind kind, const Place& place);
+  // Elements [first, first + elements) of a block's run: masters and both moments, each to its place. Of one
+  // rank. Best asked for in ascending order: the tile that was read last is kept. Memory: one tile's.
+  absl::Status ReadRange(tiering::BlockIndex block, int64_t first, int64_t elements,
+                         const std::array<float*, 3>& to);
   // `gradient_checksum(block, tile)`: of the part of a gradient that waits on the drive. Values are divided
   // by `scale`, the loss scale of their step; `speculative_update`: that step was updated so, where the
   // plan says it.
@@ -120,6 +125,10 @@ class ParameterAccess {
   const DeviceState* const device_;
   Comm* const comm_;
   FrozenSource* const frozen_;
+  // ReadRange's.
+  tiering::BlockIndex kept_block_;
+  tiering::TileIndex kept_tile_;
+  Loaded kept_;
 };
 
 }  // namespace penstock::zero

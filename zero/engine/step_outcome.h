@@ -60,6 +60,8 @@ class StepOutcome {
 
   // Of the newest decision: 1 but for fp16.
   double loss_scale() const { return scaler_.scale(); }
+  const LossScaler& scaler() const { return scaler_; }
+  int64_t updates() const { return updates_; }
 
   // Whether the next step's updates are worth making in backward: where no larger share of the last
   // kRemembered steps than the plan's worthwhile_replay_rate was clipped or skipped. A new run, whose first
