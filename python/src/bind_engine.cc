@@ -111,7 +111,7 @@ class PyTrainingEngine {
       absl::Status restored;
       {
         nb::gil_scoped_release release;
-        restored = zero::RestoreRun(given.restore_from, made);
+        restored = MakeRun(given);
         if (comm() != nullptr) {  // or the others would wait
           if (!restored.ok()) comm()->Abort(restored);
           restored.Update(comm()->failure());
@@ -326,6 +326,14 @@ class PyTrainingEngine {
   bool Closed() const { return engine_ == nullptr; }
 
  private:
+  // Of a checkpoint, where the engine goes on from it.
+  static absl::Status MakeRun(GivenOptions& given) {
+    zero::EngineOptions& made = given.engine;
+    if (made.storage.offload == zero::OffloadDevice::kNvme) return zero::RestoreRun(given.restore_from, made);
+    made.storage.state_dirs = {given.restore_from};  // state in memory comes from there itself
+    return absl::OkStatus();
+  }
+
   // What the engine's thread says and asks: it never calls Python.
   class Heard {
    public:
