@@ -142,8 +142,27 @@ class DeepSpeedEngine(nn.Module):
         self.engine.save_checkpoint(save_dir, tag or f"global_step{self.global_steps}", client_state or {}, replaces_others=True)
         return True
 
-    def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
-        return self.engine.load_checkpoint(load_dir, tag)
+    def load_checkpoint(
+        self,
+        load_dir: PathLike,
+        tag: Optional[str] = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        **options: Any,
+    ) -> Tuple[Optional[str], Dict[str, Any]]:
+        return self.engine.load_checkpoint(
+            load_dir,
+            tag,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            **options,
+        )
+
+    def export_checkpoint(self, save_dir: PathLike, tag: Optional[str] = None, **options: Any) -> str:
+        return self.engine.export_checkpoint(save_dir, tag, **options)
 
     def destroy(self) -> None:
         self.engine.close()

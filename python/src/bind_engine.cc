@@ -1,6 +1,7 @@
 // The training engine, for Python: a model that its owner drives (zero/engine/driven_engine.h). Weights go
 // out by address, gradients come in by address; what computes is Python's alone.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -21,6 +22,7 @@
 
 #include "aio/io_error.h"
 #include "base/status_macros.h"
+#include "deepspeed_checkpoint.h"
 #include "engine_options.h"
 #include "errors.h"
 #include "kernels/float16.h"
@@ -107,17 +109,18 @@ class PyTrainingEngine {
     made.hooks.describe = [heard = heard_](const zero::StepResult& result) {
       return heard->Description(result.step);
     };
-    if (!given.restore_from.empty()) {
+    const std::string& from = given.imported.path.empty() ? given.restore_from : given.imported.path;
+    if (!from.empty()) {
       absl::Status restored;
       {
         nb::gil_scoped_release release;
-        restored = MakeRun(given);
+        restored = MakeRun(given, model.measured);
         if (comm() != nullptr) {  // or the others would wait
           if (!restored.ok()) comm()->Abort(restored);
           restored.Update(comm()->failure());
         }
       }
-      CheckEngine(restored, {.path = given.restore_from});
+      CheckEngine(restored, {.path = from});
       made.resume.enabled = true;
     }
     watch_->Attach(&made);
@@ -297,6 +300,13 @@ class PyTrainingEngine {
     });
   }
 
+  // what: JSON, as ExportRun reads it; names: those in the module, by block.
+  void Export(const std::string& what, const std::vector<std::vector<std::string>>& names) {
+    const models::ModelLayout layout = ValueOrRaise(ModelLayoutOf(names, layouts_));
+    const nlohmann::json json = ParseJson(what);
+    Call([&](zero::Engine& of) { return ExportRun(of, layout, json); });
+  }
+
   // What the commit of `step` says besides; what that of the last one said when the run was resumed.
   void Describe(int64_t step, const std::string& json) { heard_->Describe(step, ParseJson(json)); }
   std::string Description() {
@@ -327,8 +337,9 @@ class PyTrainingEngine {
 
  private:
   // Of a checkpoint, where the engine goes on from it.
-  static absl::Status MakeRun(GivenOptions& given) {
+  absl::Status MakeRun(GivenOptions& given, const zero::Measured& model) const {
     zero::EngineOptions& made = given.engine;
+    if (!given.imported.path.empty()) return ImportRun(given.imported, model, layouts_, made);
     if (made.storage.offload == zero::OffloadDevice::kNvme) return zero::RestoreRun(given.restore_from, made);
     made.storage.state_dirs = {given.restore_from};  // state in memory comes from there itself
     return absl::OkStatus();
@@ -452,6 +463,25 @@ void BindEngine(nb::module_& module) {
       },
       nb::arg("text"), nb::arg("total_steps") = 0, nb::arg("world") = 1,
       "What a DeepSpeed configuration asks for, with DeepSpeed's values in open places, as JSON.");
+  module.def("is_deepspeed_checkpoint", &models::IsDeepSpeedCheckpoint, nb::arg("path"),
+             "Whether DeepSpeed's save_checkpoint, or ds_to_universal, wrote this directory.");
+  module.def(
+      "deepspeed_checkpoint",
+      [](const std::string& path, const std::vector<NamedShape>& parameters,
+         const std::map<std::string, std::string>& names, const std::vector<std::string>& buffers,
+         int64_t most_buffer_bytes) {
+        absl::StatusOr<nlohmann::json> json;
+        {
+          nb::gil_scoped_release release;
+          json = DescribeCheckpoint(path, parameters, names, buffers, most_buffer_bytes);
+        }
+        using Handler = nlohmann::json::error_handler_t;
+        return ValueOrRaise(std::move(json), {.path = path}).dump(-1, ' ', false, Handler::replace);
+      },
+      nb::arg("path"), nb::arg("parameters"), nb::arg("names"), nb::arg("buffers"),
+      nb::arg("most_buffer_bytes"),
+      "Where the run of a checkpoint of DeepSpeed's stood, as JSON. ValueError: it is not of a model with "
+      "these parameters, or of a kind that is not served.");
   nb::class_<PyTrainingEngine>(
       module, "TrainingEngine", nb::is_weak_referenceable(),
       "Trains a model that its owner drives: enter and leave for each use of a block.")
@@ -468,6 +498,7 @@ void BindEngine(nb::module_& module) {
            nb::arg("flops") = 0.0)
       .def("flush", &PyTrainingEngine::Flush)
       .def("checkpoint", &PyTrainingEngine::Checkpoint, nb::arg("parent"))
+      .def("export_checkpoint", &PyTrainingEngine::Export, nb::arg("what"), nb::arg("names"))
       .def("offsets", &PyTrainingEngine::Offsets, nb::arg("block"))
       .def("arena", &PyTrainingEngine::Arena)
       .def("read", &PyTrainingEngine::Read, nb::arg("name"), nb::arg("kind"), nb::arg("address"),

@@ -293,6 +293,9 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
   options.optimizer.workers = zero::DefaultUpdateThreads(
       device_computes, options.comm != nullptr ? options.comm->environment().local_world : 1);
   given.Take("restore_from", &made.restore_from);
+  Json imported;
+  given.Take("import", &imported);
+  if (imported.is_object()) made.imported = MakeImport(imported);
   RETURN_IF_ERROR(given.Done());
   ASSIGN_OR_RETURN(options.optimizer.algorithm, MakeOptimizer(optimizer));
   if (!config.empty()) {

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "deepspeed_checkpoint.h"
 #include "zero/engine/engine.h"
 
 namespace penstock::python {
@@ -43,6 +44,7 @@ nlohmann::json ParseJson(const std::string& text);
 struct GivenOptions {
   zero::EngineOptions engine;
   std::string restore_from;      // the checkpoint that the run is made of; empty: none
+  GivenImport imported;          // likewise, of DeepSpeed's
   bool input_gradients = false;  // ModelGraph's
 };
 // From a JSON object; the keys are python/penstock/_engine/_engine.py's. kInvalidArgument names one that is

@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import sys
+import tempfile
 import types
 import warnings
 import weakref
@@ -24,6 +25,7 @@ from torch import nn
 
 from .. import _core
 from .._buffers import truth, whole_number
+from . import _deepspeed_checkpoint as deepspeeds
 from ._accumulation import Accumulation
 from ._blocks import Block, check_memory, find_blocks
 from ._device import choose_device, has_own_memory
@@ -133,6 +135,8 @@ class Engine:
         self._last_report: Optional[Report] = None  # of a closed engine
         self._runtime: Optional[Runtime] = None
         self._restore_from: Optional[str] = None
+        self._found: Optional[deepspeeds.Found] = None  # where that is DeepSpeed's
+        self._optimizer_was_given = False  # by the caller, and not made of the configuration
         self.optimizer = EngineOptimizer(optimizer, self._step, self.zero_grad)  # with its very groups, which schedulers may know
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
         if scheduler is plateau or isinstance(scheduler, plateau):
@@ -367,7 +371,8 @@ class Engine:
             "new_weights": not trains and not resume,
             "resume": resume,
             "overwrite": (self._overwrite or self._made) and not resume,
-            "restore_from": self._restore_from,
+            "restore_from": self._restore_from if self._found is None else None,
+            "import": self._what_is_imported(),
             "seed": self._seed,
             "input_gradients": self._input_gradients,
         }
@@ -378,6 +383,36 @@ class Engine:
         with deferred():
             self._hand_over(described, stages, uses, options, marks, known)
         del held
+
+    # A checkpoint of DeepSpeed's becomes a run of one commit, which says what Python finds again in any run that is gone on with.
+    def _what_is_imported(self) -> Optional[Dict[str, Any]]:
+        if self._found is None:
+            return None
+        if self._ranks.world > 1 and not self._settings.state_dirs:
+            raise ValueError("several ranks load a checkpoint of DeepSpeed's where their state is on a drive: give state_dir=")
+        deepspeeds.check_served(self._parameters(), self._group_of(), self._described)
+        said = self._found.said
+        rates, values = deepspeeds.groups_of(self._found, self.optimizer.param_groups)
+        state = deepspeeds.scheduler_of(self._found, self.lr_scheduler)
+        kept = {
+            "client": said["client"],
+            "skipped": said["step"] - said["updates"],
+            "lr": rates,
+            "groups": values,
+            "given": self._identity,
+            "torch_rng": "",
+            "samples": said["samples"] or said["step"] * self._settings.train_batch_size,
+            "scheduler": None if state is None else {name: value for name, value in state.items() if _is_kept(value)},
+            "buffers": deepspeeds.buffers_of(self._found, {name: each[2] for name, each in persistent_buffers(self.module).items()}),
+        }
+        if len(json.dumps(encode(kept))) > _MOST_KEPT:
+            warnings.warn("load_checkpoint: the client_state is too large for commits, which do not keep it", stacklevel=2)
+            kept["client"] = {}
+        names = [[name for name, _ in block.parameters] for block in self._blocks]
+        return {"path": self._found.path, "names": self._found.names, "parameters": names, "description": encode(kept)}
+
+    def _parameters(self) -> List[Tuple[str, nn.Parameter]]:
+        return [each for block in self._blocks for each in block.parameters]
 
     # Of an engine that has nothing to train: its weights are all that the drive gets.
     def _check_evaluates(self) -> None:
@@ -405,7 +440,8 @@ class Engine:
         settings = self._settings
         goes_on, run_id = options["resume"] or bool(self._restore_from), options["run"]["run_id"]
         try:
-            core = _core.TrainingEngine(described, stages, json.dumps(options), self._ranks.core)
+            with self._import_directory(options):
+                core = _core.TrainingEngine(described, stages, json.dumps(options), self._ranks.core)
         except FileExistsError as error:
             raise FileExistsError(
                 error.errno,
@@ -449,6 +485,16 @@ class Engine:
         if sum(seconds) > 0:
             self._watch.backward_share = sum(seconds[self._runtime.first_trained :]) / sum(seconds)
         _started.add(self)
+
+    # State in memory is read from a drive too, once: what is made of DeepSpeed's checkpoint goes as soon as it was.
+    @contextmanager
+    def _import_directory(self, options: Dict[str, Any]) -> Iterator[None]:
+        if self._found is None or options["state_dirs"]:
+            yield
+            return
+        with tempfile.TemporaryDirectory(prefix="penstock-import-") as directory:
+            options["state_dirs"] = [directory]
+            yield
 
     # Where this process keeps its part of the state.
     def _own_dirs(self) -> List[str]:
@@ -999,14 +1045,25 @@ class Engine:
         self._written.add(os.path.realpath(path))
         return str(path)
 
-    def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
+    def load_checkpoint(
+        self, load_dir: PathLike, tag: Optional[str] = None, *, names: deepspeeds.Names = None, **options: Any
+    ) -> Tuple[Optional[str], Dict[str, Any]]:
         """Goes on from a checkpoint: before the first forward, which reads it. Returns its path and its ``client_state``.
 
         The state directory must hold no run, or ``overwrite=True`` was given. The checkpoint may be of any number of ranks.
+
+        It may be DeepSpeed's: ZeRO-1, 2, 3 of any number of ranks, or universal. Masters, moments, steps, loss scale, learning rates and
+        the scheduler's count go on, and nothing in its files is executed. names: where parameters are called otherwise there, a mapping
+        from the module's names to the checkpoint's, or the path of a JSON file with one. Raises ValueError naming a parameter that is
+        missing there, of another shape, or left over.
         """
         if self._runtime is not None:
             raise RuntimeError("the engine has made its state already: load a checkpoint before the first forward")
         directory = os.fspath(load_dir)
+        if deepspeeds.is_deepspeeds(directory, tag):
+            return self._load_deepspeeds(directory if tag is None else os.path.join(directory, tag), deepspeeds.names_of(names), options)
+        if names is not None:
+            raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
         if tag is None:
             try:
                 with open(os.path.join(directory, _LATEST), encoding="utf-8") as file:
@@ -1022,9 +1079,101 @@ class Engine:
             path = aside  # it was about to be replaced when its process was killed
         if not os.path.isdir(path):
             raise FileNotFoundError(f"no checkpoint {path}")
-        self._restore_from = path
+        self._restore_from, self._found = path, None
         kept = decode(json.loads(_core.record_of([path], "step"))) or {}
         return path, kept.get("client", {})
+
+    def _load_deepspeeds(self, path: str, names: Dict[str, str], options: Mapping[str, Any]) -> Tuple[str, Dict[str, Any]]:
+        if options.get("load_module_only") or options.get("load_optimizer_states", True) is False:
+            raise ValueError(f"{path}: all of a checkpoint of DeepSpeed's is loaded: weights alone are taken by the model's load_state_dict")
+        self._look_at_parameters()
+        deepspeeds.check_served(self._parameters(), self._group_of(), self._described)
+        found = deepspeeds.open_checkpoint(
+            path,
+            names,
+            self._parameters(),
+            list(persistent_buffers(self.module)),
+            _MOST_BUFFERS,
+            options.get("load_lr_scheduler_states", True) is not False,
+        )
+        client = deepspeeds.client_state_of(found)
+        self._restore_from, self._found = path, found
+        self.global_steps, self.skipped_steps = found.said["step"], found.said["step"] - found.said["updates"]
+        return str(found.said["directory"]), client
+
+    def export_checkpoint(
+        self,
+        save_dir: PathLike,
+        tag: Optional[str] = None,
+        *,
+        names: deepspeeds.Names = None,
+        torch_optimizer: Optional[bool] = None,
+        overwrite: bool = False,
+    ) -> str:
+        """Writes the state as DeepSpeed's universal checkpoint, which it loads with ``"checkpoint": {"load_universal": true}`` under any stage
+        and number of ranks. Returns its path.
+
+        tag: ``global_stepN_universal``. names: where parameters are called otherwise there, as for ``load_checkpoint``. torch_optimizer:
+        it will be one of torch's own (an optimizer handed to deepspeed.initialize, or ``"torch_adam": true``), which counts steps in a
+        tensor; default: as in the checkpoint that was loaded, else whether the configuration says so or an optimizer was handed over.
+        overwrite: a tag that is there may be replaced. Memory: a tile, and 16 MiB. Of one rank, between steps.
+        """
+        if self._ready().is_open:
+            raise RuntimeError("a step is open: the state is written between step() and the next forward")
+        if self._ranks.world > 1:
+            raise ValueError("several ranks do not export: save_checkpoint, load that with one process, and export there")
+        deepspeeds.check_served(self._parameters(), self._group_of(), self._described)
+        if self.global_steps == self.skipped_steps:
+            raise ValueError("no step has changed the weights yet: there are no moments to export")
+        if tag is None:
+            tag = f"global_step{self.global_steps}_universal"
+        if not isinstance(tag, str) or not tag or tag.startswith(".") or "/" in tag or "\0" in tag:
+            raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot")
+        path = os.path.join(os.fspath(save_dir), tag)
+        if os.path.lexists(path) and not overwrite:
+            raise FileExistsError(errno.EEXIST, "a checkpoint is there already: overwrite=True replaces it", path)
+        mapped = deepspeeds.names_of(names)
+        known = self.parameter_names()
+        unknown = [name for name in mapped if name not in known]
+        if unknown:
+            raise ValueError(f"names= has {unknown[0]}, which is no parameter of this model")
+        client, left_out = deepspeeds.plain(self.client_state)
+        if left_out:
+            warnings.warn(f"client_state: {', '.join(left_out)} is more than numbers, texts, lists and dicts, and left out", stacklevel=2)
+        if self._changed_buffers():
+            warnings.warn(
+                f"DeepSpeed loads no buffers from a universal checkpoint: {', '.join(self._changed_buffers())} will be as the model has them there",
+                stacklevel=2,
+            )
+        if torch_optimizer is None:
+            torch_optimizer = self._torch_optimizer()
+        self._describe()
+        what = {
+            "directory": os.fspath(save_dir),
+            "tag": tag,
+            "overwrite": truth(overwrite, "overwrite"),
+            "names": mapped,
+            "groups": deepspeeds.group_options(self.optimizer.param_groups),
+            "lr_scheduler": deepspeeds.scheduler_state(self.lr_scheduler, self.global_steps - self.skipped_steps),
+            "client": client,
+            "samples": self._samples if self._watch is None else self._watch.samples,
+            "torch_optimizer": truth(torch_optimizer, "torch_optimizer"),
+        }
+        self._core.export_checkpoint(json.dumps(what, allow_nan=False), [[name for name, _ in block.parameters] for block in self._blocks])
+        return path
+
+    # Whether DeepSpeed's script has one of torch's own, as far as is known.
+    def _torch_optimizer(self) -> bool:
+        imported = self._info()["run"].get("imported")
+        if imported is not None:
+            return bool(imported["torch_optimizer"])
+        if self._optimizer_was_given:
+            return type(self._given).__module__.startswith("torch.")
+        try:
+            params = json.loads(self._settings.config)["optimizer"]["params"]
+        except (ValueError, KeyError, TypeError):
+            return False
+        return bool(params.get("torch_adam"))
 
     # --- looking at it
 
@@ -1267,6 +1416,7 @@ def initialize(
     if parameters is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     parameters = list(parameters)
+    was_given = optimizer is not None
     if not isinstance(optimizer, torch.optim.Optimizer):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             settings.nothing_trains = True
@@ -1276,6 +1426,7 @@ def initialize(
         else:
             optimizer = _optimizer_of(settings.optimizer, parameters)
     engine = Engine(model, settings, optimizer, lr_scheduler, blocks, resume, overwrite, seed)
+    engine._optimizer_was_given = was_given
     return engine, engine.optimizer, None, engine.lr_scheduler
 
 

@@ -1,0 +1,218 @@
+#include "deepspeed_checkpoint.h"
+
+#include <optional>
+#include <set>
+#include <utility>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "base/status_macros.h"
+#include "models/deepspeed_universal.h"
+#include "models/torch_file.h"
+#include "swap/safetensors.h"
+#include "tiering/plan/model_graph.h"
+#include "zero/engine/new_state.h"
+#include "zero/engine/rank_agreement.h"
+#include "zero/engine/state_identity.h"
+
+namespace penstock::python {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr uint64_t kExportMemoryBytes = uint64_t{128}
+                                        << 20;  // of which an eighth is what a copy passes through
+
+models::PublishedTensor TensorOf(std::string name, const std::vector<int64_t>& sizes) {
+  models::PublishedTensor tensor;
+  tensor.name = std::move(name);
+  tensor.rows = 1;
+  for (const int64_t size : sizes) tensor.rows *= size;
+  tensor.shape = std::vector<uint64_t>(sizes.begin(), sizes.end());
+  return tensor;
+}
+
+// torch's name; nullopt: it has none.
+std::optional<const char*> TorchName(swap::Dtype dtype) {
+  switch (dtype) {
+    case swap::Dtype::kBool:
+      return "bool";
+    case swap::Dtype::kU8:
+      return "uint8";
+    case swap::Dtype::kI8:
+      return "int8";
+    case swap::Dtype::kI16:
+      return "int16";
+    case swap::Dtype::kI32:
+      return "int32";
+    case swap::Dtype::kI64:
+      return "int64";
+    case swap::Dtype::kF16:
+      return "float16";
+    case swap::Dtype::kBf16:
+      return "bfloat16";
+    case swap::Dtype::kF32:
+      return "float32";
+    case swap::Dtype::kF64:
+      return "float64";
+    default:
+      return std::nullopt;
+  }
+}
+
+absl::Status AddBuffers(const models::DeepSpeedCheckpoint& checkpoint, const std::vector<std::string>& wanted,
+                        int64_t most_bytes, Json* to) {
+  const std::set<std::string> there(checkpoint.progress().buffers.begin(),
+                                    checkpoint.progress().buffers.end());
+  (*to)["buffers"] = Json::object();
+  (*to)["large_buffers"] = Json::array();
+  int64_t bytes = 0;
+  for (const std::string& name : wanted) {
+    const models::TorchTensor* const tensor =
+        there.count(name) > 0 ? checkpoint.FindModuleBuffer(name) : nullptr;
+    if (tensor == nullptr) continue;
+    const std::optional<const char*> dtype = TorchName(tensor->dtype);
+    const auto width = static_cast<int64_t>(swap::DtypeBytes(tensor->dtype));
+    if (!dtype.has_value() || tensor->elements > (most_bytes - bytes) / width) {
+      (*to)["large_buffers"].push_back(name);
+      continue;
+    }
+    bytes += tensor->elements * width;
+    std::vector<std::byte> values(static_cast<size_t>(tensor->elements * width));
+    RETURN_IF_ERROR(checkpoint.ReadModuleBuffer(*tensor, values));
+    const absl::string_view raw(reinterpret_cast<const char*>(values.data()), values.size());
+    (*to)["buffers"][name] = {{"__penstock__", "tensor"},
+                              {"dtype", *dtype},
+                              {"shape", tensor->sizes},
+                              {"value", absl::Base64Escape(raw)}};
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<models::DeepSpeedCheckpoint>> OpenCheckpoint(const std::string& path,
+                                                                            models::ModelLayout layout,
+                                                                            const models::NameMap& names) {
+  return models::DeepSpeedCheckpoint::Open(
+      path, std::move(layout), names, {.names = "names=", .model = "load it into the model that it is of"});
+}
+
+}  // namespace
+
+absl::StatusOr<models::ModelLayout> ModelLayoutOf(const std::vector<std::vector<std::string>>& names,
+                                                  const Layouts& layouts) {
+  models::ModelLayout made;
+  if (names.size() != layouts.size())
+    return absl::InvalidArgumentError(
+        absl::StrCat("names of ", names.size(), " blocks, and there are ", layouts.size()));
+  for (size_t b = 0; b < layouts.size(); ++b) {
+    const zero::FlatLayout& layout = *layouts[b];
+    if (names[b].size() != layout.parameters.size())
+      return absl::InvalidArgumentError(absl::StrCat("block ", b, " has ", layout.parameters.size(),
+                                                     " parameters, and ", names[b].size(),
+                                                     " names are given"));
+    for (const size_t p : layout.InOrder()) {
+      models::PublishedTensor& tensor =
+          made.tensors.emplace_back(TensorOf(names[b][p], layout.parameters[p].sizes));
+      tensor.block = static_cast<int>(b);
+      tensor.offset = layout.parameters[p].offset;
+    }
+    made.block_elements.push_back(layout.elements);
+  }
+  return made;
+}
+
+absl::StatusOr<Json> DescribeCheckpoint(const std::string& path, const std::vector<NamedShape>& parameters,
+                                        const models::NameMap& names, const std::vector<std::string>& buffers,
+                                        int64_t most_buffer_bytes) {
+  models::ModelLayout layout;
+  for (const auto& [name, sizes] : parameters) layout.tensors.push_back(TensorOf(name, sizes));
+  ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path, std::move(layout), names));
+  const models::DeepSpeedProgress& progress = checkpoint->progress();
+  Json json = {
+      {"directory", checkpoint->directory()},  {"format", progress.format},   {"step", progress.step},
+      {"updates", progress.updates},           {"samples", progress.samples}, {"groups", progress.groups},
+      {"lr_scheduler", progress.lr_scheduler}, {"client", progress.client},   {"unread", progress.unread}};
+  RETURN_IF_ERROR(AddBuffers(*checkpoint, buffers, most_buffer_bytes, &json));
+  return json;
+}
+
+GivenImport MakeImport(const Json& given) {
+  GivenImport made;
+  given.at("path").get_to(made.path);
+  given.at("names").get_to(made.names);
+  given.at("parameters").get_to(made.parameters);
+  made.description = given.at("description");
+  return made;
+}
+
+absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, const Layouts& layouts,
+                       const zero::EngineOptions& options) {
+  ASSIGN_OR_RETURN(models::ModelLayout layout, ModelLayoutOf(given.parameters, layouts));
+  zero::NewState state;
+  state.format = zero::FormatOf(options);
+  state.identity = zero::IdentityOf(model.identity, options, state.format, model.graph).dump();
+  std::vector<int64_t> first_of;  // this rank's elements of each block
+  for (const int64_t elements : layout.block_elements) {
+    const int64_t part = tiering::ShardElements(elements, options.world());
+    state.block_elements.push_back(part);
+    first_of.push_back(options.rank() * part);
+  }
+  ASSIGN_OR_RETURN(const std::unique_ptr<models::DeepSpeedCheckpoint> checkpoint,
+                   OpenCheckpoint(given.path, std::move(layout), given.names));
+  const models::DeepSpeedProgress& progress = checkpoint->progress();
+  zero::LossScaler begun;
+  if (state.format.weights == kernels::DType::kFp16) {
+    ASSIGN_OR_RETURN(begun, zero::LossScaler::Create(options.optimizer.loss_scale));
+  }
+  Json run = options.resume.run;
+  run["imported"] = {
+      {"format", progress.format}, {"step", progress.step}, {"torch_optimizer", progress.step_is_tensor}};
+  const bool scales = state.format.weights == kernels::DType::kFp16;
+  state.payload = Json{{"run", std::move(run)},
+                       {"schedule", nullptr},  // rates are Python's
+                       {"loss_scale", scales ? models::LossScaleOf(begun, progress) : begun.ToJson()},
+                       {"step", given.description}}
+                      .dump();
+  state.step = progress.step;
+  state.updates = progress.updates;
+  state.tile_bytes = options.memory.tile_bytes;
+  state.store.directories = options.storage.state_dirs;
+  state.store.sync = options.storage.sync;
+  state.store.overwrite = true;  // Python has asked
+  if (options.storage.versions > 0) state.store.slots = static_cast<uint32_t>(options.storage.versions);
+  if (options.comm != nullptr) {
+    ASSIGN_OR_RETURN(state.store.uuid, zero::AgreeOnUuid(*options.comm));
+  }
+  return zero::WriteNewState(
+      state,
+      [&](zero::StateKind kind, int block, int64_t first, int64_t elements, float* to) {
+        return checkpoint->Read(kind, block, first_of[static_cast<size_t>(block)] + first, elements, to);
+      },
+      [](uint64_t, uint64_t) {});
+}
+
+absl::Status ExportRun(zero::Engine& engine, const models::ModelLayout& layout, const Json& what) {
+  models::UniversalOptions options;
+  what.at("directory").get_to(options.directory);
+  what.at("tag").get_to(options.tag);
+  what.at("overwrite").get_to(options.overwrite);
+  what.at("names").get_to(options.names);
+  what.at("torch_optimizer").get_to(options.step_is_tensor);
+  options.memory_bytes = kExportMemoryBytes;
+  models::DeepSpeedProgress progress;
+  progress.version = models::kDeepSpeedVersion;
+  progress.step = engine.step();
+  progress.groups = what.at("groups");
+  progress.lr_scheduler = what.at("lr_scheduler");
+  progress.client = what.at("client");
+  what.at("samples").get_to(progress.samples);
+  return engine.ReadRanges([&](const zero::Engine::ReadRange& read) {
+    progress.updates = engine.updates();
+    if (engine.plan().format.weights == kernels::DType::kFp16)
+      progress.loss_scaler = models::LossScalerOf(engine.loss_scaler().ToJson());
+    return models::WriteUniversal(progress, layout, read, options);
+  });
+}
+
+}  // namespace penstock::python
