@@ -1,7 +1,11 @@
 #include "models/deepspeed_universal.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -31,6 +35,16 @@ absl::Status MakeDirectory(const std::string& path) {
   return absl::ErrnoToStatus(error.value(), absl::StrCat(path, ": cannot be made"));
 }
 
+// A file's bytes, or a directory's names, are on the drive.
+absl::Status Sync(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int failed = fd < 0 || ::fsync(fd) != 0 ? errno : 0;
+  if (fd >= 0) ::close(fd);
+  // There are file systems that cannot sync directories.
+  if (failed == 0 || (failed == EINVAL && std::filesystem::is_directory(path))) return absl::OkStatus();
+  return absl::ErrnoToStatus(failed, absl::StrCat(path, ": fsync"));
+}
+
 class UniversalWriter {
  public:
   UniversalWriter(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
@@ -40,37 +54,80 @@ class UniversalWriter {
         read_(read),
         options_(options),
         whole_(options.directory + "/" + options.tag),
-        tag_(options.directory + "/." + options.tag + ".partial") {
+        tag_(options.directory + "/." + options.tag + ".partial"),
+        aside_(options.directory + "/." + options.tag + ".replaced") {
     total_ = static_cast<uint64_t>(layout.parameters()) * kKinds * sizeof(float);
   }
 
   absl::Status Run() {
     std::error_code error;
-    if (!options_.overwrite && std::filesystem::exists(whole_, error))
-      return absl::AlreadyExistsError(
-          absl::StrCat(whole_, " is there already: use --overwrite to replace it"));
-    std::filesystem::remove_all(tag_, error);  // what a killed one has left
-    absl::Status status = MakeDirectory(tag_ + "/zero");
-    for (const PublishedTensor& tensor : layout_.tensors) {
-      if (status.ok()) status = WriteParameter(tensor);
+    RETURN_IF_ERROR(Clear());
+    absl::Status status = WriteTag();
+    if (!status.ok()) {
+      std::filesystem::remove_all(tag_, error);
+      return status;
     }
-    if (status.ok()) status = WriteOptimizer();
-    for (const char* name : {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"}) {
-      if (status.ok()) status = WriteModelStates(absl::StrCat(tag_, "/", name));
-    }
-    if (status.ok()) status = Show();
-    if (!status.ok()) std::filesystem::remove_all(tag_, error);
-    return status.ok() ? WriteLatest() : status;
+    RETURN_IF_ERROR(Show());
+    return WriteLatest();
   }
 
  private:
-  // Under its name, now that it is whole.
+  static bool IsThere(const std::string& path) {
+    std::error_code error;
+    return std::filesystem::symlink_status(path, error).type() != std::filesystem::file_type::not_found;
+  }
+  static bool IsDirectory(const std::string& path) {
+    std::error_code error;
+    return std::filesystem::symlink_status(path, error).type() == std::filesystem::file_type::directory;
+  }
+  static absl::Status Rename(const std::string& from, const std::string& to) {
+    std::error_code error;
+    std::filesystem::rename(from, to, error);
+    if (!error) return absl::OkStatus();
+    return absl::ErrnoToStatus(error.value(), absl::StrCat(to, ": cannot be made of ", from));
+  }
+
+  // What a killed one has left goes, or comes back; what may not be replaced is refused.
+  absl::Status Clear() const {
+    std::error_code error;
+    if (!IsThere(whole_) && IsDirectory(aside_)) RETURN_IF_ERROR(Rename(aside_, whole_));
+    if (IsThere(whole_) && !options_.overwrite)
+      return absl::AlreadyExistsError(
+          absl::StrCat(whole_, " is there already: use --overwrite to replace it"));
+    if (IsThere(whole_) && (!IsDirectory(whole_) || !IsDirectory(whole_ + "/zero")))
+      return absl::InvalidArgumentError(
+          absl::StrCat(whole_, " is no universal checkpoint, and is not replaced"));
+    std::filesystem::remove_all(aside_, error);
+    std::filesystem::remove_all(tag_, error);
+    return absl::OkStatus();
+  }
+
+  absl::Status WriteTag() {
+    RETURN_IF_ERROR(MakeDirectory(tag_ + "/zero"));
+    for (const PublishedTensor& tensor : layout_.tensors) RETURN_IF_ERROR(WriteParameter(tensor));
+    RETURN_IF_ERROR(WriteOptimizer());
+    for (const char* name : {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"})
+      RETURN_IF_ERROR(WriteModelStates(absl::StrCat(tag_, "/", name)));
+    std::error_code error;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(tag_, error))
+      RETURN_IF_ERROR(Sync(entry.path()));
+    if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat(tag_, ": cannot be listed"));
+    return Sync(tag_);
+  }
+
+  // Under its name, now that it is whole. The old one goes when the new one has it.
   absl::Status Show() const {
     std::error_code error;
-    std::filesystem::remove_all(whole_, error);
-    if (!error) std::filesystem::rename(tag_, whole_, error);
-    if (!error) return absl::OkStatus();
-    return absl::ErrnoToStatus(error.value(), absl::StrCat(whole_, ": cannot be made"));
+    const bool replaces = IsThere(whole_);
+    if (replaces) RETURN_IF_ERROR(Rename(whole_, aside_));
+    const absl::Status status = Rename(tag_, whole_);
+    if (!status.ok()) {
+      if (replaces) Rename(aside_, whole_).IgnoreError();
+      return status;
+    }
+    RETURN_IF_ERROR(Sync(options_.directory));
+    std::filesystem::remove_all(aside_, error);
+    return absl::OkStatus();
   }
 
   std::string NameOf(const PublishedTensor& tensor) const {
@@ -261,19 +318,24 @@ class UniversalWriter {
   }
 
   absl::Status WriteLatest() const {
-    const std::string path = options_.directory + "/latest_universal";
-    std::ofstream file(path, std::ios::trunc);
+    const std::string path = options_.directory + "/latest_universal",
+                      part = options_.directory + "/.latest_universal.partial";
+    std::ofstream file(part, std::ios::trunc);
     file << options_.tag;
     file.close();
     if (!file) return absl::UnavailableError(absl::StrCat(path, ": cannot be written"));
-    return absl::OkStatus();
+    absl::Status status = Sync(part);
+    if (status.ok()) status = Rename(part, path);
+    std::error_code error;
+    if (!status.ok()) std::filesystem::remove(part, error);
+    return status.ok() ? Sync(options_.directory) : status;
   }
 
   const DeepSpeedProgress& run_;
   const ModelLayout& layout_;
   const ReadMoments& read_;
   const UniversalOptions& options_;
-  const std::string whole_, tag_;
+  const std::string whole_, tag_, aside_;
   uint64_t done_ = 0, total_ = 0;
   Buffers chunk_, strip_;
 };

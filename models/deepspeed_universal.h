@@ -7,7 +7,8 @@
 //   OUT/TAG/mp_rank_00_model_states.pt        steps, scheduler, client_state; once more under ZeRO-3's name
 //   OUT/latest_universal                      TAG; written last
 //
-// The tag is OUT/.TAG.partial until it is whole. Needs no LibTorch.
+// The tag is OUT/.TAG.partial until it is whole and on the drive. One that it replaces is OUT/.TAG.replaced
+// while the names change; where a kill comes just then, the next call brings it back. Needs no LibTorch.
 //
 // Each element is read once, but for matrices that are published transposed and larger than the memory given:
 // those are read once for each strip.
@@ -31,7 +32,7 @@ inline constexpr const char* kDeepSpeedVersion = "0.19.8";
 struct UniversalOptions {
   std::string directory;  // OUT
   std::string tag;
-  bool overwrite = false;                       // of the tag
+  bool overwrite = false;                       // of a universal checkpoint that has the tag
   uint64_t memory_bytes = uint64_t{128} << 20;  // of buffers
   NameMap names;                // published name -> DeepSpeed's; those that are not there are the same
   bool step_is_tensor = false;  // as torch's own optimizers keep it; DeepSpeed's keep a number
@@ -46,8 +47,9 @@ using ReadMoments = std::function<absl::Status(int block, int64_t first, int64_t
 nlohmann::json LossScalerOf(const nlohmann::json& ours);
 
 // Of `run`: step, updates, samples, groups (of each its options), lr_scheduler, loss_scaler (null: none),
-// config, client. Errors: kAlreadyExists: the tag is there; kResourceExhausted: disk full; others as the
-// operating system says. A tag that could not be finished is removed.
+// config, client. Errors: kAlreadyExists: the tag is there; kInvalidArgument: it is no universal checkpoint,
+// and is not replaced; kResourceExhausted: disk full; others as the operating system says. A tag that could
+// not be finished is removed; one that is whole is not.
 absl::Status WriteUniversal(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
                             const UniversalOptions& options);
 

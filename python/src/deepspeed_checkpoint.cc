@@ -142,6 +142,8 @@ GivenImport MakeImport(const Json& given) {
   given.at("path").get_to(made.path);
   given.at("names").get_to(made.names);
   given.at("parameters").get_to(made.parameters);
+  given.at("step").get_to(made.step);
+  given.at("updates").get_to(made.updates);
   made.description = given.at("description");
   return made;
 }
@@ -161,6 +163,10 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
   ASSIGN_OR_RETURN(const std::unique_ptr<models::DeepSpeedCheckpoint> checkpoint,
                    OpenCheckpoint(given.path, std::move(layout), given.names));
   const models::DeepSpeedProgress& progress = checkpoint->progress();
+  if (progress.step != given.step || progress.updates != given.updates)
+    return absl::InvalidArgumentError(absl::StrCat(
+        checkpoint->directory(), " is at step ", progress.step, " now, and was at step ", given.step,
+        " when it was looked at (", progress.updates, " and ", given.updates, " updates): load it again"));
   zero::LossScaler begun;
   if (state.format.weights == kernels::DType::kFp16) {
     ASSIGN_OR_RETURN(begun, zero::LossScaler::Create(options.optimizer.loss_scale));

@@ -41,6 +41,7 @@ struct GivenImport {
   std::string path;  // empty: nothing
   models::NameMap names;
   std::vector<std::vector<std::string>> parameters;  // ModelLayoutOf's
+  int64_t step = 0, updates = 0;                     // as DescribeCheckpoint has found them
   nlohmann::json description;                        // of the first commit: what Python finds again
 };
 // From a JSON object with these keys.
@@ -48,7 +49,7 @@ GivenImport MakeImport(const nlohmann::json& given);
 
 // Makes the run in options.storage.state_dirs of the checkpoint: this rank's part of it. What stands there is
 // replaced once everything in the checkpoint has been looked at. Memory: two tiles. Several ranks call it
-// together.
+// together. kInvalidArgument: another checkpoint lies there by now.
 absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, const Layouts& layouts,
                        const zero::EngineOptions& options);
 

@@ -472,6 +472,88 @@ def test_groups_and_schedulers_of_another_kind_are_told_or_refused(tmp_path):
             step(engine, data[2])
 
 
+def nested(optimizer):
+    lr_scheduler = torch.optim.lr_scheduler
+    warm = lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=3)
+    chain = lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=7), lr_scheduler.ExponentialLR(optimizer, 0.9)])
+    return chain if optimizer.defaults["lr"] == 0.02 else lr_scheduler.SequentialLR(optimizer, [warm, falling(optimizer)], [3])
+
+
+@pytest.mark.parametrize("lr", [0.01, 0.02])
+def test_schedulers_of_schedulers_go_on(tmp_path, lr):
+    data, plain = images(8), various()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=lr)
+    scheduler, rates = nested(optimizer), []
+    for number, batch in enumerate(data):
+        optimizer.zero_grad()
+        plain(**batch).backward()
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        if number == 4:
+            checkpoint = zero3(tmp_path / "theirs", plain, optimizer, scheduler, 5)
+    model = various()
+    with make(model, tmp_path / "state", optimizer=torch.optim.AdamW(model.parameters(), lr=lr), lr_scheduler=nested) as engine:
+        engine.load_checkpoint(checkpoint)
+        made = []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="load_checkpoint")
+            for batch in data[5:]:
+                step(engine, batch)
+                made.append(engine.get_lr()[0])
+    assert made == pytest.approx(rates[5:], rel=1e-12)
+
+
+def test_what_a_scheduler_does_not_take_is_told(tmp_path):
+    data, plain = images(3), various()
+    _, optimizer, scheduler = plain_run(plain, data[:2])
+    scheduler.milestones = {3: object}
+    scheduler.nested = [{"inner": object}]
+    checkpoint = zero3(tmp_path / "theirs", plain, optimizer, scheduler, 2)
+
+    def other(optimizer):
+        made = falling(optimizer)
+        made.nested = [{"inner": 5, "more": 6}]
+        return made
+
+    model = various()
+    with make(model, tmp_path / "state", optimizer=two_groups(model), lr_scheduler=other) as engine:
+        engine.load_checkpoint(checkpoint)
+        with pytest.warns(UserWarning, match="not taken over of its scheduler's state: milestones, nested.0.inner"):
+            step(engine, data[2])
+        assert engine.lr_scheduler.last_epoch == 3
+
+
+def test_the_checkpoint_that_was_looked_at_is_the_one_that_is_read(tmp_path):
+    data, plain = images(4), various()
+    optimizer = two_groups(plain)
+    scheduler = falling(optimizer)
+    for made in (1, 2):
+        optimizer.zero_grad()
+        plain(**data[made]).backward()
+        optimizer.step()
+        scheduler.step()
+        checkpoint = zero3(tmp_path / "theirs", plain, optimizer, scheduler, made)
+        if made == 1:
+            first = plain.head.weight.detach().clone()
+    (checkpoint / "latest").write_text("global_step1")
+    with engine_of(tmp_path / "state") as engine:
+        path, _ = engine.load_checkpoint(checkpoint)
+        (checkpoint / "latest").write_text("global_step2")
+        assert engine.global_steps == 1
+        with torch.no_grad():
+            engine(**data[0])
+        assert path == str(checkpoint / "global_step1") and engine.global_steps == 1
+        assert torch.equal(engine.read_state(engine.module.head.weight), first)
+    # Of the same name, and another one by then.
+    with engine_of(tmp_path / "other") as engine:
+        engine.load_checkpoint(checkpoint, "global_step1")
+        shutil.rmtree(checkpoint / "global_step1")
+        (checkpoint / "global_step2").rename(checkpoint / "global_step1")
+        with pytest.raises(ValueError, match="is at step 2 now, and was at step 1 when it was looked at"):
+            step(engine, data[2])
+
+
 class Counting:
     def __init__(self, optimizer):
         self.count = 0
@@ -650,6 +732,39 @@ def test_an_export_says_what_it_lacks(tmp_path):
         with pytest.raises(ValueError, match="this optimizer is SGD"):
             engine.export_checkpoint(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_replaces_only_what_is_one_and_loses_nothing(tmp_path):
+    data, out = batches(2), tmp_path / "out"
+    with make(net(), tmp_path / "state") as engine:
+        step(engine, data[0])
+        for tag in ("latest", "latest_universal", "step-00000001", "step-00000009"):
+            with pytest.raises(ValueError, match="tag is"):
+                engine.export_checkpoint(out, tag)
+        (out / "mine").mkdir(parents=True)
+        (out / "mine" / "thesis.txt").write_text("years")
+        with pytest.raises(ValueError, match="mine is no universal checkpoint"):
+            engine.export_checkpoint(out, "mine", overwrite=True)
+        assert (out / "mine" / "thesis.txt").read_text() == "years" and os.listdir(out) == ["mine"]
+        path = pathlib.Path(engine.export_checkpoint(out, "good"))
+        # The file that says which is the latest cannot be written: the tag is whole, and stays.
+        (out / "latest_universal").unlink()
+        (out / "latest_universal").mkdir()
+        (out / "latest_universal" / "full").mkdir()
+        with pytest.raises(RuntimeError, match="latest_universal"):
+            engine.export_checkpoint(out, "good", overwrite=True)
+        shutil.rmtree(out / "latest_universal")
+        # Its process was killed between the two names.
+        path.rename(out / ".good.replaced")
+        assert engine.export_checkpoint(out, "other") and not path.exists()
+        with pytest.raises(FileExistsError):
+            engine.export_checkpoint(out, "good")
+        assert (path / "zero").is_dir() and not (out / ".good.replaced").exists()
+        step(engine, data[1])
+        engine.export_checkpoint(out, "good", overwrite=True)
+    assert sorted(os.listdir(out)) == ["good", "latest_universal", "mine", "other"]
+    assert (out / "latest_universal").read_text() == "good"
+    assert torch.load(path / "mp_rank_00_model_states.pt")["global_steps"] == 2
 
 
 def test_state_passes_through_tiles(tmp_path, in_child):

@@ -27,7 +27,7 @@ _OPTIONS = ("betas", "weight_decay")  # of a group, beside its learning rate
 
 
 class Found:
-    """A checkpoint of DeepSpeed's that fits the model. ``said``: what its files say of the run."""
+    """A checkpoint of DeepSpeed's that fits the model. path: of its tag. ``said``: what its files say of the run."""
 
     def __init__(self, path: str, names: Dict[str, str], said: Dict[str, Any], takes_scheduler: bool) -> None:
         self.path = path
@@ -71,7 +71,8 @@ def open_checkpoint(
 ) -> Found:
     """Raises what is wrong with it, or names a parameter that is missing there, of another shape, or left over."""
     shapes = [(name, list(parameter.shape)) for name, parameter in parameters]
-    return Found(path, names, json.loads(_core.deepspeed_checkpoint(path, shapes, names, list(buffers), most_bytes)), takes_scheduler)
+    said = json.loads(_core.deepspeed_checkpoint(path, shapes, names, list(buffers), most_bytes))
+    return Found(said["directory"], names, said, takes_scheduler)
 
 
 def client_state_of(found: Found) -> Dict[str, Any]:
@@ -113,7 +114,7 @@ def groups_of(found: Found, groups: Sequence[Mapping[str, Any]]) -> Tuple[List[f
     return rates, values
 
 
-# What a state of JSON's values may replace.
+# What a state of JSON's values may replace. Of dicts, and of lists of dicts, see _merged.
 def _alike(own: Any, other: Any) -> bool:
     if isinstance(own, bool) or isinstance(other, bool) or own is None or isinstance(own, str):
         return type(own) is type(other)
@@ -122,6 +123,20 @@ def _alike(own: Any, other: Any) -> bool:
     if isinstance(own, (list, tuple)):
         return isinstance(other, list) and len(own) == len(other) and all(_alike(a, b) for a, b in zip(own, other))
     return False
+
+
+def _merged(own: Any, other: Any, name: str, left: List[str]) -> Any:
+    """`own` with the values of `other` wherever they are alike. left: gets the names of those that are not."""
+    if isinstance(own, dict) and isinstance(other, dict):
+        inner = f"{name}." if name else ""
+        left.extend(f"{inner}{key}" for key in other if key not in own)
+        return {key: _merged(value, other[key], f"{inner}{key}", left) if key in other else value for key, value in own.items()}
+    if isinstance(own, (list, tuple)) and isinstance(other, list) and len(own) == len(other) and any(isinstance(each, dict) for each in own):
+        return type(own)([_merged(a, b, f"{name}.{number}", left) for number, (a, b) in enumerate(zip(own, other))])
+    if _alike(own, other):
+        return other
+    left.append(name)
+    return own
 
 
 def scheduler_of(found: Found, scheduler: Any) -> Optional[Dict[str, Any]]:
@@ -134,14 +149,17 @@ def scheduler_of(found: Found, scheduler: Any) -> Optional[Dict[str, Any]]:
         last = theirs.get(_LAST)
         return {"last_update": found.said["updates"] if last is None else last + 1}
     own = scheduler.state_dict()
-    taken = {name: theirs[name] for name, value in own.items() if name in theirs and _alike(value, theirs[name])}
-    if not taken:
+    left: List[str] = []
+    merged = _merged(own, theirs, "", left)
+    if not set(own).intersection(theirs).difference(left):
         warnings.warn(
             f"load_checkpoint: the state of its scheduler is none of {type(scheduler).__name__}'s: what it has counted is not taken over",
             stacklevel=2,
         )
         return None
-    return {**own, **taken}
+    if left:
+        warnings.warn(f"load_checkpoint: not taken over of its scheduler's state: {', '.join(left)}", stacklevel=2)
+    return dict(merged)
 
 
 def buffers_of(found: Found, buffers: Mapping[str, torch.Tensor]) -> Dict[str, torch.Tensor]:

@@ -409,7 +409,14 @@ class Engine:
             warnings.warn("load_checkpoint: the client_state is too large for commits, which do not keep it", stacklevel=2)
             kept["client"] = {}
         names = [[name for name, _ in block.parameters] for block in self._blocks]
-        return {"path": self._found.path, "names": self._found.names, "parameters": names, "description": encode(kept)}
+        return {
+            "path": self._found.path,
+            "names": self._found.names,
+            "parameters": names,
+            "step": said["step"],
+            "updates": said["updates"],
+            "description": encode(kept),
+        }
 
     def _parameters(self) -> List[Tuple[str, nn.Parameter]]:
         return [each for block in self._blocks for each in block.parameters]
@@ -1014,8 +1021,8 @@ class Engine:
 
     # ValueError: a name that is none, or a checkpoint's own. Before the checkpoint is written, which takes its time.
     def _link_of(self, save_dir: str, tag: Any) -> str:
-        own = isinstance(tag, str) and re.fullmatch(r"step-\d{8}", tag) is not None and tag != _STEP % self.global_steps
-        if not isinstance(tag, str) or not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == _LATEST or own:
+        own = _is_own(tag) and tag != _STEP % self.global_steps
+        if own or not _is_tag(tag):
             raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot, that no other checkpoint has or will have")
         link = os.path.join(save_dir, tag)
         if os.path.lexists(link) and not os.path.islink(link) and tag != _STEP % self.global_steps:
@@ -1097,9 +1104,9 @@ class Engine:
             options.get("load_lr_scheduler_states", True) is not False,
         )
         client = deepspeeds.client_state_of(found)
-        self._restore_from, self._found = path, found
+        self._restore_from, self._found = found.path, found
         self.global_steps, self.skipped_steps = found.said["step"], found.said["step"] - found.said["updates"]
-        return str(found.said["directory"]), client
+        return found.path, client
 
     def export_checkpoint(
         self,
@@ -1116,7 +1123,7 @@ class Engine:
         tag: ``global_stepN_universal``. names: where parameters are called otherwise there, as for ``load_checkpoint``. torch_optimizer:
         it will be one of torch's own (an optimizer handed to deepspeed.initialize, or ``"torch_adam": true``), which counts steps in a
         tensor; default: as in the checkpoint that was loaded, else whether the configuration says so or an optimizer was handed over.
-        overwrite: a tag that is there may be replaced. Memory: a tile, and 16 MiB. Of one rank, between steps.
+        overwrite: a universal checkpoint of that tag may be replaced: the old one stands until the new one is whole. Memory: a tile, and 16 MiB. Of one rank, between steps.
         """
         if self._ready().is_open:
             raise RuntimeError("a step is open: the state is written between step() and the next forward")
@@ -1127,8 +1134,8 @@ class Engine:
             raise ValueError("no step has changed the weights yet: there are no moments to export")
         if tag is None:
             tag = f"global_step{self.global_steps}_universal"
-        if not isinstance(tag, str) or not tag or tag.startswith(".") or "/" in tag or "\0" in tag:
-            raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot")
+        if not _is_tag(tag) or _is_own(tag):
+            raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot, that no checkpoint of save_checkpoint has")
         path = os.path.join(os.fspath(save_dir), tag)
         if os.path.lexists(path) and not overwrite:
             raise FileExistsError(errno.EEXIST, "a checkpoint is there already: overwrite=True replaces it", path)
@@ -1296,6 +1303,18 @@ def _name_checkpoint(directory: str, name: str, link: Optional[str]) -> None:
 
 
 # Functions of a scheduler are its program's, and not kept.
+# Of a checkpoint, within its directory.
+def _is_tag(tag: Any) -> bool:
+    if not isinstance(tag, str) or not tag or tag.startswith("."):
+        return False
+    return "/" not in tag and "\0" not in tag and tag not in (_LATEST, "latest_universal")
+
+
+# Whether save_checkpoint gives such names itself.
+def _is_own(tag: Any) -> bool:
+    return isinstance(tag, str) and re.fullmatch(r"step-\d{8}", tag) is not None
+
+
 def _is_kept(value: Any) -> bool:
     try:
         encode(value)
