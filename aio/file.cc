@@ -91,7 +91,8 @@ std::string DirectoryOf(const std::string& path) {
 
 FileSystemSpace SpaceOf(const struct statfs& info) {
   FileSystemSpace space;
-  const uint64_t block = static_cast<uint64_t>(info.f_bsize);
+  // Blocks are counted in fragments where there are such: on FUSE these are smaller.
+  const uint64_t block = static_cast<uint64_t>(info.f_frsize != 0 ? info.f_frsize : info.f_bsize);
   space.free_bytes = static_cast<uint64_t>(info.f_bavail) * block;
   space.total_bytes = static_cast<uint64_t>(info.f_blocks) * block;
   space.type = FileSystemName(static_cast<uint64_t>(info.f_type) & 0xffffffff);

@@ -31,6 +31,8 @@ constexpr const char* kModelEnding = "_model_states.pt";
 constexpr const char* kMoments[] = {"", "exp_avg", "exp_avg_sq"};
 constexpr const char* kUniversal[] = {"fp32", "exp_avg", "exp_avg_sq"};
 constexpr int kDeepestJson = 32;
+constexpr int64_t kTextValue = 64;  // bytes of a text that count as one
+constexpr int64_t kMostOpenRanks = 16;
 constexpr uint64_t kMostNameBytes = uint64_t{16} << 20;
 // What DeepSpeed puts beside client_state.
 constexpr absl::string_view kOwnKeys[] = {"module",
@@ -92,8 +94,14 @@ int64_t ElementsOf(const std::vector<int64_t>& sizes) {
   return elements;
 }
 
-nlohmann::json JsonOf(const TorchValue& value, int depth) {
-  if (depth > kDeepestJson) return nullptr;
+// A value may stand in many places of a file, so that a short file can have very many: each place counts.
+bool Spend(const TorchValue& value, size_t items, int64_t* left) {
+  *left -= 1 + static_cast<int64_t>(items) + static_cast<int64_t>(value.text().size()) / kTextValue;
+  return *left >= 0;
+}
+
+nlohmann::json JsonOf(const TorchValue& value, int depth, int64_t* left) {
+  if (depth > kDeepestJson || !Spend(value, value.size(), left)) return nullptr;
   switch (value.kind()) {
     case Kind::kBool:
       return *value.boolean();
@@ -105,15 +113,19 @@ nlohmann::json JsonOf(const TorchValue& value, int depth) {
       return Text(value.text());
     case Kind::kList: {
       nlohmann::json list = nlohmann::json::array();
-      for (size_t i = 0; i < value.size(); ++i) list.push_back(JsonOf(value[i], depth + 1));
+      for (size_t i = 0; i < value.size() && *left >= 0; ++i)
+        list.push_back(JsonOf(value[i], depth + 1, left));
       return list;
     }
     case Kind::kObject:
     case Kind::kDict: {
       nlohmann::json dict = nlohmann::json::object();
-      for (const auto& [k, v] : value.entries()) {
+      const auto entries = value.entries();
+      if (!Spend({}, entries.size(), left)) return nullptr;
+      for (const auto& [k, v] : entries) {
+        if (*left < 0) break;
         const std::string key = k.integer().has_value() ? absl::StrCat(*k.integer()) : Text(k.text());
-        dict[key] = JsonOf(v, depth + 1);
+        dict[key] = JsonOf(v, depth + 1, left);
       }
       return dict;
     }
@@ -122,30 +134,90 @@ nlohmann::json JsonOf(const TorchValue& value, int depth) {
   }
 }
 
-// Whether JSON has all of it.
-bool IsPlain(const TorchValue& value, int depth) {
-  if (depth > kDeepestJson) return false;
-  switch (value.kind()) {
-    case Kind::kNone:
-    case Kind::kBool:
-    case Kind::kInt:
-    case Kind::kText:
-      return true;
-    case Kind::kFloat:
-      return std::isfinite(*value.number());
-    case Kind::kList:
-      for (size_t i = 0; i < value.size(); ++i) {
-        if (!IsPlain(value[i], depth + 1)) return false;
-      }
-      return true;
-    case Kind::kDict: {
-      const auto entries = value.entries();
-      return std::all_of(entries.begin(), entries.end(), [&](const auto& entry) {
-        return entry.first.kind() == Kind::kText && IsPlain(entry.second, depth + 1);
-      });
+// A value of client_state, such that Python finds the same one (_engine/_json.py). `why`: gets what in it
+// would not come back.
+class ClientValue {
+ public:
+  ClientValue(int64_t* left, std::string* why) : left_(left), why_(why) {}
+
+  nlohmann::json Of(const TorchValue& value, int depth = 0) {
+    if (depth > kDeepestJson) return No(absl::StrCat("nested more than ", kDeepestJson, " deep"));
+    if (!Spend(value, value.size(), left_)) return No("too much");
+    switch (value.kind()) {
+      case Kind::kNone:
+        return nullptr;
+      case Kind::kBool:
+        return *value.boolean();
+      case Kind::kInt:
+        return *value.integer();
+      case Kind::kFloat:
+        return Float(*value.number());
+      case Kind::kText:
+        return value.form() == Form::kBytes ? No("bytes") : nlohmann::json(Text(value.text()));
+      case Kind::kList:
+        return value.form() == Form::kSet ? No("a set") : List(value, depth);
+      case Kind::kDict:
+        return Dict(value, depth);
+      case Kind::kTensor:
+        return No("a tensor");
+      default:
+        return No(Text(value.name()));
     }
-    default:
-      return false;
+  }
+
+ private:
+  using Form = TorchValue::Form;
+
+  nlohmann::json No(const std::string& why) {
+    if (why_->empty()) *why_ = why;
+    return nullptr;
+  }
+  bool Failed() const { return !why_->empty(); }
+  static nlohmann::json Tagged(const char* tag, nlohmann::json value) {
+    return {{"__penstock__", tag}, {"value", std::move(value)}};
+  }
+
+  static nlohmann::json Float(double value) {
+    if (std::isfinite(value)) return value;
+    return Tagged("float", std::isnan(value) ? "nan" : (value > 0 ? "inf" : "-inf"));
+  }
+
+  nlohmann::json List(const TorchValue& value, int depth) {
+    nlohmann::json list = nlohmann::json::array();
+    for (size_t i = 0; i < value.size() && !Failed(); ++i) list.push_back(Of(value[i], depth + 1));
+    return value.form() == Form::kTuple ? Tagged("tuple", std::move(list)) : list;
+  }
+
+  nlohmann::json Dict(const TorchValue& value, int depth) {
+    const auto entries = value.entries();
+    if (!Spend({}, entries.size(), left_)) return No("too much");
+    const bool plain = std::all_of(entries.begin(), entries.end(), [](const auto& entry) {
+      const TorchValue& key = entry.first;
+      return key.kind() == Kind::kText && key.form() == Form::kOwn && key.text() != "__penstock__";
+    });
+    nlohmann::json dict = plain ? nlohmann::json::object() : nlohmann::json::array();
+    for (const auto& [k, v] : entries) {
+      if (Failed()) break;
+      if (plain) {
+        dict[Text(k.text())] = Of(v, depth + 1);
+      } else {
+        nlohmann::json key = Of(k, depth + 1), item = Of(v, depth + 1);
+        dict.push_back(nlohmann::json::array({std::move(key), std::move(item)}));
+      }
+    }
+    return plain ? dict : Tagged("dict", std::move(dict));
+  }
+
+  int64_t* const left_;
+  std::string* const why_;
+};
+
+bool IsUtf8(const nlohmann::json& value) {
+  try {
+    value.dump();  // which is strict
+    return true;
+  } catch (const nlohmann::json::exception&) {
+    return false;
   }
 }
 
@@ -160,18 +232,35 @@ std::optional<int64_t> RankOf(const std::string& name) {
   return rank;
 }
 
-// The directory of the tag that `path` means.
+// What a file that names a tag says; nullopt: there is none. A tag is beside the file and nowhere else,
+// whoever wrote it.
+absl::StatusOr<std::optional<std::string>> NamedBy(const std::string& list) {
+  if (!Exists(list)) return std::nullopt;
+  std::ifstream file(list);
+  std::string tag;
+  std::getline(file, tag);
+  tag = std::string(absl::StripAsciiWhitespace(tag));
+  if (tag.empty() || tag == ".." || tag.find('/') != std::string::npos)
+    return absl::InvalidArgumentError(absl::StrCat(list, " names no checkpoint beside it"));
+  return tag;
+}
+
+// The directory of the tag that `path` means. Where `latest` names what is not there, what was made of that
+// very tag is as good; an older one is not.
 absl::StatusOr<std::string> TagOf(const std::string& path) {
   if (!IsDirectory(path)) return absl::NotFoundError(absl::StrCat(path, ": no such directory"));
-  for (const char* name : {"latest", "latest_universal"}) {
-    std::ifstream file(absl::StrCat(path, "/", name));
-    std::string tag;
-    if (!file || !std::getline(file, tag)) continue;
-    tag = std::string(absl::StripAsciiWhitespace(tag));
-    // A tag beside the file and nowhere else, whoever wrote it.
-    if (tag.empty() || tag == ".." || tag.find('/') != std::string::npos) continue;
-    if (IsDirectory(absl::StrCat(path, "/", tag))) return absl::StrCat(path, "/", tag);
-  }
+  const std::string list = path + "/latest";
+  ASSIGN_OR_RETURN(const std::optional<std::string> latest, NamedBy(list));
+  if (latest.has_value() && IsDirectory(absl::StrCat(path, "/", *latest)))
+    return absl::StrCat(path, "/", *latest);
+  ASSIGN_OR_RETURN(const std::optional<std::string> universal, NamedBy(list + "_universal"));
+  const bool other = latest.has_value() && universal != *latest + "_universal";
+  if (universal.has_value() && !other && IsDirectory(absl::StrCat(path, "/", *universal)))
+    return absl::StrCat(path, "/", *universal);
+  if (latest.has_value() || universal.has_value())
+    return absl::NotFoundError(absl::StrCat(list, latest.has_value() ? "" : "_universal", " names ",
+                                            latest.has_value() ? *latest : *universal,
+                                            ", which is not there"));
   return path;
 }
 
@@ -186,6 +275,7 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
     return absl::InvalidArgumentError(absl::StrCat(directory, ": ", why));
   };
   Listing listing;
+  listing.universal = IsDirectory(absl::StrCat(directory, "/zero"));
   std::map<int64_t, std::string> by_rank;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
@@ -198,6 +288,9 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
       return wrong(absl::StrCat(name, ": pipeline and expert parallelism are not served"));
     const bool optimizer = absl::EndsWith(name, kOptimizerEnding), model = absl::EndsWith(name, kModelEnding);
     if (!optimizer && !model) continue;
+    // Of the universal format the values are whole, whatever the ranks were.
+    const bool whole = listing.universal && (optimizer || !absl::StrContains(name, "mp_rank_00"));
+    if (whole) continue;
     if (!absl::StrContains(name, "mp_rank_00"))
       return wrong(absl::StrCat(name, ": tensor parallelism is not served; use ds_to_universal there"));
     if (model && (listing.model.empty() || name < listing.model)) listing.model = name;
@@ -208,7 +301,6 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
       return wrong(absl::StrCat(name, " and ", by_rank[*rank], " are of one rank: which counts?"));
   }
   if (error) return wrong(absl::StrCat("cannot be listed: ", error.message()));
-  listing.universal = IsDirectory(absl::StrCat(directory, "/zero"));
   for (const auto& [rank, name] : by_rank) {
     if (rank != static_cast<int64_t>(listing.optimizer.size()))
       return wrong(absl::StrCat("the optimizer's state of rank ", listing.optimizer.size(), " is missing"));
@@ -223,8 +315,6 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
 
 }  // namespace
 
-nlohmann::json ToJson(const TorchValue& value) { return JsonOf(value, 0); }
-
 bool IsDeepSpeedCheckpoint(const std::string& path) {
   const absl::StatusOr<std::string> tag = TagOf(path);
   if (!tag.ok()) return false;
@@ -237,16 +327,34 @@ bool IsDeepSpeedCheckpoint(const std::string& path) {
   return false;
 }
 
-nlohmann::json LossScaleOf(const zero::LossScaler& begun, const DeepSpeedProgress& progress) {
+nlohmann::json LossScaleOf(const zero::LossScaler& begun, const DeepSpeedProgress& progress,
+                           std::string* note) {
   nlohmann::json json = begun.ToJson();
   const nlohmann::json& theirs = progress.loss_scaler;
+  const auto number = [&](const char* name) {
+    return theirs.is_object() && theirs.contains(name) && theirs[name].is_number();
+  };
+  const bool has = number("cur_scale");
+  const bool said = has && theirs.contains("dynamic") && theirs["dynamic"].is_boolean();
+  const bool moves = said ? theirs["dynamic"].get<bool>() : number("cur_iter");
+  const auto kept = [&](const std::string& why) {
+    *note = absl::StrCat("the checkpoint's loss scale ", why, ": this run's begins with ", begun.scale());
+    return begun.ToJson();
+  };
+  if (!moves || !begun.dynamic()) {
+    if (!has && begun.dynamic()) return kept("is not there");
+    if (!has || (!moves && !begun.dynamic() && theirs["cur_scale"].get<double>() == begun.scale()))
+      return json;
+    return kept(absl::StrCat("is ", theirs["cur_scale"].get<double>(), moves ? " and dynamic" : " for ever",
+                             ", and is not taken over"));
+  }
   for (const auto& [ours, name] : {std::pair{"scale", "cur_scale"},
                                    {"iteration", "cur_iter"},
                                    {"last_overflow", "last_overflow_iter"},
                                    {"hysteresis_left", "cur_hysteresis"}}) {
-    if (theirs.is_object() && theirs.contains(name) && theirs[name].is_number()) json[ours] = theirs[name];
+    if (number(name)) json[ours] = theirs[name];
   }
-  return zero::LossScaler::FromJson(json).ok() ? json : begun.ToJson();
+  return zero::LossScaler::FromJson(json).ok() ? json : kept("does not fit the configuration");
 }
 
 absl::StatusOr<NameMap> ReadNames(const std::string& path) {
@@ -292,7 +400,7 @@ absl::Status DeepSpeedCheckpoint::Load(const NameMap& names) {
   if (listing.model.empty())
     return Wrong(absl::StrCat("no *", kModelEnding, ": it says at which step the run was"));
   ASSIGN_OR_RETURN(const TorchFile* const model, OpenFile(listing.model));
-  RETURN_IF_ERROR(ReadModelStates(*model, &parameters));
+  RETURN_IF_ERROR(ReadModelStates(*model, listing.universal, &parameters));
   if (listing.universal) {
     RETURN_IF_ERROR(ReadUniversal(&parameters));
   } else {
@@ -313,22 +421,34 @@ absl::StatusOr<const TorchFile*> DeepSpeedCheckpoint::OpenFile(const std::string
   return files_.back().get();
 }
 
-absl::Status DeepSpeedCheckpoint::ReadModelStates(const TorchFile& file, Parameters* parameters) {
+absl::Status DeepSpeedCheckpoint::CheckLeft(const TorchFile& file) const {
+  if (values_left_ >= 0) return absl::OkStatus();
+  return Wrong(absl::StrCat(file.path(), " has more values beside its tensors than are read"));
+}
+
+absl::StatusOr<nlohmann::json> DeepSpeedCheckpoint::ToJson(const TorchFile& file, const TorchValue& value) {
+  nlohmann::json json = JsonOf(value, 0, &values_left_);
+  RETURN_IF_ERROR(CheckLeft(file));
+  return json;
+}
+
+absl::Status DeepSpeedCheckpoint::ReadModelStates(const TorchFile& file, bool universal,
+                                                  Parameters* parameters) {
   const TorchValue root = file.root();
   const std::optional<int64_t> step = root["global_steps"].integer();
   if (!step.has_value() || *step < 0) return Wrong(absl::StrCat(file.path(), " has no global_steps"));
-  if (root["mp_world_size"].integer().value_or(1) != 1)
-    return Wrong("tensor parallelism is not served; use ds_to_universal there");
+  sliced_ = root["mp_world_size"].integer().value_or(1) != 1;
+  if (sliced_ && !universal) return Wrong("tensor parallelism is not served; use ds_to_universal there");
   progress_.ranks = std::max<int64_t>(1, root["dp_world_size"].integer().value_or(1));
   progress_.step = *step;
   progress_.updates = *step - root["skipped_steps"].integer().value_or(0);
   progress_.samples = std::max<int64_t>(0, root["global_samples"].integer().value_or(0));
   progress_.version = Text(root["ds_version"].text());
-  TakeClientState(root);
+  RETURN_IF_ERROR(TakeClientState(file));
   const TorchValue buffers = root["buffer_names"];
   for (size_t i = 0; i < buffers.size(); ++i) progress_.buffers.push_back(Text(buffers[i].text()));
-  progress_.lr_scheduler = ToJson(root["lr_scheduler"]);
-  progress_.config = ToJson(root["ds_config"]);
+  ASSIGN_OR_RETURN(progress_.lr_scheduler, ToJson(file, root["lr_scheduler"]));
+  ASSIGN_OR_RETURN(progress_.config, ToJson(file, root["ds_config"]));
   if (!root["frozen_param_shapes"].entries().empty())
     return Wrong(absl::StrCat(Text(root["frozen_param_shapes"].entries().front().first.text()),
                               " is frozen, which is not served: all parameters must be trained"));
@@ -350,21 +470,36 @@ absl::Status DeepSpeedCheckpoint::ReadModelStates(const TorchFile& file, Paramet
   return absl::OkStatus();
 }
 
-void DeepSpeedCheckpoint::TakeClientState(const TorchValue& root) {
-  for (const auto& [key, value] : root.entries()) {
+absl::Status DeepSpeedCheckpoint::TakeClientState(const TorchFile& file) {
+  for (const auto& [key, value] : file.root().entries()) {
     const std::string name = Text(key.text());
-    if (name.empty() || std::find(std::begin(kOwnKeys), std::end(kOwnKeys), name) != std::end(kOwnKeys))
+    if (std::find(std::begin(kOwnKeys), std::end(kOwnKeys), name) != std::end(kOwnKeys)) continue;
+    std::string why;
+    if (key.kind() != Kind::kText || key.form() != TorchValue::Form::kOwn || name == "__penstock__") {
+      const std::string number = key.integer().has_value() ? absl::StrCat(*key.integer()) : name;
+      progress_.unread.push_back(absl::StrCat(number, " (such a key)"));
       continue;
-    if (IsPlain(value, 0)) {
-      progress_.client[name] = ToJson(value);
+    }
+    nlohmann::json taken = ClientValue(&values_left_, &why).Of(value);
+    RETURN_IF_ERROR(CheckLeft(file));
+    if (why.empty() && !IsUtf8(nlohmann::json::array({name, taken}))) why = "a text that is no Unicode";
+    if (why.empty()) {
+      progress_.client[name] = std::move(taken);
     } else {
-      progress_.unread.push_back(name);
+      progress_.unread.push_back(absl::StrCat(name, " (", why, ")"));
     }
   }
+  return absl::OkStatus();
 }
 
-const TorchTensor* DeepSpeedCheckpoint::FindModuleBuffer(const std::string& name) const {
-  return files_.front()->root()["module"][name].tensor();
+TorchValue DeepSpeedCheckpoint::FindModuleBuffer(const std::string& name, const NameMap& names) const {
+  const TorchValue module = files_.front()->root()["module"];
+  const auto named = names.find(name);
+  if (named != names.end()) return module[named->second];
+  for (const std::string& candidate : OwnNames(name)) {
+    if (const TorchValue found = module[candidate]) return found;
+  }
+  return {};
 }
 
 absl::Status DeepSpeedCheckpoint::ReadModuleBuffer(const TorchTensor& buffer, std::span<std::byte> to) const {
@@ -372,15 +507,19 @@ absl::Status DeepSpeedCheckpoint::ReadModuleBuffer(const TorchTensor& buffer, st
 }
 
 // The optimizer's options; the loss scale.
-void DeepSpeedCheckpoint::TakeOptions(const TorchValue& optimizer, const TorchValue& base) {
-  if (optimizer["loss_scaler"]) progress_.loss_scaler = ToJson(optimizer["loss_scaler"]);
-  nlohmann::json groups = ToJson(base["param_groups"]);
-  if (!groups.is_array() || groups.empty()) return;  // older ones keep the steps alone
+absl::Status DeepSpeedCheckpoint::TakeOptions(const TorchFile& file, const TorchValue& optimizer,
+                                              const TorchValue& base) {
+  if (optimizer["loss_scaler"]) {
+    ASSIGN_OR_RETURN(progress_.loss_scaler, ToJson(file, optimizer["loss_scaler"]));
+  }
+  ASSIGN_OR_RETURN(nlohmann::json groups, ToJson(file, base["param_groups"]));
+  if (!groups.is_array() || groups.empty()) return absl::OkStatus();  // older ones keep the steps alone
   for (nlohmann::json& group : groups) {
     if (group.is_object()) group.erase("params");
   }
   progress_.groups = std::move(groups);
   progress_.optimizer = progress_.groups[0];
+  return absl::OkStatus();
 }
 
 // The optimizer's count, the same wherever it is said: a number, or a tensor of one.
@@ -421,6 +560,7 @@ absl::Status DeepSpeedCheckpoint::ReadPartitions(const std::vector<std::string>&
           absl::StrCat(file->path(), " is of a run of ", count, " ranks, of which ", ranks, " are here"));
     RETURN_IF_ERROR(stage == 3 ? ReadRank3(*file, optimizer, rank, ranks, parameters)
                                : ReadRank12(*file, optimizer, parameters));
+    if (rank >= kMostOpenRanks) files_.back()->Rest();
   }
   progress_.format = absl::StrCat("ZeRO-", stage, " of ", ranks, ranks == 1 ? " rank" : " ranks");
   return absl::OkStatus();
@@ -456,7 +596,7 @@ absl::Status DeepSpeedCheckpoint::ReadRank12(const TorchFile& file, const TorchV
     return Wrong(absl::StrCat(file.path(),
                               " does not say where its parameters are (param_slice_mappings): load and "
                               "save it with a newer DeepSpeed"));
-  TakeOptions(optimizer, base);
+  RETURN_IF_ERROR(TakeOptions(file, optimizer, base));
   RETURN_IF_ERROR(TakeSteps(file, optimizer["base_optimizer_state_step"]));
   for (size_t group = 0; group < masters.size(); ++group) {
     const TorchValue state =
@@ -483,7 +623,7 @@ absl::Status DeepSpeedCheckpoint::ReadRank3(const TorchFile& file, const TorchVa
   if (masters.size() == 0 || masters.size() < order_.size())
     return Wrong(absl::StrCat(file.path(), " has ", masters.size(),
                               " flat tensors, and the list of parameters has ", order_.size(), " groups"));
-  TakeOptions(optimizer, base);
+  RETURN_IF_ERROR(TakeOptions(file, optimizer, base));
   size_t number = 0;
   FlatTensors flat{};
   int64_t at = 0;
@@ -519,7 +659,14 @@ absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
     if (!entry.is_directory(error)) continue;
     const std::string name = entry.path().filename();
     if (shared_.count(name) > 0) continue;  // a tied parameter's values, without moments: the holder has both
+    // Persistent buffers of floating point are there too, without moments.
+    if (std::find(progress_.buffers.begin(), progress_.buffers.end(), name) != progress_.buffers.end())
+      continue;
+    if (!Exists(absl::StrCat(directory_, "/zero/", name, "/", kUniversal[1], ".pt")))
+      return Wrong(
+          absl::StrCat(name, " has no moments there: a parameter that is not trained, which is not served"));
     Values& values = (*parameters)[name];
+    if (sliced_) values.sizes.clear();
     for (size_t k = 0; k < kKinds; ++k) {
       const absl::StatusOr<const TorchFile*> file =
           OpenFile(absl::StrCat("zero/", name, "/", kUniversal[k], ".pt"));
@@ -547,7 +694,7 @@ absl::Status DeepSpeedCheckpoint::ReadUniversalState() {
   const TorchValue root = file->root();
   // Of stage 3 the optimizer's own dict, of stages 1 and 2 what it has beside the state.
   const TorchValue base = root["optimizer_state_dict"] ? root["optimizer_state_dict"] : root;
-  TakeOptions(root, root["param_groups"] ? root : base);
+  RETURN_IF_ERROR(TakeOptions(*file, root, root["param_groups"] ? root : base));
   return TakeSteps(*file, AtNumber(base["state"], 0)["step"]);
 }
 

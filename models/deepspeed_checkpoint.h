@@ -7,10 +7,10 @@
 //
 // Served are ZeRO-1, 2 and 3 of any number of data-parallel ranks, in fp32, bf16 or fp16, and the universal
 // format (ds_to_universal). A path is the directory of save_checkpoint (its `latest` or `latest_universal`
-// says which tag), or that of a tag. Parameters have Hugging Face's names, with the family's prefix or
-// without, or `module.` before them; or those of `names`. Nothing is executed (models/torch_file.h), and
-// nothing is guessed: a parameter that is missing, of another shape, or without a place in the model is an
-// error that names it.
+// says which tag; the second where there is no first, or it is of the tag that is named there), or that of a
+// tag. Parameters have Hugging Face's names, with the family's prefix or without, or `module.` before them;
+// or those of `names`. Nothing is executed (models/torch_file.h), and nothing is guessed: a parameter that is
+// missing, of another shape, or without a place in the model is an error that names it.
 //
 // Refused by name: pipeline, tensor and expert parallelism, frozen parameters, states that DeepSpeed left on
 // an NVMe drive, runs without ZeRO, optimizers without Adam's moments.
@@ -47,10 +47,6 @@ using NameMap = std::map<std::string, std::string>;
 // A JSON object of them. kInvalidArgument: the file cannot be read, or is none.
 absl::StatusOr<NameMap> ReadNames(const std::string& path);
 
-// A value of a file of torch.save as JSON: dicts with keys that are texts or integers, lists, numbers, texts,
-// truth values; what is none of these is null.
-nlohmann::json ToJson(const TorchValue& value);
-
 // What an error says is to be done: the CLI and Python have their own words for it.
 struct CheckpointWords {
   std::string names = "--names FILE";                    // where other names are given
@@ -69,20 +65,24 @@ struct DeepSpeedProgress {
   nlohmann::json lr_scheduler;  // its state; null: none
   bool step_is_tensor = false;  // as torch's own optimizers keep it; DeepSpeed's keep a number
   nlohmann::json optimizer;     // the options of the first parameter group: lr, betas, eps, weight_decay, ...
-  nlohmann::json groups = nlohmann::json::array();   // those of each; none: older ones do not keep them
-  nlohmann::json loss_scaler;                        // its attributes: cur_scale, cur_iter, ...; null: none
-  nlohmann::json client = nlohmann::json::object();  // client_state
-  std::vector<std::string> unread;  // keys of client_state that are more than numbers, texts, lists and dicts
+  nlohmann::json groups = nlohmann::json::array();  // those of each; none: older ones do not keep them
+  nlohmann::json loss_scaler;                       // its attributes: cur_scale, cur_iter, ...; null: none
+  // client_state. Tuples, dicts with keys that are no texts, and numbers that are not finite are as the
+  // Python package's _engine/_json.py has them.
+  nlohmann::json client = nlohmann::json::object();
+  std::vector<std::string> unread;   // of its keys those with other values, and why: "weights (a tensor)"
   std::vector<std::string> buffers;  // names of the module's persistent ones
 };
 
-// Whether `path` is what DeepSpeed wrote: the directory of a tag, or one whose `latest` or `latest_universal`
-// names it. Whether it can be read is another matter.
+// Whether `path` is what DeepSpeed wrote: the directory of a tag, or one that Open finds by its name. Whether
+// it can be read is another matter.
 bool IsDeepSpeedCheckpoint(const std::string& path);
 
-// The state of zero::LossScaler that goes on where the run's was; `begun`: of a new run, which goes on where
-// the checkpoint has none.
-nlohmann::json LossScaleOf(const zero::LossScaler& begun, const DeepSpeedProgress& progress);
+// The state of zero::LossScaler that goes on where the run's was, if both are dynamic; `begun`: of a new run,
+// which it is else. `note`: gets one line where the checkpoint has a scale, or should, that is not taken
+// over.
+nlohmann::json LossScaleOf(const zero::LossScaler& begun, const DeepSpeedProgress& progress,
+                           std::string* note);
 
 class DeepSpeedCheckpoint {
  public:
@@ -97,8 +97,9 @@ class DeepSpeedCheckpoint {
   // moments.
   absl::Status Read(zero::StateKind kind, int block, int64_t first, int64_t elements, float* to);
 
-  // One of progress().buffers; null: its values are not in the checkpoint. Valid as long as this.
-  const TorchTensor* FindModuleBuffer(const std::string& name) const;
+  // A persistent buffer of the module by its own name, looked for as parameters are; absent: the checkpoint
+  // has none. Valid as long as this.
+  TorchValue FindModuleBuffer(const std::string& name, const NameMap& names) const;
   absl::Status ReadModuleBuffer(const TorchTensor& buffer, std::span<std::byte> to) const;
 
  private:
@@ -116,8 +117,12 @@ class DeepSpeedCheckpoint {
 
   absl::Status Load(const NameMap& names);
   absl::StatusOr<const TorchFile*> OpenFile(const std::string& name);
-  absl::Status ReadModelStates(const TorchFile& file, Parameters* parameters);
-  void TakeClientState(const TorchValue& root);
+  absl::Status ReadModelStates(const TorchFile& file, bool universal, Parameters* parameters);
+  absl::Status TakeClientState(const TorchFile& file);
+  // As JSON: dicts with keys that are texts or integers, lists, numbers, texts, truth values; what is none of
+  // these is null. kInvalidArgument: more values than are read.
+  absl::StatusOr<nlohmann::json> ToJson(const TorchFile& file, const TorchValue& value);
+  absl::Status CheckLeft(const TorchFile& file) const;
   absl::Status ReadPartitions(const std::vector<std::string>& names, Parameters* parameters);
   // The count of steps, and the flat tensors, none of which is null. `where`: what an error adds.
   absl::StatusOr<FlatTensors> TakeGroup(const TorchFile& file, size_t group, const TorchValue& masters,
@@ -130,7 +135,7 @@ class DeepSpeedCheckpoint {
                          Parameters* parameters);
   absl::Status ReadUniversal(Parameters* parameters);
   absl::Status ReadUniversalState();
-  void TakeOptions(const TorchValue& optimizer, const TorchValue& base);
+  absl::Status TakeOptions(const TorchFile& file, const TorchValue& optimizer, const TorchValue& base);
   absl::Status TakeSteps(const TorchFile& file, const TorchValue& state);
   // What a published name is called there unless --names says it.
   std::vector<std::string> OwnNames(const std::string& published) const;
@@ -145,7 +150,9 @@ class DeepSpeedCheckpoint {
       order_;                                  // names by parameter group, in the order of their flat tensors
   std::map<std::string, std::string> shared_;  // name of a tied parameter -> the one that holds it
   std::optional<int64_t> optimizer_step_;
-  std::vector<std::unique_ptr<TorchFile>> files_;             // the first has the model's states
+  bool sliced_ = false;                            // param_shapes are those of a rank of tensor parallelism
+  int64_t values_left_ = 1'000'000;                // that may become JSON
+  std::vector<std::unique_ptr<TorchFile>> files_;  // the first has the model's states
   std::vector<std::array<ScatteredTensor, kKinds>> sources_;  // parallel to layout_.tensors
   ReadBuffer buffer_;
 };

@@ -252,13 +252,13 @@ class UniversalWriter {
     pickle->Json(groups);
   }
 
-  // Stage 3 gives every group the options of the first: those in which they differ are left to its own
-  // configuration, but for the rate, without which the next step would go by the one of the beginning.
+  // Stage 3 gives every group the options of the first: those in which they differ, rates too, are left to
+  // its own configuration.
   nlohmann::json Common() const {
     nlohmann::json common = run_.groups[0];
     for (const nlohmann::json& group : run_.groups) {
       for (const auto& [key, value] : run_.groups[0].items()) {
-        if (key != "lr" && group.value(key, nlohmann::json()) != value) common.erase(key);
+        if (group.value(key, nlohmann::json()) != value) common.erase(key);
       }
     }
     nlohmann::json groups = nlohmann::json::array();

@@ -24,6 +24,7 @@ static_assert(std::endian::native == std::endian::little, "files are read in pla
 // A value, or on the way to one: a name that is called, a storage of tensors.
 struct TorchFile::Node {
   TorchValue::Kind kind = TorchValue::Kind::kNone;
+  TorchValue::Form form = TorchValue::Form::kOwn;
   bool is_name = false;     // of a class or a function
   bool is_storage = false;  // of tensors: `integer` bytes at `tensor.offset`, untyped where `is_name`
   int64_t integer = 0;      // of kBool too
@@ -208,6 +209,7 @@ class Unpickler {
  public:
   using Node = TorchFile::Node;
   using Kind = TorchValue::Kind;
+  using Form = TorchValue::Form;
 
   Unpickler(TorchFile& file, const TorchFile::Archive& archive, std::string_view pickle)
       : file_(file), archive_(archive), nodes_(file.nodes_), left_(pickle), all_(pickle.size()) {}
@@ -278,8 +280,8 @@ class Unpickler {
     if (stack_.size() <= (marks_.empty() ? 0 : marks_.back())) return Wrong("takes more than there is");
     return &nodes_[stack_.back()];
   }
-  absl::Status PushList(std::vector<uint32_t> items) {
-    return Push({.kind = Kind::kList, .items = std::move(items)});
+  absl::Status PushList(std::vector<uint32_t> items, Form form) {
+    return Push({.kind = Kind::kList, .form = form, .items = std::move(items)});
   }
 
   // One instruction: a table of them, in the order of what they are about.
@@ -309,15 +311,17 @@ class Unpickler {
         return PushFloat();
       case 'X':
       case 'T':
+        return PushText<uint32_t>(Form::kOwn);
       case 'B':
-        return PushText<uint32_t>();
+        return PushText<uint32_t>(Form::kBytes);
       case '\x8c':
       case 'U':
+        return PushText<uint8_t>(Form::kOwn);
       case 'C':
-        return PushText<uint8_t>();
+        return PushText<uint8_t>(Form::kBytes);
       case '\x8d':
       case '\x8e':
-        return PushText<uint64_t>();
+        return PushText<uint64_t>(code == '\x8d' ? Form::kOwn : Form::kBytes);
       // The stack, and its marks.
       case '(':
         marks_.push_back(stack_.size());
@@ -333,15 +337,17 @@ class Unpickler {
       // Lists and dictionaries.
       case ']':
       case ')':
+        return PushList({}, code == ']' ? Form::kOwn : Form::kTuple);
       case '\x8f':  // EMPTY_SET
-        return PushList({});
+        return PushList({}, Form::kSet);
       case '}':
         return Push({.kind = Kind::kDict});
       case 't':
       case 'l':
       case '\x91': {  // FROZENSET
         ASSIGN_OR_RETURN(std::vector<uint32_t> items, PopToMark());
-        return PushList(std::move(items));
+        return PushList(std::move(items),
+                        code == 't' ? Form::kTuple : (code == 'l' ? Form::kOwn : Form::kSet));
       }
       case '\x85':
       case '\x86':
@@ -401,10 +407,10 @@ class Unpickler {
   }
   // A text, or the digits of a number, behind its length.
   template <typename T>
-  absl::Status PushText() {
+  absl::Status PushText(Form form) {
     ASSIGN_OR_RETURN(const T bytes, Number<T>());
     ASSIGN_OR_RETURN(const std::string_view text, Take(bytes));
-    return Push({.kind = Kind::kText, .text = std::string(text)});
+    return Push({.kind = Kind::kText, .form = form, .text = std::string(text)});
   }
   template <typename T>
   absl::Status PushLong() {
@@ -474,7 +480,7 @@ class Unpickler {
     for (size_t i = count; i-- > 0;) {
       ASSIGN_OR_RETURN(items[i], Pop());
     }
-    return PushList(std::move(items));
+    return PushList(std::move(items), Form::kTuple);
   }
   absl::Status Append(const std::vector<uint32_t>& items) {
     ASSIGN_OR_RETURN(Node* const to, Top());
@@ -560,15 +566,18 @@ class Unpickler {
     }
     if (name == "torch.Size" || name == "builtins.set" || name == "builtins.frozenset" ||
         name == "builtins.list" || name == "builtins.tuple") {
-      Node list{.kind = Kind::kList};
+      const bool tuple = name == "torch.Size" || name == "builtins.tuple";
+      Node list{.kind = Kind::kList,
+                .form = tuple ? Form::kTuple : (name == "builtins.list" ? Form::kOwn : Form::kSet)};
       if (!given.empty()) list.items = nodes_[given[0]].items;
       return Make(std::move(list));
     }
     // Bytes, as protocol 2 has them: a text in Latin-1.
     if ((name == "_codecs.encode" || name == "builtins.bytes" || name == "builtins.bytearray") &&
         (given.empty() || nodes_[given[0]].kind == Kind::kText))
-      return Make(
-          {.kind = Kind::kText, .text = given.empty() ? std::string() : Latin1(nodes_[given[0]].text)});
+      return Make({.kind = Kind::kText,
+                   .form = Form::kBytes,
+                   .text = given.empty() ? std::string() : Latin1(nodes_[given[0]].text)});
     return Make({.kind = Kind::kObject, .text = name, .items = given});
   }
 
@@ -745,6 +754,9 @@ absl::Status TorchFile::Read(const TorchTensor& tensor, uint64_t first, std::spa
 
 TorchValue::Kind TorchValue::kind() const {
   return file_ == nullptr ? Kind::kAbsent : file_->nodes_[index_].kind;
+}
+TorchValue::Form TorchValue::form() const {
+  return file_ == nullptr ? Form::kOwn : file_->nodes_[index_].form;
 }
 std::optional<bool> TorchValue::boolean() const {
   if (kind() != Kind::kBool) return std::nullopt;

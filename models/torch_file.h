@@ -45,8 +45,12 @@ class TorchValue {
  public:
   enum class Kind : uint8_t { kAbsent, kNone, kBool, kInt, kFloat, kText, kList, kDict, kTensor, kObject };
 
+  // Of Python's types that are one kind here: lists, tuples and sets; texts and bytes.
+  enum class Form : uint8_t { kOwn, kTuple, kSet, kBytes };
+
   TorchValue() = default;
   Kind kind() const;
+  Form form() const;
   explicit operator bool() const { return kind() != Kind::kAbsent; }
 
   std::optional<bool> boolean() const;

@@ -1,7 +1,8 @@
 #include "deepspeed_checkpoint.h"
 
+#include <exception>
+#include <new>
 #include <optional>
-#include <set>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -62,19 +63,21 @@ std::optional<const char*> TorchName(swap::Dtype dtype) {
 }
 
 absl::Status AddBuffers(const models::DeepSpeedCheckpoint& checkpoint, const std::vector<std::string>& wanted,
-                        int64_t most_bytes, Json* to) {
-  const std::set<std::string> there(checkpoint.progress().buffers.begin(),
-                                    checkpoint.progress().buffers.end());
+                        const models::NameMap& names, int64_t most_bytes, Json* to) {
   (*to)["buffers"] = Json::object();
-  (*to)["large_buffers"] = Json::array();
+  for (const char* kept : {"large_buffers", "missing_buffers", "unreadable_buffers"})
+    (*to)[kept] = Json::array();
   int64_t bytes = 0;
   for (const std::string& name : wanted) {
-    const models::TorchTensor* const tensor =
-        there.count(name) > 0 ? checkpoint.FindModuleBuffer(name) : nullptr;
-    if (tensor == nullptr) continue;
+    const models::TorchValue found = checkpoint.FindModuleBuffer(name, names);
+    const models::TorchTensor* const tensor = found.tensor();
+    if (tensor == nullptr || !TorchName(tensor->dtype).has_value()) {
+      (*to)[found ? "unreadable_buffers" : "missing_buffers"].push_back(name);
+      continue;
+    }
     const std::optional<const char*> dtype = TorchName(tensor->dtype);
     const auto width = static_cast<int64_t>(swap::DtypeBytes(tensor->dtype));
-    if (!dtype.has_value() || tensor->elements > (most_bytes - bytes) / width) {
+    if (tensor->elements > (most_bytes - bytes) / width) {
       (*to)["large_buffers"].push_back(name);
       continue;
     }
@@ -127,13 +130,17 @@ absl::StatusOr<Json> DescribeCheckpoint(const std::string& path, const std::vect
                                         int64_t most_buffer_bytes) {
   models::ModelLayout layout;
   for (const auto& [name, sizes] : parameters) layout.tensors.push_back(TensorOf(name, sizes));
-  ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path, std::move(layout), names));
+  models::NameMap of_parameters = names, of_buffers;
+  for (const std::string& name : buffers) {
+    if (auto named = of_parameters.extract(name)) of_buffers.insert(std::move(named));
+  }
+  ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path, std::move(layout), of_parameters));
   const models::DeepSpeedProgress& progress = checkpoint->progress();
   Json json = {
       {"directory", checkpoint->directory()},  {"format", progress.format},   {"step", progress.step},
       {"updates", progress.updates},           {"samples", progress.samples}, {"groups", progress.groups},
       {"lr_scheduler", progress.lr_scheduler}, {"client", progress.client},   {"unread", progress.unread}};
-  RETURN_IF_ERROR(AddBuffers(*checkpoint, buffers, most_buffer_bytes, &json));
+  RETURN_IF_ERROR(AddBuffers(*checkpoint, buffers, of_buffers, most_buffer_bytes, &json));
   return json;
 }
 
@@ -144,6 +151,7 @@ GivenImport MakeImport(const Json& given) {
   given.at("parameters").get_to(made.parameters);
   given.at("step").get_to(made.step);
   given.at("updates").get_to(made.updates);
+  given.at("is_read_once").get_to(made.is_read_once);
   made.description = given.at("description");
   return made;
 }
@@ -171,13 +179,16 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
   if (state.format.weights == kernels::DType::kFp16) {
     ASSIGN_OR_RETURN(begun, zero::LossScaler::Create(options.optimizer.loss_scale));
   }
+  std::string note;
+  const bool scales = state.format.weights == kernels::DType::kFp16;
+  const Json loss_scale = scales ? models::LossScaleOf(begun, progress, &note) : begun.ToJson();
   Json run = options.resume.run;
   run["imported"] = {
       {"format", progress.format}, {"step", progress.step}, {"torch_optimizer", progress.step_is_tensor}};
-  const bool scales = state.format.weights == kernels::DType::kFp16;
+  if (!note.empty()) run["imported"]["note"] = note;
   state.payload = Json{{"run", std::move(run)},
                        {"schedule", nullptr},  // rates are Python's
-                       {"loss_scale", scales ? models::LossScaleOf(begun, progress) : begun.ToJson()},
+                       {"loss_scale", loss_scale},
                        {"step", given.description}}
                       .dump();
   state.step = progress.step;
@@ -187,6 +198,7 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
   state.store.sync = options.storage.sync;
   state.store.overwrite = true;  // Python has asked
   if (options.storage.versions > 0) state.store.slots = static_cast<uint32_t>(options.storage.versions);
+  if (given.is_read_once) state.store.slots = 1;
   if (options.comm != nullptr) {
     ASSIGN_OR_RETURN(state.store.uuid, zero::AgreeOnUuid(*options.comm));
   }
@@ -198,7 +210,9 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
       [](uint64_t, uint64_t) {});
 }
 
-absl::Status ExportRun(zero::Engine& engine, const models::ModelLayout& layout, const Json& what) {
+namespace {
+
+absl::Status Export(zero::Engine& engine, const models::ModelLayout& layout, const Json& what) {
   models::UniversalOptions options;
   what.at("directory").get_to(options.directory);
   what.at("tag").get_to(options.tag);
@@ -219,6 +233,19 @@ absl::Status ExportRun(zero::Engine& engine, const models::ModelLayout& layout, 
       progress.loss_scaler = models::LossScalerOf(engine.loss_scaler().ToJson());
     return models::WriteUniversal(progress, layout, read, options);
   });
+}
+
+}  // namespace
+
+// On a thread of the engine's, which no exception may leave.
+absl::Status ExportRun(zero::Engine& engine, const models::ModelLayout& layout, const Json& what) {
+  try {
+    return Export(engine, layout, what);
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("export_checkpoint: there is not enough memory");
+  } catch (const std::exception& error) {
+    return absl::InternalError(absl::StrCat("export_checkpoint: ", error.what()));
+  }
 }
 
 }  // namespace penstock::python

@@ -28,8 +28,8 @@ absl::StatusOr<models::ModelLayout> ModelLayoutOf(const std::vector<std::vector<
                                                   const Layouts& layouts);
 
 // Where the run of a checkpoint stood, as JSON for _engine/_deepspeed_checkpoint.py, and that it is one of a
-// model with these parameters. buffers: those that the module keeps; values of at most `most_buffer_bytes`
-// together come along, as _engine/_json.py has tensors.
+// model with these parameters. buffers: those that the module keeps, and `names` may name; values of at most
+// `most_buffer_bytes` together come along, as _engine/_json.py has tensors.
 absl::StatusOr<nlohmann::json> DescribeCheckpoint(const std::string& path,
                                                   const std::vector<NamedShape>& parameters,
                                                   const models::NameMap& names,
@@ -42,6 +42,7 @@ struct GivenImport {
   models::NameMap names;
   std::vector<std::vector<std::string>> parameters;  // ModelLayoutOf's
   int64_t step = 0, updates = 0;                     // as DescribeCheckpoint has found them
+  bool is_read_once = false;                         // state in memory: one version on the drive is enough
   nlohmann::json description;                        // of the first commit: what Python finds again
 };
 // From a JSON object with these keys.

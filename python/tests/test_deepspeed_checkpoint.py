@@ -415,19 +415,22 @@ def test_groups_sub_groups_buffers_schedulers_and_client_states_go_on(tmp_path):
     checkpoint = zero3(tmp_path / "theirs", plain, optimizer, scheduler, 5, **client)
     expected, _, _ = plain_run(various(), data)
     with engine_of(tmp_path / "state") as engine:
-        with pytest.warns(UserWarning, match="client_state.*: weights, seen would take executing"):
+        with pytest.warns(UserWarning, match=r"client_state.*: weights \(a tensor\) cannot be kept"):
             path, there = engine.load_checkpoint(checkpoint)
-        assert path == str(checkpoint / "global_step5") and there == {"epoch": 3, "best": {"loss": 0.5, "steps": [1, 2]}}
+        assert path == str(checkpoint / "global_step5") and there == {"epoch": 3, "best": {"loss": 0.5, "steps": [1, 2]}, "seen": {1: 2}}
         assert [step(engine, batch) for batch in data[5:7]] == pytest.approx(expected[5:7], abs=1e-5)
         assert engine.lr_scheduler.last_epoch == 7 and engine.client_state == there
-        with pytest.warns(UserWarning, match="no buffers from a universal checkpoint: norm.running_mean"):
+        with pytest.warns() as told:
             engine.export_checkpoint(tmp_path / "out")
+        for what in ("no buffers from a universal checkpoint: norm.running_mean", "client_state: seen is more", "groups have different learning rates"):
+            assert any(what in str(each.message) for each in told), what
         before, lr = everything(engine), engine.get_lr()
         buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
         assert [step(engine, batch) for batch in data[7:]] == pytest.approx(expected[7:], abs=1e-5)
     theirs = torch.load(tmp_path / "out" / "global_step7_universal" / "zero" / "optimizer_state.pt")
     assert [group["weight_decay"] for group in theirs["param_groups"]] == [0.1, 0.0]
-    assert all("weight_decay" not in group for group in theirs["optimizer_state_dict"]["param_groups"])  # stage 3 takes the first's for all
+    for option in ("weight_decay", "lr"):  # stage 3 takes the first's for all
+        assert all(option not in group for group in theirs["optimizer_state_dict"]["param_groups"])
     with engine_of(tmp_path / "again") as engine:
         engine.load_checkpoint(tmp_path / "out")
         with torch.no_grad():
@@ -587,6 +590,198 @@ def test_the_loss_scale_goes_on(tmp_path):
         engine.load_checkpoint(tmp_path / "out")
         assert [(step(engine, batch), engine.last_step["loss_scale"]) for batch in data[4:]] == expected
     assert expected[0][1] > 64
+
+
+def one_step(directory, **client):
+    """A checkpoint of a step of Various; the model."""
+    plain = various()
+    _, optimizer, scheduler = plain_run(plain, images(1))
+    return zero3(directory, plain, optimizer, scheduler, 1, **client), plain
+
+
+def change(path, do):
+    """Of a file of torch.save."""
+    values = torch.load(path, weights_only=False)
+    do(values)
+    torch.save(values, path)
+
+
+def test_client_states_come_back_as_they_were_or_are_named(tmp_path):
+    kept = {"infinite": [math.inf, -math.inf], "pair": (1, ("a", None)), "keys": {1: "a", (2, "b"): True}, "own": {"__penstock__": "mine"}, "far": -(2**63)}
+    lost = {"raw": b"abc", "tags": {1, 2}, "huge": 2**63, "deep": {"er": [b""]}}
+    checkpoint, _ = one_step(tmp_path / "theirs", **kept, **lost, nan=math.nan)
+    for file in (checkpoint / "global_step1").glob("*_model_states.pt"):
+        change(file, lambda values: values.update({7: "seven"}))
+    with engine_of(tmp_path / "state") as engine:
+        why = r"raw \(bytes\), tags \(a set\), huge \(a number of more than 64 bits\), deep \(bytes\), 7 \(such a key\) cannot be kept"
+        with pytest.warns(UserWarning, match=why):
+            client = engine.load_checkpoint(checkpoint)[1]
+        assert math.isnan(client.pop("nan")) and client == kept
+        step(engine, images(2)[1])
+        assert math.isnan(engine.client_state.pop("nan")) and engine.client_state == kept
+        engine.client_state = {"good": [1, -(2**63)], "large": {"a": 2**63}, "small": -(2**63) - 1, "keys": {1: 2}, 5: "five", "global_steps": 9, "no": math.inf}
+        with pytest.warns(UserWarning, match="client_state: large, small, keys, 5, no, global_steps is more than"):
+            out = engine.export_checkpoint(tmp_path / "out")
+    states = torch.load(f"{out}/mp_rank_00_model_states.pt")
+    assert states["good"] == [1, -(2**63)] and states["global_steps"] == 2 and "5" not in states and "large" not in states
+
+
+def test_buffers_are_found_as_parameters_are_or_named(tmp_path):
+    checkpoint, plain = one_step(tmp_path / "theirs")
+    files = list((checkpoint / "global_step1").glob("*_model_states.pt"))
+    own = dict(plain.named_buffers())
+
+    def loaded(name, names=None):
+        model = various()
+        engine = make(model, tmp_path / name, optimizer=two_groups(model), lr_scheduler=falling)
+        engine.load_checkpoint(checkpoint, names=names)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            engine.eval()
+            with torch.no_grad():
+                engine(**images(1)[0])
+        buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        engine.close()
+        return buffers, [str(each.message) for each in told if "buffers" in str(each.message)]
+
+    def renamed(prefix):
+        def do(values):
+            values["module"] = {f"{prefix}{name.rsplit('old.')[-1].removeprefix('module.')}": value for name, value in values["module"].items()}
+            values["buffer_names"] = [name for name in values["module"] if "norm.running" in name or "num_batches" in name]
+        return do
+
+    for file in files:
+        change(file, renamed("module."))
+    buffers, told = loaded("prefixed")
+    assert all(torch.equal(buffers[name], own[name]) for name in own) and not told
+    for file in files:
+        change(file, renamed("old."))
+    buffers, told = loaded("mapped", {name: f"old.{name}" for name in own})
+    assert all(torch.equal(buffers[name], own[name]) for name in own) and not told
+    _, told = loaded("unknown")
+    assert len(told) == 1 and "buffers that the checkpoint does not have keep the values that the model has: norm.running_mean" in told[0]
+    for file in files:
+        change(file, renamed(""))
+        change(file, lambda values: values["module"].update({"norm.running_mean": torch.ones(4, 2)[:, 0]}))
+    _, told = loaded("unreadable")
+    assert len(told) == 1 and "buffers that cannot be read there keep the values that the model has: norm.running_mean" in told[0]
+
+
+def test_universal_checkpoints_have_buffers_and_were_of_tensor_parallelism(tmp_path):
+    with initialize(gpt(), "universal", state_dir=tmp_path / "one") as engine:
+        engine.load_checkpoint(unpack("universal", tmp_path / "theirs"))
+        look(engine)
+        expected = everything(engine)
+    tag = tmp_path / "theirs" / "global_step4_universal"
+    (tag / "zero" / "transformer.mask").mkdir()
+    torch.save({"param": torch.ones(3)}, tag / "zero" / "transformer.mask" / "fp32.pt")
+    with initialize(gpt(), "universal", state_dir=tmp_path / "none") as engine:
+        with pytest.raises(ValueError, match="transformer.mask has no moments there"):
+            engine.load_checkpoint(tmp_path / "theirs")
+
+    def parallel(values):
+        values["buffer_names"] = ["transformer.mask"]
+        values["mp_world_size"] = 2
+        values["param_shapes"] = [{name: torch.Size([max(1, shape[0] // 2), *shape[1:]]) for name, shape in each.items()} for each in values["param_shapes"]]
+
+    for file in tag.glob("*_model_states.pt"):
+        change(file, parallel)
+    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_01_model_states.pt")
+    with initialize(gpt(), "universal", state_dir=tmp_path / "two") as engine:
+        engine.load_checkpoint(tmp_path / "theirs")
+        look(engine)
+        made = everything(engine)
+    assert all(torch.equal(a, b) for name in made for a, b in zip(made[name], expected[name]))
+
+
+def test_a_latest_that_is_missing_is_told(tmp_path):
+    checkpoint, _ = one_step(tmp_path / "theirs")
+    with engine_of(tmp_path / "state") as engine:
+        engine.load_checkpoint(checkpoint)
+        step(engine, images(2)[1])
+        with pytest.warns(UserWarning):
+            engine.export_checkpoint(checkpoint)
+        engine.save_checkpoint(tmp_path / "ours")
+        step(engine, images(2)[1])
+        with pytest.warns(UserWarning):
+            engine.export_checkpoint(tmp_path / "ours")
+    (checkpoint / "latest").write_text("global_step9")
+    with engine_of(tmp_path / "none") as engine:
+        with pytest.raises(FileNotFoundError, match="global_step9"):
+            engine.load_checkpoint(checkpoint)
+        with pytest.raises(FileNotFoundError, match="global_step9"):
+            engine.load_checkpoint(checkpoint, names={"head.weight": "head.weight"})
+        (checkpoint / "latest").unlink()
+        assert engine.load_checkpoint(checkpoint)[0] == str(checkpoint / "global_step2_universal")
+    # Of this engine's own: its process was killed while it was replaced.
+    (tmp_path / "ours" / "step-00000002").rename(tmp_path / "ours" / ".step-00000002.replaced")
+    with engine_of(tmp_path / "none") as engine:
+        assert engine.load_checkpoint(tmp_path / "ours")[0].endswith(".step-00000002.replaced")
+
+
+def test_a_small_file_of_very_many_values_is_refused(tmp_path):
+    value = [1]
+    for _ in range(24):
+        value = [value, value]
+    for name, client in (("client", {"bomb": value}), ("config", {"ds_config": {"a": value}}), ("rates", {"lr_scheduler": {"a": value}})):
+        checkpoint, _ = one_step(tmp_path / name, **client)
+        with engine_of(tmp_path / "state") as engine:
+            with pytest.raises(ValueError, match="has more values beside its tensors than are read"):
+                engine.load_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("theirs, ours, note", [("static", "dynamic", "is 1 for ever, and is not taken over: this run's begins with 64"),
+                                                ("dynamic", "static", "is 128 and dynamic, and is not taken over: this run's begins with 32"),
+                                                ("static", "static", "is 1 for ever"), ("none", "dynamic", "is not there")])  # fmt: skip
+def test_a_loss_scale_of_another_kind_is_told(tmp_path, theirs, ours, note):
+    data = batches(2)
+    config = {"fp16": {"enabled": True, "initial_scale_power": 6} if ours == "dynamic" else {"enabled": True, "loss_scale": 32}, "gradient_clipping": 1.0}
+
+    def fp16(directory, config):
+        model = net()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return penstock.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config, state_dir=directory)[0]
+
+    there = {"dynamic": {"enabled": True, "initial_scale_power": 7}, "static": {"enabled": True, "loss_scale": 1}, "none": {"enabled": False}}[theirs]
+    with fp16(tmp_path / "first", {**config, "fp16": there}) as engine:
+        step(engine, data[0])
+        engine.export_checkpoint(tmp_path / "out")
+    with fp16(tmp_path / "second", config) as engine:
+        engine.load_checkpoint(tmp_path / "out")
+        with pytest.warns(UserWarning, match=note):
+            step(engine, data[1])
+        assert engine.last_step["loss_scale"] == (64 if ours == "dynamic" else 32)
+
+
+def test_many_ranks_take_few_descriptors(tmp_path):
+    plain, soft = various(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, optimizer, scheduler = plain_run(plain, images(1))
+    checkpoint = zero3(tmp_path / "theirs", plain, optimizer, scheduler, 1, ranks=48, most=20)
+    with engine_of(tmp_path / "state") as engine:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, soft[1]))
+        try:
+            engine.load_checkpoint(checkpoint)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, soft)
+        engine.eval()
+        with torch.no_grad():
+            engine(**images(1)[0])
+        assert torch.equal(engine.read_state(engine.module.head.weight), plain.head.weight)
+
+
+def test_state_in_memory_that_finds_no_room_names_tmpdir(tmp_path, monkeypatch):
+    checkpoint, soft = unpack("zero1", tmp_path / "theirs"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with initialize(gpt(), "zero1") as engine:
+        engine.load_checkpoint(checkpoint)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, soft[1]))
+        try:
+            with pytest.raises(OSError, match=f"passes through TMPDIR .{tmp_path}"):
+                look(engine)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, soft)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("penstock-import-")]
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])

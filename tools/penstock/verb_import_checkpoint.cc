@@ -104,10 +104,14 @@ class ConfigFile {
 };
 
 // The scale and its history go on where the run was.
-nlohmann::json LossScale(const zero::EngineOptions& options, const models::DeepSpeedProgress& progress) {
+nlohmann::json LossScale(const zero::EngineOptions& options, const models::DeepSpeedProgress& progress,
+                         std::vector<std::string>* notes) {
   if (options.dtype != kernels::DType::kFp16) return zero::LossScaler().ToJson();
   const absl::StatusOr<zero::LossScaler> begun = zero::LossScaler::Create(options.optimizer.loss_scale);
-  return models::LossScaleOf(begun.ok() ? *begun : zero::LossScaler(), progress);
+  std::string note;
+  nlohmann::json scale = models::LossScaleOf(begun.ok() ? *begun : zero::LossScaler(), progress, &note);
+  if (!note.empty()) notes->push_back(std::move(note));
+  return scale;
 }
 
 // `penstock train` has one learning rate and one set of options for all parameters.
@@ -191,6 +195,7 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
   ASSIGN_OR_RETURN(TrainSettings settings, Settings(flags, progress));
   zero::EngineOptions& options = settings.engine;
   RETURN_IF_ERROR(CheckAgainst(progress, settings, &settings.notes));
+  const nlohmann::json loss_scale = LossScale(options, progress, &settings.notes);
   if (!flags.train.quiet) {
     for (const std::string& line : settings.notes) err << line << "\n" << std::flush;
   }
@@ -207,9 +212,7 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
   const nlohmann::json schedule =
       options.optimizer.schedule.has_value() ? options.optimizer.schedule->ToJson() : nlohmann::json();
   state.payload =
-      nlohmann::json{
-          {"run", options.resume.run}, {"schedule", schedule}, {"loss_scale", LossScale(options, progress)}}
-          .dump();
+      nlohmann::json{{"run", options.resume.run}, {"schedule", schedule}, {"loss_scale", loss_scale}}.dump();
   state.step = progress.step;
   state.updates = progress.updates;
   state.tile_bytes = options.memory.tile_bytes;

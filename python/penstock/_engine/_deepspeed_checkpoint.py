@@ -24,6 +24,12 @@ Names = Union[None, PathLike, Mapping[str, str]]
 
 _LAST = "last_batch_iteration"  # of the schedulers of DeepSpeed's configurations
 _OPTIONS = ("betas", "weight_decay")  # of a group, beside its learning rate
+# What a file of model states has beside the client_state (models/deepspeed_checkpoint.cc).
+_OWN = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler data_sampler random_ltd "
+    "sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version "
+    "universal_checkpoint_info num_experts ds_autoep_layers checkpoint_parallel_dimensions".split()
+)
 
 
 class Found:
@@ -72,16 +78,18 @@ def open_checkpoint(
     """Raises what is wrong with it, or names a parameter that is missing there, of another shape, or left over."""
     shapes = [(name, list(parameter.shape)) for name, parameter in parameters]
     said = json.loads(_core.deepspeed_checkpoint(path, shapes, names, list(buffers), most_bytes))
-    return Found(said["directory"], names, said, takes_scheduler)
+    return Found(said["directory"], {name: theirs for name, theirs in names.items() if name not in buffers}, said, takes_scheduler)
 
 
 def client_state_of(found: Found) -> Dict[str, Any]:
     unread = found.said["unread"]
     if unread:
         warnings.warn(
-            f"client_state of {found.path}: {', '.join(unread)} would take executing what is in the file, and is left out", stacklevel=3
+            f"client_state of {found.path}: {', '.join(unread)} cannot be kept with a commit, or would take executing what is in the file, and is "
+            "left out",
+            stacklevel=3,
         )
-    return dict(found.said["client"])
+    return dict(decode(found.said["client"]))
 
 
 def groups_of(found: Found, groups: Sequence[Mapping[str, Any]]) -> Tuple[List[float], List[Dict[str, Any]]]:
@@ -173,9 +181,10 @@ def buffers_of(found: Found, buffers: Mapping[str, torch.Tensor]) -> Dict[str, t
             raise ValueError(f"{found.path}: the buffer {name} is {list(value.shape)} there and {list(own.shape)} in this model")
         if not torch.equal(own.detach().cpu(), value.to(own.dtype)):
             changed[name] = value
-    large = [name for name in found.said["large_buffers"] if name in buffers]
-    if large:
-        warnings.warn(f"load_checkpoint: buffers too large for a commit keep the values that the model has: {', '.join(large)}", stacklevel=2)
+    for key, which in (("large", "too large for a commit"), ("missing", "that the checkpoint does not have"), ("unreadable", "that cannot be read there")):
+        kept = [name for name in found.said[f"{key}_buffers"] if name in buffers]
+        if kept:
+            warnings.warn(f"load_checkpoint: buffers {which} keep the values that the model has: {', '.join(kept)}", stacklevel=2)
     return changed
 
 
@@ -183,7 +192,7 @@ def buffers_of(found: Found, buffers: Mapping[str, torch.Tensor]) -> Dict[str, t
 
 
 def plain(values: Mapping[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
-    """What of it needs nothing but numbers, texts, lists and dicts; and the names of the rest."""
+    """What of it needs nothing but numbers of 64 bits, texts, lists and dicts of names; and the names of the rest."""
 
     def is_plain(value: Any) -> bool:
         if isinstance(value, float):
@@ -192,17 +201,28 @@ def plain(values: Mapping[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
             return all(is_plain(each) for each in value)
         if type(value) is dict:
             return all(isinstance(key, str) and is_plain(each) for key, each in value.items())
-        return value is None or isinstance(value, (bool, int, str))
+        if isinstance(value, int):
+            return -(2**63) <= value < 2**63
+        return value is None or isinstance(value, str)
 
-    kept = {name: value for name, value in values.items() if is_plain(value)}
-    return kept, [name for name in values if name not in kept]
+    kept = {name: value for name, value in values.items() if isinstance(name, str) and is_plain(value)}
+    return kept, [str(name) for name in values if name not in kept]
+
+
+def plain_client(values: Mapping[str, Any]) -> Tuple[Dict[str, Any], List[str]]:
+    """As plain. What DeepSpeed has under names of its own would take the place of the rest."""
+    kept, left_out = plain(values)
+    return {name: value for name, value in kept.items() if name not in _OWN}, left_out + [name for name in kept if name in _OWN]
 
 
 def scheduler_state(scheduler: Any, updates: int) -> Dict[str, Any]:
     """As DeepSpeed's, or the very scheduler's, load_state_dict wants it."""
     if scheduler is None or isinstance(scheduler, ConfigScheduler):
         return {_LAST: (updates if scheduler is None else scheduler.last_update) - 1}
-    return plain(scheduler.state_dict())[0]
+    state, left_out = plain(scheduler.state_dict())
+    if left_out:
+        warnings.warn(f"the scheduler's state: {', '.join(left_out)} is more than numbers, texts, lists and dicts, and left out", stacklevel=3)
+    return state
 
 
 def group_options(groups: Sequence[Mapping[str, Any]]) -> List[Dict[str, Any]]:

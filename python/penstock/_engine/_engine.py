@@ -395,7 +395,7 @@ class Engine:
         rates, values = deepspeeds.groups_of(self._found, self.optimizer.param_groups)
         state = deepspeeds.scheduler_of(self._found, self.lr_scheduler)
         kept = {
-            "client": said["client"],
+            "client": decode(said["client"]),
             "skipped": said["step"] - said["updates"],
             "lr": rates,
             "groups": values,
@@ -415,6 +415,7 @@ class Engine:
             "parameters": names,
             "step": said["step"],
             "updates": said["updates"],
+            "is_read_once": not self._settings.state_dirs,
             "description": encode(kept),
         }
 
@@ -467,6 +468,10 @@ class Engine:
         try:
             if goes_on:
                 self._restored()
+            if self._found is not None:
+                note = self._info()["run"]["imported"].get("note")
+                if note:
+                    warnings.warn(f"load_checkpoint: {note}", stacklevel=2)
             watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples, self._ranks)
             weights = Weights(self._blocks, DTYPES[settings.dtype], places, self.device, core.arena(), has_own_memory(self.device))
         except BaseException:
@@ -501,7 +506,14 @@ class Engine:
             return
         with tempfile.TemporaryDirectory(prefix="penstock-import-") as directory:
             options["state_dirs"] = [directory]
-            yield
+            try:
+                yield
+            except OSError as error:
+                if not (error.filename and str(error.filename).startswith(directory)) and directory not in str(error):
+                    raise
+                raise OSError(
+                    error.errno, f"{error.strerror}: state in memory passes through TMPDIR ({tempfile.gettempdir()}), which must have room for it", directory
+                ) from error
 
     # Where this process keeps its part of the state.
     def _own_dirs(self) -> List[str]:
@@ -1069,13 +1081,13 @@ class Engine:
         directory = os.fspath(load_dir)
         if deepspeeds.is_deepspeeds(directory, tag):
             return self._load_deepspeeds(directory if tag is None else os.path.join(directory, tag), deepspeeds.names_of(names), options)
-        if names is not None:
-            raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
         if tag is None:
             try:
                 with open(os.path.join(directory, _LATEST), encoding="utf-8") as file:
                     tag = file.read().strip()
             except FileNotFoundError:
+                if names is not None:
+                    raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=") from None
                 warnings.warn(f"{directory} holds no checkpoint (no file `{_LATEST}`): the run begins anew", stacklevel=2)
                 return None, {}
             if not tag:
@@ -1086,6 +1098,8 @@ class Engine:
             path = aside  # it was about to be replaced when its process was killed
         if not os.path.isdir(path):
             raise FileNotFoundError(f"no checkpoint {path}")
+        if names is not None:
+            raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
         self._restore_from, self._found = path, None
         kept = decode(json.loads(_core.record_of([path], "step"))) or {}
         return path, kept.get("client", {})
@@ -1139,14 +1153,22 @@ class Engine:
         path = os.path.join(os.fspath(save_dir), tag)
         if os.path.lexists(path) and not overwrite:
             raise FileExistsError(errno.EEXIST, "a checkpoint is there already: overwrite=True replaces it", path)
-        mapped = deepspeeds.names_of(names)
+        mapped = {name: theirs for name, theirs in deepspeeds.names_of(names).items() if name not in persistent_buffers(self.module)}
         known = self.parameter_names()
         unknown = [name for name in mapped if name not in known]
         if unknown:
             raise ValueError(f"names= has {unknown[0]}, which is no parameter of this model")
-        client, left_out = deepspeeds.plain(self.client_state)
+        client, left_out = deepspeeds.plain_client(self.client_state)
         if left_out:
-            warnings.warn(f"client_state: {', '.join(left_out)} is more than numbers, texts, lists and dicts, and left out", stacklevel=2)
+            warnings.warn(
+                f"client_state: {', '.join(left_out)} is more than numbers of 64 bits, texts, lists and dicts, or has a name of DeepSpeed's own, and "
+                "left out",
+                stacklevel=2,
+            )
+        if len({group["lr"] for group in self.optimizer.param_groups}) > 1:
+            warnings.warn(
+                "groups have different learning rates: DeepSpeed's stage 3 takes them from its own optimizer, until its scheduler makes a step", stacklevel=2
+            )
         if self._changed_buffers():
             warnings.warn(
                 f"DeepSpeed loads no buffers from a universal checkpoint: {', '.join(self._changed_buffers())} will be as the model has them there",
