@@ -94,9 +94,10 @@ int64_t ElementsOf(const std::vector<int64_t>& sizes) {
   return elements;
 }
 
-// A value may stand in many places of a file, so that a short file can have very many: each place counts.
+// A value may stand in many places of a file, so that a short file can have very many: each place counts,
+// with the list or dict that it is in.
 bool Spend(const TorchValue& value, size_t items, int64_t* left) {
-  *left -= 1 + static_cast<int64_t>(items) + static_cast<int64_t>(value.text().size()) / kTextValue;
+  *left -= static_cast<int64_t>(items) + static_cast<int64_t>(value.text().size()) / kTextValue;
   return *left >= 0;
 }
 
@@ -119,6 +120,8 @@ nlohmann::json JsonOf(const TorchValue& value, int depth, int64_t* left) {
     }
     case Kind::kObject:
     case Kind::kDict: {
+      if (value.name() == "collections.Counter" && value.size() == 1)
+        return JsonOf(value[0], depth + 1, left);
       nlohmann::json dict = nlohmann::json::object();
       const auto entries = value.entries();
       if (!Spend({}, entries.size(), left)) return nullptr;
@@ -509,6 +512,7 @@ absl::Status DeepSpeedCheckpoint::ReadModuleBuffer(const TorchTensor& buffer, st
 // The optimizer's options; the loss scale.
 absl::Status DeepSpeedCheckpoint::TakeOptions(const TorchFile& file, const TorchValue& optimizer,
                                               const TorchValue& base) {
+  if (!progress_.groups.empty()) return absl::OkStatus();  // every rank has them
   if (optimizer["loss_scaler"]) {
     ASSIGN_OR_RETURN(progress_.loss_scaler, ToJson(file, optimizer["loss_scaler"]));
   }

@@ -519,6 +519,18 @@ def test_what_a_scheduler_does_not_take_is_told(tmp_path):
         made.nested = [{"inner": 5, "more": 6}]
         return made
 
+    def steps_at(*milestones):
+        return lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
+
+    milestones = zero3(tmp_path / "steps", plain, optimizer, steps_at(2, 7)(optimizer), 2)
+    for number, given in enumerate(((2, 7), (2, 8))):
+        model = various()
+        with make(model, tmp_path / f"steps{number}", optimizer=two_groups(model), lr_scheduler=steps_at(*given)) as engine:
+            engine.load_checkpoint(milestones)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                step(engine, data[2])
+            assert any("scheduler's state: milestones" in str(each.message) for each in told) == bool(number)
     model = various()
     with make(model, tmp_path / "state", optimizer=two_groups(model), lr_scheduler=other) as engine:
         engine.load_checkpoint(checkpoint)
@@ -725,9 +737,17 @@ def test_a_small_file_of_very_many_values_is_refused(tmp_path):
         value = [value, value]
     for name, client in (("client", {"bomb": value}), ("config", {"ds_config": {"a": value}}), ("rates", {"lr_scheduler": {"a": value}})):
         checkpoint, _ = one_step(tmp_path / name, **client)
-        with engine_of(tmp_path / "state") as engine:
+        with engine_of(tmp_path / "none") as engine:
             with pytest.raises(ValueError, match="has more values beside its tensors than are read"):
                 engine.load_checkpoint(checkpoint)
+
+
+def test_a_long_client_state_is_given_back(tmp_path):
+    checkpoint, _ = one_step(tmp_path / "theirs", losses=[0.5] * 700_000)
+    with engine_of(tmp_path / "state") as engine:
+        assert engine.load_checkpoint(checkpoint)[1] == {"losses": [0.5] * 700_000}
+        with pytest.warns(UserWarning, match="too large for commits"):
+            step(engine, images(2)[1])
 
 
 @pytest.mark.parametrize("theirs, ours, note", [("static", "dynamic", "is 1 for ever, and is not taken over: this run's begins with 64"),

@@ -118,6 +118,9 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
   // The least memory: matrices are turned in strips.
   const Ran exported = Run({"export-checkpoint", first, out, "--host-memory", "1M"});
   ASSERT_EQ(exported.code, 0) << exported.err;
+  const Ran named = Run({"export-checkpoint", first, out, "--tag", "latest_universal"});
+  EXPECT_EQ(named.code, 2) << named.err;
+  EXPECT_THAT(named.err, HasSubstr("neither latest nor latest_universal"));
   EXPECT_THAT(exported.out, HasSubstr("global_step4_universal: step 4, 16 tensors"));
   WriteFile(dir_ + "/ds_config.json", Golden()["cases"]["zero3"]["config"].dump());
   const Ran imported =
@@ -180,6 +183,12 @@ TEST_F(DeepSpeedCheckpointTest, WhatDoesNotFitIsNamedAndLeavesNothing) {
           "wte, which is no parameter of this model");
   refused(Import(checkpoint, state, {"--names", dir_ + "/none.json"}), "no such file");
   refused(Import(dir_, state), "no checkpoint of DeepSpeed");
+  WriteFile(checkpoint + "/latest", "global_step9\n");
+  std::filesystem::create_directory_symlink(tag, checkpoint + "/older");
+  WriteFile(checkpoint + "/latest_universal", "older");
+  refused(Import(checkpoint, state), "latest names global_step9, which is not there");
+  std::filesystem::remove(checkpoint + "/latest_universal");
+  WriteFile(checkpoint + "/latest", "global_step4");
   std::filesystem::remove(tag + "/zero_pp_rank_1_mp_rank_00_optim_states.pt");
   refused(Import(checkpoint, state), "of a run of 2 ranks, of which 1 are here");
   std::filesystem::rename(tag + "/zero_pp_rank_0_mp_rank_00_optim_states.pt",

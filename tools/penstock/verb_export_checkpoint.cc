@@ -217,8 +217,12 @@ absl::Status Export(const ExportCheckpointFlags& flags, std::ostream& out) {
   progress.loss_scaler = LossScaler(run);
   options.directory = flags.out;
   options.tag = flags.tag.empty() ? absl::StrCat("global_step", progress.step, "_universal") : flags.tag;
-  if (options.tag.find('/') != std::string::npos || options.tag == "..")
-    return absl::InvalidArgumentError(absl::StrCat("--tag ", options.tag, ": must be a name without /"));
+  if (options.tag.find('/') != std::string::npos || options.tag.front() == '.' || options.tag == "latest" ||
+      options.tag == "latest_universal")
+    return absl::InvalidArgumentError(
+        absl::StrCat("--tag ", options.tag,
+                     ": must be a name without /, not beginning with a dot, and neither latest nor "
+                     "latest_universal"));
   options.overwrite = flags.overwrite;
   options.memory_bytes = static_cast<uint64_t>(memory);
   const nlohmann::json imported = run.record.value("imported", nlohmann::json::object());

@@ -136,6 +136,10 @@ def _alike(own: Any, other: Any) -> bool:
 def _merged(own: Any, other: Any, name: str, left: List[str]) -> Any:
     """`own` with the values of `other` wherever they are alike. left: gets the names of those that are not."""
     if isinstance(own, dict) and isinstance(other, dict):
+        if any(not isinstance(key, str) for key in own):  # JSON's keys are texts
+            if {str(key): value for key, value in own.items()} != other:
+                left.append(name)
+            return own
         inner = f"{name}." if name else ""
         left.extend(f"{inner}{key}" for key in other if key not in own)
         return {key: _merged(value, other[key], f"{inner}{key}", left) if key in other else value for key, value in own.items()}

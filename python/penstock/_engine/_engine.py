@@ -509,7 +509,7 @@ class Engine:
             try:
                 yield
             except OSError as error:
-                if not (error.filename and str(error.filename).startswith(directory)) and directory not in str(error):
+                if directory not in str(error):
                     raise
                 raise OSError(
                     error.errno, f"{error.strerror}: state in memory passes through TMPDIR ({tempfile.gettempdir()}), which must have room for it", directory
