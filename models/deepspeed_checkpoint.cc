@@ -261,9 +261,9 @@ absl::StatusOr<std::string> TagOf(const std::string& path) {
   if (universal.has_value() && !other && IsDirectory(absl::StrCat(path, "/", *universal)))
     return absl::StrCat(path, "/", *universal);
   if (latest.has_value() || universal.has_value())
-    return absl::NotFoundError(absl::StrCat(list, latest.has_value() ? "" : "_universal", " names ",
-                                            latest.has_value() ? *latest : *universal,
-                                            ", which is not there"));
+    return absl::InvalidArgumentError(absl::StrCat(list, latest.has_value() ? "" : "_universal", " names ",
+                                                   latest.has_value() ? *latest : *universal,
+                                                   ", which is not there"));
   return path;
 }
 
