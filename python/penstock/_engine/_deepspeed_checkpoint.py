@@ -185,7 +185,8 @@ def buffers_of(found: Found, buffers: Mapping[str, torch.Tensor]) -> Dict[str, t
             raise ValueError(f"{found.path}: the buffer {name} is {list(value.shape)} there and {list(own.shape)} in this model")
         if not torch.equal(own.detach().cpu(), value.to(own.dtype)):
             changed[name] = value
-    for key, which in (("large", "too large for a commit"), ("missing", "that the checkpoint does not have"), ("unreadable", "that cannot be read there")):
+    told = {"large": "too large for a commit", "missing": "that the checkpoint does not have", "unreadable": "that cannot be read there"}
+    for key, which in told.items():
         kept = [name for name in found.said[f"{key}_buffers"] if name in buffers]
         if kept:
             warnings.warn(f"load_checkpoint: buffers {which} keep the values that the model has: {', '.join(kept)}", stacklevel=2)

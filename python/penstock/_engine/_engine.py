@@ -511,9 +511,8 @@ class Engine:
             except OSError as error:
                 if directory not in str(error):
                     raise
-                raise OSError(
-                    error.errno, f"{error.strerror}: state in memory passes through TMPDIR ({tempfile.gettempdir()}), which must have room for it", directory
-                ) from error
+                why = f"{error.strerror}: state in memory passes through TMPDIR ({tempfile.gettempdir()}), which must have room for it"
+                raise OSError(error.errno, why, directory) from error
 
     # Where this process keeps its part of the state.
     def _own_dirs(self) -> List[str]:
@@ -1137,7 +1136,8 @@ class Engine:
         tag: ``global_stepN_universal``. names: where parameters are called otherwise there, as for ``load_checkpoint``. torch_optimizer:
         it will be one of torch's own (an optimizer handed to deepspeed.initialize, or ``"torch_adam": true``), which counts steps in a
         tensor; default: as in the checkpoint that was loaded, else whether the configuration says so or an optimizer was handed over.
-        overwrite: a universal checkpoint of that tag may be replaced: the old one stands until the new one is whole. Memory: a tile, and 16 MiB. Of one rank, between steps.
+        overwrite: a universal checkpoint of that tag may be replaced: the old one stands until the new one is whole. Memory: a tile, and
+        16 MiB. Of one rank, between steps.
         """
         if self._ready().is_open:
             raise RuntimeError("a step is open: the state is written between step() and the next forward")
@@ -1167,7 +1167,8 @@ class Engine:
             )
         if len({group["lr"] for group in self.optimizer.param_groups}) > 1:
             warnings.warn(
-                "groups have different learning rates: DeepSpeed's stage 3 takes them from its own optimizer, until its scheduler makes a step", stacklevel=2
+                "groups have different learning rates: DeepSpeed's stage 3 takes them from its own optimizer, until its scheduler makes a step",
+                stacklevel=2,
             )
         if self._changed_buffers():
             warnings.warn(
