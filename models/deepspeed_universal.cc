@@ -19,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "models/torch_writer.h"
+#include "models/transpose.h"
 
 namespace penstock::models {
 namespace {
@@ -207,14 +208,8 @@ class UniversalWriter {
       for (int64_t row = 0; row < rows; row += high) {
         const int64_t height = std::min(high, rows - row);
         RETURN_IF_ERROR(Read(tensor, row * columns, height * columns));
-        for (size_t k = 0; k < kKinds; ++k) {
-          for (int64_t c = 0; c < width; ++c) {
-            for (int64_t r = 0; r < height; ++r) {
-              strip_[k][static_cast<size_t>(c * rows + row + r)] =
-                  chunk_[k][static_cast<size_t>(r * columns + first + c)];
-            }
-          }
-        }
+        for (size_t k = 0; k < kKinds; ++k)
+          Transpose(chunk_[k].data() + first, columns, height, width, strip_[k].data() + row, rows);
       }
       RETURN_IF_ERROR(Append(files, strip_, width * rows));
     }

@@ -8,8 +8,16 @@
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "models/stored_type.h"
+#include "models/transpose.h"
 
 namespace penstock::models {
+namespace {
+
+constexpr int64_t kStripElements = int64_t{4} << 20;    // 16 MiB
+constexpr int64_t kLinesElements = int64_t{512} << 10;  // 2 MiB, that are turned at once
+
+}  // namespace
+
 absl::Status ScatteredTensor::Add(const TorchFile& file, const TorchTensor& tensor, int64_t first,
                                   int64_t elements) {
   if (!IsFloat(tensor.dtype)) {
@@ -52,22 +60,55 @@ absl::Status ScatteredTensor::Read(int64_t from, int64_t n, float* to, ReadBuffe
   return absl::OkStatus();
 }
 
-// As it is stored here, row by row: [rows, columns]. In the file a column is a row, so that a run of rows is
-// a piece of every line there.
+// As it is kept, row by row: [rows, columns]. In the file a column is a row. So many rows are read together
+// that the file is read in long runs, and each part of it once.
+absl::Status ScatteredTensor::LoadStrip(const PublishedTensor& parameter, int64_t row, ReadBuffer* buffer,
+                                        ReadBuffer::Strip* strip) const {
+  const int64_t columns = parameter.columns;
+  const int64_t most = std::clamp<int64_t>(kStripElements / columns, 1, parameter.rows);
+  strip->tensor = nullptr;  // until it is whole
+  strip->row = row - row % most;
+  strip->rows = std::min(most, parameter.rows - strip->row);
+  strip->values.resize(static_cast<size_t>(strip->rows * columns));
+  const int64_t rows = strip->rows, together = std::max<int64_t>(1, kLinesElements / rows);
+  buffer->values.resize(std::max(buffer->values.size(), static_cast<size_t>(together * rows)));
+  for (int64_t column = 0; column < columns; column += together) {
+    const int64_t count = std::min(together, columns - column);
+    float* const lines = buffer->values.data();
+    if (rows == parameter.rows) {
+      RETURN_IF_ERROR(Read(column * rows, count * rows, lines, buffer));
+    } else {
+      for (int64_t c = 0; c < count; ++c)
+        RETURN_IF_ERROR(Read((column + c) * parameter.rows + strip->row, rows, lines + c * rows, buffer));
+    }
+    Transpose(lines, rows, count, rows, strip->values.data() + column, columns);
+  }
+  strip->tensor = this;
+  return absl::OkStatus();
+}
+
 absl::Status ScatteredTensor::ReadParameter(const PublishedTensor& parameter, int64_t from, int64_t to,
                                             float* out, ReadBuffer* buffer) const {
   if (!parameter.transposed) return Read(from, to - from, out, buffer);
-  const int64_t columns = parameter.columns, end_row = (to + columns - 1) / columns;
-  for (int64_t row = from / columns; row < end_row; row += kBufferElements) {
-    const int64_t rows = std::min(kBufferElements, end_row - row);
-    buffer->values.resize(std::max(buffer->values.size(), static_cast<size_t>(rows)));
-    for (int64_t column = 0; column < columns; ++column) {
-      RETURN_IF_ERROR(Read(column * parameter.rows + row, rows, buffer->values.data(), buffer));
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t at = (row + r) * columns + column;
-        if (at >= from && at < to) out[at - from] = buffer->values[static_cast<size_t>(r)];
+  const int64_t columns = parameter.columns;
+  while (from < to) {
+    const int64_t row = from / columns;
+    ReadBuffer::Strip* strip = &buffer->strips[0];
+    for (ReadBuffer::Strip& each : buffer->strips) {
+      if (each.tensor == this && row >= each.row && row < each.row + each.rows) {
+        strip = &each;
+        break;
       }
+      if (each.last_read < strip->last_read) strip = &each;
     }
+    if (strip->tensor != this || row < strip->row || row >= strip->row + strip->rows)
+      RETURN_IF_ERROR(LoadStrip(parameter, row, buffer, strip));
+    strip->last_read = ++buffer->reads;
+    const int64_t begin = from - strip->row * columns,
+                  end = std::min(to, (strip->row + strip->rows) * columns);
+    std::copy_n(strip->values.data() + begin, end - from, out);
+    out += end - from;
+    from = end;
   }
   return absl::OkStatus();
 }

@@ -6,11 +6,13 @@
 //   weight.Add(file_of_rank_1, partition_1, 0, 96);
 //   status = weight.Read(/*from=*/0, /*n=*/128, values);
 //
-// Files outlive it. Values may be fp32, bf16 or fp16; they are read as fp32, exactly. Memory: a few hundred
-// bytes a piece; reads go through a buffer that the caller keeps. Any thread, one buffer for each.
+// Files outlive it, and it outlives the buffer's next read. Values may be fp32, bf16 or fp16; they are read
+// as fp32, exactly. Memory: a few hundred bytes a piece; reads go through a buffer that the caller keeps,
+// with three strips of 16 MiB for what is published transposed. Any thread, one buffer for each.
 #ifndef PENSTOCK_MODELS_SCATTERED_TENSOR_H_
 #define PENSTOCK_MODELS_SCATTERED_TENSOR_H_
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -21,10 +23,21 @@
 
 namespace penstock::models {
 
+class ScatteredTensor;
+
 // Reused from read to read.
 struct ReadBuffer {
+  // Whole rows of a tensor that is published transposed, turned.
+  struct Strip {
+    const ScatteredTensor* tensor = nullptr;
+    int64_t row = 0, rows = 0;
+    int64_t last_read = 0;
+    std::vector<float> values;
+  };
   std::vector<std::byte> raw;
   std::vector<float> values;
+  std::array<Strip, 3> strips;  // masters and moments are read in turns
+  int64_t reads = 0;
 };
 
 class ScatteredTensor {
@@ -51,6 +64,9 @@ class ScatteredTensor {
     int64_t start = 0;  // in the whole
     int64_t elements = 0;
   };
+  absl::Status LoadStrip(const PublishedTensor& parameter, int64_t row, ReadBuffer* buffer,
+                         ReadBuffer::Strip* strip) const;
+
   std::vector<Piece> pieces_;
   int64_t elements_ = 0;
 };
