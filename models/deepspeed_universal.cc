@@ -121,7 +121,7 @@ class UniversalWriter {
     std::error_code error;
     const bool replaces = IsThere(whole_);
     if (replaces) RETURN_IF_ERROR(Rename(whole_, aside_));
-    const absl::Status status = Rename(tag_, whole_);
+    absl::Status status = Rename(tag_, whole_);
     if (!status.ok()) {
       if (replaces) Rename(aside_, whole_).IgnoreError();
       return status;
