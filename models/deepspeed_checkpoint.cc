@@ -34,7 +34,6 @@ constexpr int kDeepestJson = 32;
 constexpr int64_t kTextValue = 64;  // bytes of a text that count as one
 constexpr int64_t kMostOpenRanks = 16;
 constexpr uint64_t kMostNameBytes = uint64_t{16} << 20;
-// What DeepSpeed puts beside client_state.
 constexpr absl::string_view kOwnKeys[] = {"module",
                                           "buffer_names",
                                           "optimizer",
@@ -330,8 +329,12 @@ bool IsDeepSpeedCheckpoint(const std::string& path) {
   return false;
 }
 
-nlohmann::json LossScaleOf(const zero::LossScaler& begun, const DeepSpeedProgress& progress,
-                           std::string* note) {
+std::span<const absl::string_view> DeepSpeedKeys() { return kOwnKeys; }
+
+absl::StatusOr<nlohmann::json> LossScaleOf(kernels::DType weights, const zero::LossScaleOptions& options,
+                                           const DeepSpeedProgress& progress, std::string* note) {
+  if (weights != kernels::DType::kFp16) return zero::LossScaler().ToJson();
+  ASSIGN_OR_RETURN(const zero::LossScaler begun, zero::LossScaler::Create(options));
   nlohmann::json json = begun.ToJson();
   const nlohmann::json& theirs = progress.loss_scaler;
   const auto number = [&](const char* name) {

@@ -33,6 +33,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "kernels/float16.h"
 #include "models/layout.h"
 #include "models/scattered_tensor.h"
 #include "models/torch_file.h"
@@ -78,11 +80,14 @@ struct DeepSpeedProgress {
 // it can be read is another matter.
 bool IsDeepSpeedCheckpoint(const std::string& path);
 
-// The state of zero::LossScaler that goes on where the run's was, if both are dynamic; `begun`: of a new run,
-// which it is else. `note`: gets one line where the checkpoint has a scale, or should, that is not taken
-// over.
-nlohmann::json LossScaleOf(const zero::LossScaler& begun, const DeepSpeedProgress& progress,
-                           std::string* note);
+// What DeepSpeed puts beside the client_state, in a file of model states.
+std::span<const absl::string_view> DeepSpeedKeys();
+
+// The state of zero::LossScaler for a run with such weights: in fp16 it goes on where the checkpoint's was,
+// if both are dynamic, and begins by `options` else. `note`: gets one line where the checkpoint has a scale,
+// or should, that is not taken over.
+absl::StatusOr<nlohmann::json> LossScaleOf(kernels::DType weights, const zero::LossScaleOptions& options,
+                                           const DeepSpeedProgress& progress, std::string* note);
 
 class DeepSpeedCheckpoint {
  public:

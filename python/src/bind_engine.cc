@@ -463,6 +463,13 @@ void BindEngine(nb::module_& module) {
       },
       nb::arg("text"), nb::arg("total_steps") = 0, nb::arg("world") = 1,
       "What a DeepSpeed configuration asks for, with DeepSpeed's values in open places, as JSON.");
+  module.def(
+      "deepspeed_keys",
+      [] {
+        const auto keys = models::DeepSpeedKeys();
+        return std::vector<std::string>(keys.begin(), keys.end());
+      },
+      "What DeepSpeed puts beside the client_state, in a file of model states.");
   module.def("is_deepspeed_checkpoint", &models::IsDeepSpeedCheckpoint, nb::arg("path"),
              "Whether DeepSpeed's save_checkpoint, or ds_to_universal, wrote this directory.");
   module.def(

@@ -2,7 +2,6 @@
 
 #include <exception>
 #include <new>
-#include <optional>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -34,8 +33,8 @@ models::PublishedTensor TensorOf(std::string name, const std::vector<int64_t>& s
   return tensor;
 }
 
-// torch's name; nullopt: it has none.
-std::optional<const char*> TorchName(swap::Dtype dtype) {
+// torch's name; null: it has none.
+const char* TorchName(swap::Dtype dtype) {
   switch (dtype) {
     case swap::Dtype::kBool:
       return "bool";
@@ -58,7 +57,7 @@ std::optional<const char*> TorchName(swap::Dtype dtype) {
     case swap::Dtype::kF64:
       return "float64";
     default:
-      return std::nullopt;
+      return nullptr;
   }
 }
 
@@ -71,11 +70,11 @@ absl::Status AddBuffers(const models::DeepSpeedCheckpoint& checkpoint, const std
   for (const std::string& name : wanted) {
     const models::TorchValue found = checkpoint.FindModuleBuffer(name, names);
     const models::TorchTensor* const tensor = found.tensor();
-    if (tensor == nullptr || !TorchName(tensor->dtype).has_value()) {
+    const char* const dtype = tensor == nullptr ? nullptr : TorchName(tensor->dtype);
+    if (dtype == nullptr) {
       (*to)[found ? "unreadable_buffers" : "missing_buffers"].push_back(name);
       continue;
     }
-    const std::optional<const char*> dtype = TorchName(tensor->dtype);
     const auto width = static_cast<int64_t>(swap::DtypeBytes(tensor->dtype));
     if (tensor->elements > (most_bytes - bytes) / width) {
       (*to)["large_buffers"].push_back(name);
@@ -86,7 +85,7 @@ absl::Status AddBuffers(const models::DeepSpeedCheckpoint& checkpoint, const std
     RETURN_IF_ERROR(checkpoint.ReadModuleBuffer(*tensor, values));
     const absl::string_view raw(reinterpret_cast<const char*>(values.data()), values.size());
     (*to)["buffers"][name] = {{"__penstock__", "tensor"},
-                              {"dtype", *dtype},
+                              {"dtype", dtype},
                               {"shape", tensor->sizes},
                               {"value", absl::Base64Escape(raw)}};
   }
@@ -175,13 +174,9 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
     return absl::InvalidArgumentError(absl::StrCat(
         checkpoint->directory(), " is at step ", progress.step, " now, and was at step ", given.step,
         " when it was looked at (", progress.updates, " and ", given.updates, " updates): load it again"));
-  zero::LossScaler begun;
-  if (state.format.weights == kernels::DType::kFp16) {
-    ASSIGN_OR_RETURN(begun, zero::LossScaler::Create(options.optimizer.loss_scale));
-  }
   std::string note;
-  const bool scales = state.format.weights == kernels::DType::kFp16;
-  const Json loss_scale = scales ? models::LossScaleOf(begun, progress, &note) : begun.ToJson();
+  ASSIGN_OR_RETURN(const Json loss_scale,
+                   models::LossScaleOf(state.format.weights, options.optimizer.loss_scale, progress, &note));
   Json run = options.resume.run;
   run["imported"] = {
       {"format", progress.format}, {"step", progress.step}, {"torch_optimizer", progress.step_is_tensor}};

@@ -103,17 +103,6 @@ class ConfigFile {
   std::string path_;
 };
 
-// The scale and its history go on where the run was.
-nlohmann::json LossScale(const zero::EngineOptions& options, const models::DeepSpeedProgress& progress,
-                         std::vector<std::string>* notes) {
-  if (options.dtype != kernels::DType::kFp16) return zero::LossScaler().ToJson();
-  const absl::StatusOr<zero::LossScaler> begun = zero::LossScaler::Create(options.optimizer.loss_scale);
-  std::string note;
-  nlohmann::json scale = models::LossScaleOf(begun.ok() ? *begun : zero::LossScaler(), progress, &note);
-  if (!note.empty()) notes->push_back(std::move(note));
-  return scale;
-}
-
 // `penstock train` has one learning rate and one set of options for all parameters.
 absl::Status CheckOneGroup(const models::DeepSpeedCheckpoint& checkpoint) {
   const nlohmann::json& groups = checkpoint.progress().groups;
@@ -195,7 +184,10 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
   ASSIGN_OR_RETURN(TrainSettings settings, Settings(flags, progress));
   zero::EngineOptions& options = settings.engine;
   RETURN_IF_ERROR(CheckAgainst(progress, settings, &settings.notes));
-  const nlohmann::json loss_scale = LossScale(options, progress, &settings.notes);
+  std::string note;
+  ASSIGN_OR_RETURN(const nlohmann::json loss_scale,
+                   models::LossScaleOf(options.dtype, options.optimizer.loss_scale, progress, &note));
+  if (!note.empty()) settings.notes.push_back(std::move(note));
   if (!flags.train.quiet) {
     for (const std::string& line : settings.notes) err << line << "\n" << std::flush;
   }

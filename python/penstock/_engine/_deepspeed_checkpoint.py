@@ -24,12 +24,7 @@ Names = Union[None, PathLike, Mapping[str, str]]
 
 _LAST = "last_batch_iteration"  # of the schedulers of DeepSpeed's configurations
 _OPTIONS = ("betas", "weight_decay")  # of a group, beside its learning rate
-# What a file of model states has beside the client_state (models/deepspeed_checkpoint.cc).
-_OWN = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes frozen_param_fragments shared_params lr_scheduler data_sampler random_ltd "
-    "sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version "
-    "universal_checkpoint_info num_experts ds_autoep_layers checkpoint_parallel_dimensions".split()
-)
+_OWN = frozenset(_core.deepspeed_keys())  # beside the client_state
 
 
 class Found:
