@@ -181,8 +181,19 @@ void PlanLayout::KeepInputs(Plan* plan, int kept) const {
 // itself, and gradients go first.
 void PlanLayout::SpillInputs(Plan* plan, int64_t budget) const {
   if (graph_.saved_activation_bytes(plan->positions) == 0) return;  // whoever computes keeps them itself
-  for (int kept = plan->positions - 1; kept >= kInputRing && plan->host_bytes() > budget; --kept)
+  if (plan->host_bytes() <= budget || plan->positions <= kInputRing) return;
+  // The fewer are kept the less memory they take: the most that fit, or the least that is kept at all.
+  int least = kInputRing, most = plan->positions - 1;
+  while (least < most) {
+    const int kept = least + (most - least + 1) / 2;
     KeepInputs(plan, kept);
+    if (plan->host_bytes() <= budget) {
+      least = kept;
+    } else {
+      most = kept - 1;
+    }
+  }
+  KeepInputs(plan, least);
 }
 
 // Of a gradient of the class that is spilled: where a block is frozen in part, the largest that there is.

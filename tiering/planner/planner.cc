@@ -550,6 +550,11 @@ class Planner {
       if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += bytes;
       if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += bytes;
     });
+    if (plan->speculative_share() == 0 &&
+        plan->previewed_share() == 0) {  // clipped or not: the same operations
+      plan->clipped_read_bytes = plan->nvme_read_bytes;
+      return;
+    }
     ForStepOps(graph_, condensed.plan(), /*speculative_update=*/false, [&](const Op& op) {
       if (op.lane == Lane::kRead) plan->clipped_read_bytes += op.bytes * condensed.times(op);
     });

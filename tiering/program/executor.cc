@@ -31,7 +31,7 @@ double UnionOf(std::vector<std::pair<double, double>>* intervals) {
 
 bool Executor::complete(OpId id) const { return id < base_ || (id < end_ && progress(id).done); }
 
-OpId Executor::Add(Op op) {
+OpId Executor::Add(Op&& op) {
   if (end_ - first_ == static_cast<OpId>(pieces_.size() * kPiece)) {
     if (spare_.empty()) spare_.push_back(std::make_unique<Piece>());
     pieces_.push_back(std::move(spare_.back()));
@@ -48,7 +48,8 @@ OpId Executor::Add(Op op) {
 void Executor::Append(std::vector<Op> ops) {
   for (Op& next : ops) {
     const OpId id = Add(std::move(next));
-    Op& added = op(id);
+    Piece& in = piece(id);
+    Op& added = in.ops[in_piece(id)];
     if (KeepsOrder(added.lane)) order_[Index(added.lane)].push_back(id);
     if (added.lane == Lane::kCompute && compute_end_ < 0) compute_end_ = lanes_->Now();
     std::sort(added.after.begin(), added.after.end());
@@ -59,7 +60,7 @@ void Executor::Append(std::vector<Op> ops) {
       piece(before).dependents[in_piece(before)].push_back(id);
       ++waits;
     }
-    progress(id).waits = waits;
+    in.progress[in_piece(id)].waits = waits;
     if (waits == 0) Ready(id);
   }
 }
@@ -122,12 +123,14 @@ void Executor::StartReady() {
 }
 
 void Executor::Finish(OpId id) {
-  PENSTOCK_CHECK(progress(id).started && !progress(id).done,
-                 "an operation that ends without having begun, or twice");
-  progress(id).done = true;
-  for (const OpId dependent : piece(id).dependents[in_piece(id)]) {
-    PENSTOCK_CHECK(progress(dependent).waits > 0, "an operation that began before what it waits for");
-    if (--progress(dependent).waits == 0) Ready(dependent);
+  Piece& in = piece(id);
+  Progress& ended = in.progress[in_piece(id)];
+  PENSTOCK_CHECK(ended.started && !ended.done, "an operation that ends without having begun, or twice");
+  ended.done = true;
+  for (const OpId dependent : in.dependents[in_piece(id)]) {
+    Progress& next = progress(dependent);
+    PENSTOCK_CHECK(next.waits > 0, "an operation that began before what it waits for");
+    if (--next.waits == 0) Ready(dependent);
   }
   while (base_ < end_ && progress(base_).done) {
     if (++base_ - first_ < static_cast<OpId>(kPiece)) continue;

@@ -89,7 +89,7 @@ class Executor {
   size_t in_piece(OpId id) const { return static_cast<size_t>(id - first_) % kPiece; }
   Progress& progress(OpId id) const { return piece(id).progress[in_piece(id)]; }
   Op& op(OpId id) const { return piece(id).ops[in_piece(id)]; }
-  OpId Add(Op op);
+  OpId Add(Op&& op);
   void Ready(OpId id);
   void StartReady();
   void Finish(OpId id);

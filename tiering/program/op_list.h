@@ -1,10 +1,12 @@
 // The operations of a program in the order in which they are appended, numbered on from pass to pass.
 //
 // Invariant: an operation waits for earlier ones only. So no timing makes a program wait for itself. Checked
-// for every operation, when its pass is complete.
+// for every operation, when the next one follows or its pass is complete.
 #ifndef PENSTOCK_TIERING_PROGRAM_OP_LIST_H_
 #define PENSTOCK_TIERING_PROGRAM_OP_LIST_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -16,15 +18,18 @@ namespace penstock::tiering {
 
 class OpList {
  public:
-  explicit OpList(OpId first_id) : next_id_(first_id) {}
+  // A pass has about `likely` operations.
+  OpList(OpId first_id, size_t likely) : next_id_(first_id), most_(likely) {}
 
   // What is emitted from now on is a pass; `step` is the step that computes in it.
   void StartPass(int64_t step) {
     ops_.clear();
+    ops_.reserve(most_);  // operations are costly to move
     computing_step_ = step;
   }
   // It holds until the next one is emitted.
   Op& Emit(OpKind kind, Lane lane, int64_t step) {
+    CheckLast();
     Op& op = ops_.emplace_back();
     op.kind = kind;
     op.lane = lane;
@@ -34,13 +39,8 @@ class OpList {
   }
   // The pass is complete.
   std::vector<Op> Take() {
-    OpId id = next_id_ - static_cast<OpId>(ops_.size());
-    for (const Op& op : ops_) {
-      for (const OpId before : op.after) {
-        PENSTOCK_CHECK(before >= 0 && before < id, "an operation that waits for itself or a later one");
-      }
-      ++id;
-    }
+    CheckLast();
+    most_ = std::max(most_, ops_.size());
     return std::exchange(ops_, {});
   }
 
@@ -48,9 +48,17 @@ class OpList {
   int64_t computing_step() const { return computing_step_; }
 
  private:
+  void CheckLast() const {
+    if (ops_.empty()) return;
+    for (const OpId before : ops_.back().after)
+      PENSTOCK_CHECK(before >= 0 && before < next_id_ - 1,
+                     "an operation that waits for itself or a later one");
+  }
+
   OpId next_id_;
   int64_t computing_step_ = 0;
   std::vector<Op> ops_;
+  size_t most_;  // operations of a pass
 };
 
 }  // namespace penstock::tiering

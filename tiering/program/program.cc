@@ -17,13 +17,23 @@
 
 namespace penstock::tiering {
 
+namespace {
+
+// Of a training pass: each tile is read, verified, updated and written, and there is more to do by stage.
+size_t LikelyOps(const Plan& plan) {
+  constexpr int64_t kOfTile = 6, kOfStage = 4;
+  return static_cast<size_t>(kOfTile * plan.tile_count() + kOfStage * plan.positions * plan.micro_batches);
+}
+
+}  // namespace
+
 // Each knows those before it only.
 struct ProgramBuilder::Parts {
   Parts(const ModelGraph& model, const Plan& of, int64_t first_step, OpId first_id)
       : graph(model),
         plan(of),
         next_step(first_step),
-        ops(first_id),
+        ops(first_id, LikelyOps(of)),
         uses(model.blocks.size()),
         slots(of, uses),
         device_gradients(model, of, &ops),
