@@ -16,7 +16,7 @@ from ._buffers import PathLike
 
 _MIB = 1 << 20
 _PIECE = 4 * _MIB  # what is written at once
-_PIECES = 4  # buffers: 16 MiB
+_PIECES = 16  # buffers, 64 MiB: what is written while torch computes the checksum of a tensor
 _FIRST_SPACE = 64 * _MIB
 _MOST_SPACE = 1024 * _MIB  # reserved ahead of the end, so that writes do not make the file longer
 _SLICE_MS = 100
@@ -158,7 +158,7 @@ def save(obj: Any, path: PathLike, *, crc32: Optional[bool] = None, **arguments:
     look at; None is as torch.serialization.set_crc32_options() says. Without effect where torch has no such option.
     arguments: pickle_module and pickle_protocol, as torch.save's.
 
-    Takes 16 MiB of locked memory meanwhile. Raises OSError (errno, filename), with path as it was; what pickling raises.
+    Takes 64 MiB of locked memory meanwhile. Raises OSError (errno, filename), with path as it was; what pickling raises.
     """
     target = _path_of(path, "torch.save")
     if os.path.isdir(target):
