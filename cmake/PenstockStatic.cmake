@@ -1,7 +1,7 @@
-# A wheel runs where Debian's libraries are not. liburing, libaio and xxHash are linked from their static libraries where
+# A wheel runs where Debian's libraries are not. liburing, libaio, xxHash and libdeflate are linked from their static libraries where
 # those are there. Abseil's cannot be: Debian's are not position independent (thread-local variables). It stays shared,
 # and `make wheel` puts it into the wheel, as it does with whatever else stayed so.
-foreach(pair "PkgConfig::uring;liburing.a" "PkgConfig::xxhash;libxxhash.a")
+foreach(pair "PkgConfig::uring;liburing.a" "PkgConfig::xxhash;libxxhash.a" "PkgConfig::libdeflate;libdeflate.a")
   list(GET pair 0 target)
   list(GET pair 1 name)
   find_library(penstock_static_${name} NAMES ${name})

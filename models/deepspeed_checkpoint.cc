@@ -536,7 +536,7 @@ absl::Status DeepSpeedCheckpoint::TakeSteps(const TorchFile& file, const TorchVa
     ScatteredTensor one;
     float value = 0;
     RETURN_IF_ERROR(one.Add(file, *tensor, 0, 1));
-    RETURN_IF_ERROR(one.Read(0, 1, &value, &buffer_));
+    RETURN_IF_ERROR(one.Read(0, 1, &value, &buffers_[0]));
     step = static_cast<int64_t>(value);
     progress_.step_is_tensor = true;
   }
@@ -769,7 +769,8 @@ absl::Status DeepSpeedCheckpoint::Read(zero::StateKind kind, int block, int64_t 
   const auto k = static_cast<size_t>(kind);
   if (k >= kKinds) return absl::InvalidArgumentError("a checkpoint has masters and moments");
   return ForTensorsIn(layout_, block, first, elements, [&](size_t i, const TensorPiece& piece) {
-    return sources_[i][k].ReadParameter(layout_.tensors[i], piece.from, piece.to, to + piece.at, &buffer_);
+    return sources_[i][k].ReadParameter(layout_.tensors[i], piece.from, piece.to, to + piece.at,
+                                        &buffers_[k]);
   });
 }
 

@@ -15,9 +15,9 @@
 // Refused by name: pipeline, tensor and expert parallelism, frozen parameters, states that DeepSpeed left on
 // an NVMe drive, runs without ZeRO, optimizers without Adam's moments.
 //
-// Memory: what the files' pickles describe (some hundred bytes a tensor and rank) and a buffer of 512 KiB.
-// Needs no LibTorch. Threads: one. Errors: kNotFound, kInvalidArgument: not such a checkpoint, or not of this
-// model; kDataLoss: cut short.
+// Memory: what the files' pickles describe (some hundred bytes a tensor and rank) and for each kind a buffer
+// of 512 KiB. Needs no LibTorch. Threads: one, but for Read. Errors: kNotFound, kInvalidArgument: not such a
+// checkpoint, or not of this model; kDataLoss: cut short.
 #ifndef PENSTOCK_MODELS_DEEPSPEED_CHECKPOINT_H_
 #define PENSTOCK_MODELS_DEEPSPEED_CHECKPOINT_H_
 
@@ -99,7 +99,7 @@ class DeepSpeedCheckpoint {
   const std::string& directory() const { return directory_; }  // of the tag
 
   // Elements [first, first + elements) of a block's run, as fp32; zeros between the parameters. Masters or
-  // moments.
+  // moments: one thread for each kind.
   absl::Status Read(zero::StateKind kind, int block, int64_t first, int64_t elements, float* to);
 
   // A persistent buffer of the module by its own name, looked for as parameters are; absent: the checkpoint
@@ -159,7 +159,7 @@ class DeepSpeedCheckpoint {
   int64_t values_left_ = 1'000'000;                // that may become JSON
   std::vector<std::unique_ptr<TorchFile>> files_;  // the first has the model's states
   std::vector<std::array<ScatteredTensor, kKinds>> sources_;  // parallel to layout_.tensors
-  ReadBuffer buffer_;
+  std::array<ReadBuffer, kKinds> buffers_;
 };
 
 }  // namespace penstock::models

@@ -17,17 +17,57 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "aio/arena.h"
+#include "aio/engine.h"
+#include "base/check.h"
+#include "base/read_ahead.h"
 #include "base/status_macros.h"
 #include "models/torch_writer.h"
 #include "models/transpose.h"
+#include "swap/write_stream.h"
 
 namespace penstock::models {
 namespace {
 
 constexpr size_t kKinds = 3;
 constexpr const char* kFiles[kKinds] = {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"};
+constexpr int64_t kTogether = 128 << 10;    // elements
+constexpr size_t kBatches = 2;              // one is written while the next is read
+constexpr size_t kFileChunks = 3;           // of a file that is written
+constexpr uint64_t kSmallBytes = 64 << 10;  // a chunk of the others
+constexpr size_t kParameters = 2;  // whose files are open: one is written, the other's ends are on their way
 
 using Buffers = std::array<std::vector<float>, kKinds>;
+
+// What is written of a tensor at once: values [from, from + elements) as they are published. Of one that is
+// published transposed they are `width` columns of those that are kept.
+struct Part {
+  const PublishedTensor* tensor = nullptr;
+  int64_t from = 0, elements = 0;
+  int64_t column = 0, width = 0;
+  bool begins() const { return from == 0; }
+  bool ends() const { return from + elements == tensor->elements(); }
+};
+
+// Parts of several tensors, small ones and large ones: what is read while the batch before it is written.
+struct Batch {
+  Buffers values;  // of all parts, one after the other
+  std::vector<Part> parts;
+};
+
+// The files of a parameter, and how their bytes go to the drive.
+struct Files {
+  std::array<std::unique_ptr<swap::WriteStream>, kKinds> streams;
+  std::array<std::unique_ptr<TorchWriter>, kKinds> writers;  // null: none is open
+
+  absl::Status Finish() {
+    for (std::unique_ptr<TorchWriter>& writer : writers) {
+      if (writer != nullptr) RETURN_IF_ERROR(writer->Finish());
+      writer.reset();
+    }
+    return absl::OkStatus();
+  }
+};
 
 absl::Status MakeDirectory(const std::string& path) {
   std::error_code error;
@@ -62,6 +102,7 @@ class UniversalWriter {
 
   absl::Status Run() {
     std::error_code error;
+    RETURN_IF_ERROR(MakeStreams());
     RETURN_IF_ERROR(Clear());
     absl::Status status = WriteTag();
     if (!status.ok()) {
@@ -105,7 +146,7 @@ class UniversalWriter {
 
   absl::Status WriteTag() {
     RETURN_IF_ERROR(MakeDirectory(tag_ + "/zero"));
-    for (const PublishedTensor& tensor : layout_.tensors) RETURN_IF_ERROR(WriteParameter(tensor));
+    RETURN_IF_ERROR(WriteParameters());
     RETURN_IF_ERROR(WriteOptimizer());
     for (const char* name : {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"})
       RETURN_IF_ERROR(WriteModelStates(absl::StrCat(tag_, "/", name)));
@@ -136,12 +177,99 @@ class UniversalWriter {
     return named == options_.names.end() ? tensor.name : named->second;
   }
 
-  absl::Status WriteParameter(const PublishedTensor& tensor) {
+  absl::Status MakeStreams() {
+    aio::EngineOptions engine_options;
+    engine_options.log = [](std::string_view) {};
+    ASSIGN_OR_RETURN(io_, aio::Engine::Create(std::move(engine_options)));
+    const uint64_t chunk =
+        std::clamp<uint64_t>(options_.memory_bytes / 128 / aio::kSectorBytes * aio::kSectorBytes,
+                             4 * aio::kSectorBytes, aio::kMiB);
+    aio::ArenaOptions arena_options;
+    arena_options.lock = false;
+    arena_options.bytes = 2 * kSmallBytes + kParameters * kKinds * kFileChunks * chunk;
+    ASSIGN_OR_RETURN(arena_, aio::Arena::Create(arena_options));
+    std::byte* memory = arena_->data();
+    stream_ = std::make_unique<swap::WriteStream>(*io_, std::span(memory, 2 * kSmallBytes), kSmallBytes);
+    memory += 2 * kSmallBytes;
+    for (Files& files : files_) {
+      for (size_t k = 0; k < kKinds; ++k, memory += kFileChunks * chunk)
+        files.streams[k] =
+            std::make_unique<swap::WriteStream>(*io_, std::span(memory, kFileChunks * chunk), chunk);
+    }
+    return absl::OkStatus();
+  }
+
+  // Elements whose masters and moments take `sixteenths` of the memory: two batches, a chunk of a tensor that
+  // is turned, and what is on its way to the drive.
+  int64_t Elements(uint64_t sixteenths) const {
+    return std::max<int64_t>(
+        4096, static_cast<int64_t>(options_.memory_bytes / 16 * sixteenths / kKinds / sizeof(float)));
+  }
+  int64_t ChunkElements() const { return Elements(1); }
+  int64_t BatchElements() const { return Elements(6); }
+
+  // As they lie in the run, which is read from one end to the other.
+  std::vector<const PublishedTensor*> InOrder() const {
+    std::vector<const PublishedTensor*> tensors;
+    for (const PublishedTensor& tensor : layout_.tensors) tensors.push_back(&tensor);
+    std::stable_sort(tensors.begin(), tensors.end(), [](const auto* x, const auto* y) {
+      return std::pair(x->block, x->offset) < std::pair(y->block, y->offset);
+    });
+    return tensors;
+  }
+
+  void AddParts(const PublishedTensor& tensor, std::vector<Part>* parts) const {
+    if (tensor.elements() == 0) parts->push_back({.tensor = &tensor});
+    if (!tensor.transposed) {
+      for (int64_t from = 0; from < tensor.elements(); from += ChunkElements())
+        parts->push_back({.tensor = &tensor,
+                          .from = from,
+                          .elements = std::min(ChunkElements(), tensor.elements() - from)});
+      return;
+    }
+    const int64_t wide = std::max<int64_t>(1, BatchElements() / std::max<int64_t>(1, tensor.rows));
+    for (int64_t column = 0; column < tensor.columns; column += wide) {
+      const int64_t width = std::min(wide, tensor.columns - column);
+      parts->push_back({&tensor, column * tensor.rows, width * tensor.rows, column, width});
+    }
+  }
+
+  absl::Status WriteParameters() {
+    std::vector<Part> parts;
+    for (const PublishedTensor* const tensor : InOrder()) AddParts(*tensor, &parts);
+    auto next = parts.cbegin();  // the reading thread's
+    ReadAhead<Batch> batches(kBatches, [&](Batch* to) -> absl::StatusOr<bool> {
+      to->parts.clear();
+      for (int64_t filled = 0; next != parts.cend(); ++next) {
+        if (!to->parts.empty() && filled + next->elements > BatchElements()) break;
+        RETURN_IF_ERROR(ReadPart(*next, filled, &to->values));
+        to->parts.push_back(*next);
+        filled += next->elements;
+      }
+      return !to->parts.empty();
+    });
+    while (true) {
+      ASSIGN_OR_RETURN(const Batch* const batch, batches.Next());
+      if (batch == nullptr) break;
+      int64_t at = 0;
+      for (const Part& part : batch->parts) {
+        if (part.begins()) RETURN_IF_ERROR(BeginParameter(*part.tensor));
+        RETURN_IF_ERROR(Append(batch->values, at, part.elements));
+        if (part.ends()) RETURN_IF_ERROR(EndParameter());
+        at += part.elements;
+      }
+    }
+    for (Files& files : files_) RETURN_IF_ERROR(files.Finish());
+    return absl::OkStatus();
+  }
+
+  absl::Status BeginParameter(const PublishedTensor& tensor) {
     const std::string name = NameOf(tensor);
     if (name.empty() || name == ".." || absl::StrContains(name, "/"))
       return absl::InvalidArgumentError(absl::StrCat("--names: \"", name, "\" is no name of a parameter"));
     const std::string directory = absl::StrCat(tag_, "/zero/", name);
     RETURN_IF_ERROR(MakeDirectory(directory));
+    RETURN_IF_ERROR(WriteStep(directory + "/step.pt"));
     TorchPickle pickle;
     pickle.BeginDict();
     pickle.Text("cat_dim");
@@ -149,69 +277,63 @@ class UniversalWriter {
     pickle.Text("param");
     pickle.Tensor(swap::Dtype::kF32, tensor.published_shape());
     pickle.EndDict();
-    std::array<std::unique_ptr<TorchWriter>, kKinds> files;
+    now_ = (now_ + 1) % kParameters;
+    Files& files = files_[now_];
+    RETURN_IF_ERROR(files.Finish());
     for (size_t k = 0; k < kKinds; ++k) {
-      ASSIGN_OR_RETURN(files[k], TorchWriter::Create(absl::StrCat(directory, "/", kFiles[k]), pickle));
+      ASSIGN_OR_RETURN(files.writers[k], TorchWriter::Create(absl::StrCat(directory, "/", kFiles[k]), pickle,
+                                                             files.streams[k].get()));
     }
-    RETURN_IF_ERROR(tensor.transposed ? WriteTurned(tensor, files) : WritePlain(tensor, files));
-    for (const std::unique_ptr<TorchWriter>& file : files) RETURN_IF_ERROR(file->Finish());
-    return WriteStep(directory + "/step.pt");
+    return absl::OkStatus();
   }
 
-  absl::Status Append(std::span<const std::unique_ptr<TorchWriter>> files, const Buffers& values, int64_t n) {
-    for (size_t k = 0; k < kKinds; ++k)
-      RETURN_IF_ERROR(
-          files[k]->Append(0, std::as_bytes(std::span(values[k].data(), static_cast<size_t>(n)))));
+  absl::Status EndParameter() {
+    for (const std::unique_ptr<TorchWriter>& file : files_[now_].writers) RETURN_IF_ERROR(file->End());
+    return absl::OkStatus();
+  }
+
+  absl::Status Append(const Buffers& values, int64_t first, int64_t n) {
+    // In turns, so that all three are written meanwhile.
+    for (int64_t at = 0; at < n; at += kTogether) {
+      const auto count = static_cast<size_t>(std::min(kTogether, n - at));
+      for (size_t k = 0; k < kKinds; ++k)
+        RETURN_IF_ERROR(
+            files_[now_].writers[k]->Append(std::as_bytes(std::span(values[k].data() + first + at, count))));
+    }
     done_ += static_cast<uint64_t>(n) * kKinds * sizeof(float);
     if (options_.progress) options_.progress(done_, total_);
     return absl::OkStatus();
   }
 
-  absl::Status Read(const PublishedTensor& tensor, int64_t from, int64_t n) {
-    for (std::vector<float>& values : chunk_) values.resize(std::max(values.size(), static_cast<size_t>(n)));
-    for (int64_t at = 0; at < n;) {
-      const TensorPlace place = PlaceOf(tensor, from + at);
-      const int64_t count = std::min(n - at, place.elements);
-      RETURN_IF_ERROR(read_(place.block, place.first, count, chunk_[0].data() + at, chunk_[1].data() + at,
-                            chunk_[2].data() + at));
+  // On the reading thread: to values from `at` on.
+  absl::Status ReadPart(const Part& part, int64_t at, Buffers* to) {
+    for (std::vector<float>& values : *to)
+      values.resize(std::max(values.size(), static_cast<size_t>(at + part.elements)));
+    if (!part.tensor->transposed) return Read(*part.tensor, part.from, part.elements, at, to);
+    const int64_t rows = part.tensor->rows, columns = part.tensor->columns;
+    const int64_t high = std::clamp<int64_t>(ChunkElements() / columns, 1, rows);
+    for (std::vector<float>& values : chunk_)
+      values.resize(std::max(values.size(), static_cast<size_t>(high * columns)));
+    for (int64_t row = 0; row < rows; row += high) {
+      const int64_t height = std::min(high, rows - row);
+      RETURN_IF_ERROR(Read(*part.tensor, row * columns, height * columns, 0, &chunk_));
+      for (size_t k = 0; k < kKinds; ++k)
+        Transpose(chunk_[k].data() + part.column, columns, height, part.width, (*to)[k].data() + at + row,
+                  rows);
+    }
+    return absl::OkStatus();
+  }
+
+  // Elements as they are kept, to values from `at` on.
+  absl::Status Read(const PublishedTensor& tensor, int64_t from, int64_t n, int64_t at, Buffers* to) const {
+    while (n > 0) {
+      const TensorPlace place = PlaceOf(tensor, from);
+      const int64_t count = std::min(n, place.elements);
+      RETURN_IF_ERROR(read_(place.block, place.first, count, (*to)[0].data() + at, (*to)[1].data() + at,
+                            (*to)[2].data() + at));
       at += count;
-    }
-    return absl::OkStatus();
-  }
-
-  // An eighth of the memory for what is read, the rest for strips.
-  int64_t ChunkElements() const {
-    return std::max<int64_t>(4096, static_cast<int64_t>(options_.memory_bytes / 8 / kKinds / sizeof(float)));
-  }
-
-  absl::Status WritePlain(const PublishedTensor& tensor,
-                          std::span<const std::unique_ptr<TorchWriter>> files) {
-    for (int64_t from = 0; from < tensor.elements();) {
-      const int64_t n = std::min(ChunkElements(), tensor.elements() - from);
-      RETURN_IF_ERROR(Read(tensor, from, n));
-      RETURN_IF_ERROR(Append(files, chunk_, n));
-      from += n;
-    }
-    return absl::OkStatus();
-  }
-
-  // Kept as [rows, columns], published as [columns, rows]: so many of its columns at once as there is room
-  // for.
-  absl::Status WriteTurned(const PublishedTensor& tensor,
-                           std::span<const std::unique_ptr<TorchWriter>> files) {
-    const int64_t rows = tensor.rows, columns = tensor.columns;
-    const int64_t wide = std::clamp<int64_t>(7 * ChunkElements() / rows, 1, columns);
-    const int64_t high = std::max<int64_t>(1, ChunkElements() / columns);
-    for (int64_t first = 0; first < columns; first += wide) {
-      const int64_t width = std::min(wide, columns - first);
-      for (std::vector<float>& values : strip_) values.resize(static_cast<size_t>(width * rows));
-      for (int64_t row = 0; row < rows; row += high) {
-        const int64_t height = std::min(high, rows - row);
-        RETURN_IF_ERROR(Read(tensor, row * columns, height * columns));
-        for (size_t k = 0; k < kKinds; ++k)
-          Transpose(chunk_[k].data() + first, columns, height, width, strip_[k].data() + row, rows);
-      }
-      RETURN_IF_ERROR(Append(files, strip_, width * rows));
+      from += count;
+      n -= count;
     }
     return absl::OkStatus();
   }
@@ -227,9 +349,9 @@ class UniversalWriter {
   }
 
   absl::Status Finish(const std::string& path, const TorchPickle& pickle, bool has_step) const {
-    ASSIGN_OR_RETURN(std::unique_ptr<TorchWriter> file, TorchWriter::Create(path, pickle));
+    ASSIGN_OR_RETURN(std::unique_ptr<TorchWriter> file, TorchWriter::Create(path, pickle, stream_.get()));
     const auto step = static_cast<float>(run_.updates);
-    if (has_step) RETURN_IF_ERROR(file->Append(0, std::as_bytes(std::span(&step, 1))));
+    if (has_step) RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(&step, 1))));
     return file->Finish();
   }
 
@@ -332,7 +454,13 @@ class UniversalWriter {
   const UniversalOptions& options_;
   const std::string whole_, tag_, aside_;
   uint64_t done_ = 0, total_ = 0;
-  Buffers chunk_, strip_;
+  // Destroyed from the last to the first.
+  std::unique_ptr<aio::Engine> io_;
+  std::unique_ptr<aio::Arena> arena_;
+  std::unique_ptr<swap::WriteStream> stream_;  // of the small files
+  std::array<Files, kParameters> files_;
+  size_t now_ = 0;  // those of the parameter that is written
+  Buffers chunk_;   // the reading thread's, of a tensor that is turned
 };
 
 }  // namespace

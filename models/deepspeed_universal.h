@@ -11,7 +11,8 @@
 // while the names change; where a kill comes just then, the next call brings it back. Needs no LibTorch.
 //
 // Each element is read once, but for matrices that are published transposed and larger than the memory given:
-// those are read once for each strip.
+// those are read once for each strip. The next values are read, on a thread of their own, while the last are
+// turned and written past the page cache.
 #ifndef PENSTOCK_MODELS_DEEPSPEED_UNIVERSAL_H_
 #define PENSTOCK_MODELS_DEEPSPEED_UNIVERSAL_H_
 
@@ -39,7 +40,8 @@ struct UniversalOptions {
   std::function<void(uint64_t done, uint64_t total)> progress;  // bytes
 };
 
-// Elements [first, first + elements) of a block's run: masters, first and second moments.
+// Elements [first, first + elements) of a block's run: masters, first and second moments. Called on another
+// thread than the caller's, which waits meanwhile; one call at a time.
 using ReadMoments = std::function<absl::Status(int block, int64_t first, int64_t elements, float* master,
                                                float* m, float* v)>;
 

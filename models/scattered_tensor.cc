@@ -93,16 +93,9 @@ absl::Status ScatteredTensor::ReadParameter(const PublishedTensor& parameter, in
   const int64_t columns = parameter.columns;
   while (from < to) {
     const int64_t row = from / columns;
-    auto& strips = buffer->strips;
-    auto strip = std::find_if(strips.begin(), strips.end(), [&](const ReadBuffer::Strip& each) {
-      return each.tensor == this && row >= each.row && row < each.row + each.rows;
-    });
-    if (strip == strips.end()) {
-      strip = std::min_element(strips.begin(), strips.end(),
-                               [](const auto& a, const auto& b) { return a.last_read < b.last_read; });
-      RETURN_IF_ERROR(LoadStrip(parameter, row, buffer, &*strip));
-    }
-    strip->last_read = ++buffer->reads;
+    ReadBuffer::Strip* const strip = &buffer->strip;
+    if (strip->tensor != this || row < strip->row || row >= strip->row + strip->rows)
+      RETURN_IF_ERROR(LoadStrip(parameter, row, buffer, strip));
     const int64_t begin = from - strip->row * columns,
                   end = std::min(to, (strip->row + strip->rows) * columns);
     std::copy_n(strip->values.data() + begin, end - from, out);

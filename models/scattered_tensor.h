@@ -8,11 +8,10 @@
 //
 // Files outlive it, and it outlives the buffer's next read. Values may be fp32, bf16 or fp16; they are read
 // as fp32, exactly. Memory: a few hundred bytes a piece; reads go through a buffer that the caller keeps,
-// with three strips of 16 MiB for what is published transposed. Any thread, one buffer for each.
+// with a strip of 16 MiB for what is published transposed. Any thread, one buffer for each.
 #ifndef PENSTOCK_MODELS_SCATTERED_TENSOR_H_
 #define PENSTOCK_MODELS_SCATTERED_TENSOR_H_
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -31,13 +30,11 @@ struct ReadBuffer {
   struct Strip {
     const ScatteredTensor* tensor = nullptr;
     int64_t row = 0, rows = 0;
-    int64_t last_read = 0;
     std::vector<float> values;
   };
   std::vector<std::byte> raw;
   std::vector<float> values;
-  std::array<Strip, 3> strips;  // masters and moments are read in turns
-  int64_t reads = 0;
+  Strip strip;
 };
 
 class ScatteredTensor {

@@ -1,12 +1,9 @@
 #include "models/torch_writer.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-#include <zlib.h>
+#include <libdeflate.h>
 
 #include <algorithm>
 #include <bit>
-#include <cerrno>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -20,6 +17,7 @@ namespace {
 constexpr uint64_t kAlignment = 64;
 constexpr uint32_t kLong = 0xFFFFFFFF;  // the number stands in the zip64 field
 constexpr uint64_t kLocalBytes = 30, kWideBytes = 20;
+constexpr uint64_t kChecksumOffset = 14;  // in a local header
 
 template <typename T>
 void Number(std::string* to, T value) {
@@ -165,68 +163,76 @@ std::string TorchWriter::LocalHeader(const Member& member) const {
   return header;
 }
 
+absl::Status TorchWriter::Put(std::string_view text) {
+  return stream_.Append(std::as_bytes(std::span(text)));
+}
+
+// All of a member.
+absl::Status TorchWriter::PutMember(Member* member, std::string_view contents) {
+  member->crc = libdeflate_crc32(0, contents.data(), contents.size());
+  member->written = contents.size();
+  RETURN_IF_ERROR(Put(LocalHeader(*member)));
+  return Put(contents);
+}
+
 absl::StatusOr<std::unique_ptr<TorchWriter>> TorchWriter::Create(const std::string& path,
-                                                                 const TorchPickle& pickle) {
-  std::unique_ptr<TorchWriter> writer(new TorchWriter(path));
+                                                                 const TorchPickle& pickle,
+                                                                 swap::WriteStream* stream) {
+  std::unique_ptr<TorchWriter> writer(new TorchWriter(path, stream));
   const std::string code = pickle.code_ + '.', version = "3\n";
   writer->Add("data.pkl", code.size());
   writer->Add("byteorder", 6);
   writer->Add("version", version.size());
-  writer->first_storage_ = writer->members_.size();
+  writer->now_ = writer->first_storage_ = writer->members_.size();
   for (size_t s = 0; s < pickle.storages_.size(); ++s)
     writer->Add(absl::StrCat("data/", s), pickle.storages_[s]);
-  writer->fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (writer->fd_ < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": open for writing"));
-  RETURN_IF_ERROR(writer->Put(&writer->members_[0], std::as_bytes(std::span(code))));
-  RETURN_IF_ERROR(writer->Put(&writer->members_[1], std::as_bytes(std::span("little", 6))));
-  RETURN_IF_ERROR(writer->Put(&writer->members_[2], std::as_bytes(std::span(version))));
+  RETURN_IF_ERROR(stream->Open(path, writer->end_));
+  RETURN_IF_ERROR(writer->PutMember(&writer->members_[0], code));
+  RETURN_IF_ERROR(writer->PutMember(&writer->members_[1], "little"));
+  RETURN_IF_ERROR(writer->PutMember(&writer->members_[2], version));
+  RETURN_IF_ERROR(writer->SkipEmpty());
   return writer;
 }
 
-TorchWriter::~TorchWriter() {
-  if (fd_ >= 0) ::close(fd_);
+// Storages without a byte are complete.
+absl::Status TorchWriter::SkipEmpty() {
+  for (; now_ < members_.size() && members_[now_].bytes == 0; ++now_)
+    RETURN_IF_ERROR(Put(LocalHeader(members_[now_])));
+  return absl::OkStatus();
 }
 
-absl::Status TorchWriter::WriteAt(uint64_t offset, const void* data, uint64_t bytes) const {
-  for (uint64_t done = 0; done < bytes;) {
-    const ssize_t n =
-        ::pwrite(fd_, static_cast<const char*>(data) + done, bytes - done, static_cast<off_t>(offset + done));
-    if (n >= 0) {
-      done += static_cast<uint64_t>(n);
-    } else if (errno != EINTR) {
-      return absl::ErrnoToStatus(errno,
-                                 absl::StrCat(path_, ": pwrite of ", bytes, " bytes at offset ", offset));
-    }
+absl::Status TorchWriter::Append(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    if (now_ == members_.size())
+      return absl::InvalidArgumentError(
+          absl::StrCat(path_, ": its tensors are complete, and ", bytes.size(), " bytes more are given"));
+    Member& member = members_[now_];
+    if (member.written == 0) RETURN_IF_ERROR(Put(LocalHeader(member)));  // its checksum follows
+    const size_t n = std::min<uint64_t>(bytes.size(), member.bytes - member.written);
+    RETURN_IF_ERROR(stream_.Append(bytes.first(n)));
+    member.crc = libdeflate_crc32(member.crc, bytes.data(), n);
+    member.written += n;
+    bytes = bytes.subspan(n);
+    if (member.written < member.bytes) continue;
+    RETURN_IF_ERROR(
+        stream_.Overwrite(member.header + kChecksumOffset, std::as_bytes(std::span(&member.crc, 1))));
+    ++now_;
+    RETURN_IF_ERROR(SkipEmpty());
   }
   return absl::OkStatus();
 }
 
-absl::Status TorchWriter::Put(Member* member, std::span<const std::byte> bytes) {
-  if (bytes.size() > member->bytes - member->written)
-    return absl::InvalidArgumentError(
-        absl::StrCat(path_, ": ", member->name, " has ", member->bytes, " bytes, and more are given"));
-  RETURN_IF_ERROR(WriteAt(member->data + member->written, bytes.data(), bytes.size()));
-  member->crc = static_cast<uint32_t>(
-      ::crc32_z(member->crc, reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()));
-  member->written += bytes.size();
-  return absl::OkStatus();
-}
-
-absl::Status TorchWriter::Append(size_t storage, std::span<const std::byte> bytes) {
-  const size_t member = first_storage_ + storage;
-  if (member >= members_.size())
-    return absl::InvalidArgumentError(absl::StrCat(path_, ": there is no storage ", storage));
-  return Put(&members_[member], bytes);
-}
-
 absl::Status TorchWriter::Finish() {
+  if (!ended_) RETURN_IF_ERROR(End());
+  return stream_.Finish();
+}
+
+absl::Status TorchWriter::End() {
   std::string directory;
   for (const Member& member : members_) {
     if (member.written != member.bytes)
       return absl::FailedPreconditionError(
           absl::StrCat(path_, ": ", member.name, " has ", member.written, " of ", member.bytes, " bytes"));
-    const std::string header = LocalHeader(member);
-    RETURN_IF_ERROR(WriteAt(member.header, header.data(), header.size()));
     Number<uint32_t>(&directory, 0x02014b50);
     Number<uint16_t>(&directory, 45);
     Number<uint16_t>(&directory, 45);
@@ -259,10 +265,9 @@ absl::Status TorchWriter::Finish() {
   for (int both = 0; both < 2; ++both) Number<uint16_t>(&directory, 0xFFFF);
   for (int both = 0; both < 2; ++both) Number(&directory, kLong);
   Number<uint16_t>(&directory, 0);
-  RETURN_IF_ERROR(WriteAt(at, directory.data(), directory.size()));
-  const int fd = std::exchange(fd_, -1);
-  if (::close(fd) != 0) return absl::ErrnoToStatus(errno, absl::StrCat(path_, ": close"));
-  return absl::OkStatus();
+  RETURN_IF_ERROR(Put(directory));
+  ended_ = true;
+  return stream_.Flush();
 }
 
 }  // namespace penstock::models

@@ -7,13 +7,14 @@
 //   pickle.Text("cat_dim");
 //   pickle.Int(0);
 //   pickle.EndDict();
-//   ASSIGN_OR_RETURN(auto file, TorchWriter::Create("fp32.pt", pickle));
-//   status = file->Append(0, bytes);           // as often as it takes, each storage in its own order
+//   ASSIGN_OR_RETURN(auto file, TorchWriter::Create("fp32.pt", pickle, &stream));
+//   status = file->Append(bytes);              // as often as it takes: storage after storage
 //   status = file->Finish();
 //
 // The file is a zip with stored members, protocol 2, little-endian; a storage begins at a multiple of 64
-// bytes. Memory: the pickle. Threads: one. Errors: what the operating system said, with path, offset, length
-// and errno.
+// bytes. Bytes go to the drive through a stream (swap/write_stream.h), which has one file at a time and is
+// used again for the next. Memory: the pickle. Threads: one. Errors: what the operating system said, with
+// path, offset, length and errno.
 #ifndef PENSTOCK_MODELS_TORCH_WRITER_H_
 #define PENSTOCK_MODELS_TORCH_WRITER_H_
 
@@ -29,6 +30,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "swap/safetensors.h"
+#include "swap/write_stream.h"
 
 namespace penstock::models {
 
@@ -64,16 +66,16 @@ class TorchPickle {
 
 class TorchWriter {
  public:
-  // Makes the file, or empties the one that is there.
+  // Makes the file, or empties the one that is there. `stream` outlives the writer.
   static absl::StatusOr<std::unique_ptr<TorchWriter>> Create(const std::string& path,
-                                                             const TorchPickle& pickle);
-  ~TorchWriter();
-  TorchWriter(const TorchWriter&) = delete;
-  TorchWriter& operator=(const TorchWriter&) = delete;
+                                                             const TorchPickle& pickle,
+                                                             swap::WriteStream* stream);
 
-  // The next bytes of a storage. kInvalidArgument: more than it has.
-  absl::Status Append(size_t storage, std::span<const std::byte> bytes);
-  // kFailedPrecondition: bytes are missing. Without it the file is none that can be read.
+  // The next bytes of the storages, one after the other. kInvalidArgument: more than they have.
+  absl::Status Append(std::span<const std::byte> bytes);
+  // The end of the file sets out, and Finish has less to wait for. kFailedPrecondition: bytes are missing.
+  absl::Status End();
+  // Ends the file, if End has not, and closes it. Without it the file is none that can be read.
   absl::Status Finish();
 
  private:
@@ -83,16 +85,19 @@ class TorchWriter {
     uint64_t written = 0;
     uint32_t crc = 0;
   };
-  explicit TorchWriter(std::string path) : path_(std::move(path)) {}
+  TorchWriter(std::string path, swap::WriteStream* stream) : path_(std::move(path)), stream_(*stream) {}
   void Add(const std::string& name, uint64_t bytes);
   std::string LocalHeader(const Member& member) const;
-  absl::Status Put(Member* member, std::span<const std::byte> bytes);
-  absl::Status WriteAt(uint64_t offset, const void* data, uint64_t bytes) const;
+  absl::Status Put(std::string_view text);
+  absl::Status PutMember(Member* member, std::string_view contents);
+  absl::Status SkipEmpty();
 
   const std::string path_;
-  int fd_ = -1;
+  swap::WriteStream& stream_;
   uint64_t end_ = 0;
   size_t first_storage_ = 0;
+  size_t now_ = 0;  // the member that is being written
+  bool ended_ = false;
   std::vector<Member> members_;
 };
 

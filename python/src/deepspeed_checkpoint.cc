@@ -21,8 +21,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr uint64_t kExportMemoryBytes = uint64_t{128}
-                                        << 20;  // of which an eighth is what a copy passes through
+constexpr uint64_t kExportMemoryBytes = uint64_t{48} << 20;
 
 models::PublishedTensor TensorOf(std::string name, const std::vector<int64_t>& sizes) {
   models::PublishedTensor tensor;

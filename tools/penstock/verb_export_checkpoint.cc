@@ -27,6 +27,7 @@ namespace {
 
 constexpr const char* kExportCheckpointName = "penstock export-checkpoint";
 constexpr int64_t kDefaultMemoryBytes = int64_t{128} << 20;
+constexpr uint64_t kTilesAtOnce = 4;  // one is used, the others are on their way
 constexpr int64_t kLeastMemoryBytes = int64_t{1} << 20;
 
 struct ExportCheckpointFlags {
@@ -121,7 +122,7 @@ class Moments {
     moments->format_ = run.format;
     aio::ArenaOptions options;
     options.lock = false;
-    options.bytes = zero::ShardedState::MemoryBytes(run.state.inspections);
+    options.bytes = kTilesAtOnce * zero::ShardedState::MemoryBytes(run.state.inspections);
     ASSIGN_OR_RETURN(moments->arena_, aio::Arena::Create(options));
     aio::EngineOptions io_options;
     io_options.log = [](std::string_view) {};

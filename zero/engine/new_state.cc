@@ -5,12 +5,15 @@
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <span>
 #include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "aio/arena.h"
 #include "aio/engine.h"
+#include "base/check.h"
+#include "base/read_ahead.h"
 #include "base/status_macros.h"
 #include "tiering/plan/plan_layout.h"
 #include "zero/engine/store_layout.h"
@@ -21,7 +24,11 @@ namespace penstock::zero {
 namespace {
 
 constexpr int64_t kTileBytes = int64_t{4} << 20;
-constexpr size_t kTilesAtOnce = 2;
+constexpr size_t kTilesAtOnce = 3;  // on their way to the drive, but for the one that is filled
+constexpr size_t kTilesRead = 3;    // ahead, but for the one that is written
+
+constexpr std::array kKinds = {StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment};
+using Values = std::vector<float>;  // of a tile, of one kind
 
 struct Place {
   int block = 0;
@@ -63,8 +70,20 @@ class Writer {
     TileRing ring(*store_, kTilesAtOnce, state_.step);
     uint64_t done = 0;
     absl::Status status;
+    std::array<std::unique_ptr<ReadAhead<Values>>, kKinds.size()> ahead;
+    for (size_t k = 0; k < kKinds.size(); ++k) {
+      if (Keeps(state_.format, kKinds[k])) ahead[k] = ReadTiles(kKinds[k]);
+    }
     for (uint32_t t = 0; t < places_.size() && status.ok(); ++t) {
-      status = WriteTile(t, arena->data(), &ring);
+      std::array<const Values*, kKinds.size()> values{};
+      for (size_t k = 0; k < kKinds.size() && status.ok(); ++k) {
+        if (ahead[k] == nullptr) continue;
+        const absl::StatusOr<Values*> of_tile = ahead[k]->Next();
+        PENSTOCK_CHECK(!of_tile.ok() || *of_tile != nullptr, "fewer tiles were read than there are");
+        status = of_tile.status();
+        if (status.ok()) values[k] = *of_tile;
+      }
+      if (status.ok()) status = WriteTile(t, values, arena->data(), &ring);
       done += store_->geometry().slot_bytes(t);
       if (status.ok()) progress(done, total_);
     }
@@ -90,9 +109,21 @@ class Writer {
     return state_.store;
   }
 
-  // Values of one tile, as the run keeps them.
-  absl::Status WriteTile(uint32_t tile, std::byte* memory, TileRing* ring) {
-    const Place& place = places_[tile];
+  // Tile after tile, on a thread of its own.
+  std::unique_ptr<ReadAhead<Values>> ReadTiles(StateKind kind) const {
+    return std::make_unique<ReadAhead<Values>>(
+        kTilesRead, [this, kind, next = size_t{0}](Values* to) mutable -> absl::StatusOr<bool> {
+          if (next == places_.size()) return false;
+          const Place& place = places_[next++];
+          to->resize(std::max(to->size(), static_cast<size_t>(place.elements)));
+          RETURN_IF_ERROR(read_(kind, place.block, place.first, place.elements, to->data()));
+          return true;
+        });
+  }
+
+  // Values of one tile, as the run keeps them; null: it has none of the kind.
+  absl::Status WriteTile(uint32_t tile, std::span<const Values* const> values, std::byte* memory,
+                         TileRing* ring) const {
     ASSIGN_OR_RETURN(const size_t slot, ring->Next());
     memory += slot * store_->geometry().largest_slot_bytes();
     std::memset(memory, 0, store_->geometry().slot_bytes(tile));
@@ -101,15 +132,13 @@ class Writer {
     TileMemory of_tile;
     of_tile.weights = there[0];
     of_tile.state.assign(there.begin() + 1, there.end());
-    of_tile.elements = place.elements;
-    values_.resize(std::max(values_.size(), static_cast<size_t>(place.elements)));
-    for (const StateKind kind : {StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment}) {
-      if (!Keeps(state_.format, kind)) continue;
-      RETURN_IF_ERROR(read_(kind, place.block, place.first, place.elements, values_.data()));
-      if (kind == StateKind::kParameter) {
-        FillTile(state_.format, values_.data(), of_tile);
+    of_tile.elements = places_[tile].elements;
+    for (size_t k = 0; k < kKinds.size(); ++k) {
+      if (values[k] == nullptr) continue;
+      if (kKinds[k] == StateKind::kParameter) {
+        FillTile(state_.format, values[k]->data(), of_tile);
       } else {
-        WriteValues(state_.format, of_tile, kind, 0, place.elements, values_.data());
+        WriteValues(state_.format, of_tile, kKinds[k], 0, of_tile.elements, values[k]->data());
       }
     }
     return ring->Write(std::vector<const void*>(there.begin(), there.end()));
@@ -129,7 +158,6 @@ class Writer {
   swap::Layout layout_;
   uint64_t total_ = 0;
   std::unique_ptr<swap::Store> store_;
-  std::vector<float> values_;
 };
 
 }  // namespace

@@ -25,13 +25,15 @@ struct NewState {
   std::string payload;  // of the first commit
 };
 
-// Elements [first, first + elements) of a block's masters or moments, as fp32.
+// Elements [first, first + elements) of a block's masters or moments, as fp32. Called on a thread for each
+// kind, tile after tile, while the caller waits.
 using ReadState =
     std::function<absl::Status(StateKind kind, int block, int64_t first, int64_t elements, float* to)>;
 
-// Makes the store, writes every tile and commits `step`. One tile is on its way to the drive while the next
-// is read. Memory: two tiles, and the fp32 values of one. A store that could not be finished is removed.
-// `progress`: bytes. Threads: the caller's. Errors: as swap::Store and `read`.
+// Makes the store, writes every tile and commits `step`. Masters and moments are read on threads of their
+// own, while the tile before is brought into form and those before that are on their way to the drive.
+// Memory: three tiles, and the fp32 values of three. A store that could not be finished is removed.
+// `progress`: bytes, on the caller's thread. Errors: as swap::Store and `read`.
 absl::Status WriteNewState(const NewState& state, const ReadState& read,
                            const std::function<void(uint64_t done, uint64_t total)>& progress);
 

@@ -136,7 +136,11 @@ absl::StatusOr<std::unique_ptr<ShardedState>> ShardedState::Open(
     std::span<std::byte> memory) {
   std::unique_ptr<ShardedState> result(new ShardedState());
   result->precision_ = precision;
-  result->memory_ = memory;
+  result->memory_for_one_ = MemoryBytes(inspections);
+  for (uint64_t at = 0; at + result->memory_for_one_ <= memory.size(); at += result->memory_for_one_) {
+    result->loaded_.push_back(std::make_unique<Loaded>());
+    result->loaded_.back()->memory = memory.data() + at;
+  }
   for (size_t k = 0; k < parts.size(); ++k) {
     swap::StoreOptions options;
     options.directories = parts[k];
@@ -193,18 +197,72 @@ int64_t ShardedState::LargestTile(tiering::BlockIndex block) const {
   return most;
 }
 
-absl::Status ShardedState::Load(const Tile& tile) {
-  if (loaded_ == &tile) return absl::OkStatus();
-  if (stores_[tile.store]->geometry().slot_bytes(tile.number) > memory_.size())
-    return absl::InvalidArgumentError("the parts of a run are read through memory for one tile");
-  loaded_ = nullptr;
+ShardedState::~ShardedState() {
+  // Reads ahead that nobody wants any more: only their memory has to be free.
+  for (const auto& each : loaded_) {
+    if (each->tile != nullptr && !each->is_checked) stores_[each->tile->store]->Wait(&each->io).IgnoreError();
+  }
+}
+
+// The tile and those that follow it, in this block and the next ones.
+std::vector<const ShardedState::Tile*> ShardedState::From(tiering::BlockIndex block, const Tile& tile,
+                                                          size_t most) const {
+  std::vector<const Tile*> tiles;
+  for (const Tile* next = &tile; blocks_.contains(block); next = blocks_[++block].data()) {
+    const Tile* const end = blocks_[block].data() + blocks_[block].size();
+    for (; next != end; ++next) {
+      if (tiles.size() == most) return tiles;
+      tiles.push_back(next);
+    }
+    if (block.value() + 1 == static_cast<int>(blocks_.size())) break;
+  }
+  return tiles;
+}
+
+absl::Status ShardedState::Ask(const Tile& tile, Loaded* to) {
+  if (to->tile != nullptr && !to->is_checked) stores_[to->tile->store]->Wait(&to->io).IgnoreError();
+  to->tile = nullptr;
   swap::Store& store = *stores_[tile.store];
   std::array<void*, swap::kMaxSegments> places;
-  absl::Status status = store.ReadTileNow(
-      &ios_[0], tile.number, store.geometry().SegmentPlaces(tile.number, memory_.data(), &places),
-      aio::Priority::kDemand, swap::VersionChoice::kCommitted);
-  if (status.ok()) loaded_ = &tile;
-  return status;
+  RETURN_IF_ERROR(store.ReadSegments(&to->io, tile.number, 0, store.geometry().segments(tile.number),
+                                     store.geometry().SegmentPlaces(tile.number, to->memory, &places),
+                                     aio::Priority::kDemand, swap::VersionChoice::kCommitted));
+  to->tile = &tile;
+  to->is_checked = false;
+  return absl::OkStatus();
+}
+
+// Where the tile's segments are, until the next call.
+absl::StatusOr<const std::byte*> ShardedState::Load(tiering::BlockIndex block, const Tile& tile) {
+  if (loaded_.empty() || stores_[tile.store]->geometry().slot_bytes(tile.number) > memory_for_one_)
+    return absl::InvalidArgumentError("the parts of a run are read through memory for one tile");
+  const auto holder = [this](const Tile* of) {
+    return std::find_if(loaded_.begin(), loaded_.end(), [of](const auto& each) { return each->tile == of; });
+  };
+  auto found = holder(&tile);
+  if (found == loaded_.end() || !(*found)->is_checked) {
+    const std::vector<const Tile*> wanted = From(block, tile, loaded_.size());
+    for (const Tile* const next : wanted) {
+      if (holder(next) != loaded_.end()) continue;
+      const auto free = std::find_if(loaded_.begin(), loaded_.end(), [&](const auto& each) {
+        return std::find(wanted.begin(), wanted.end(), each->tile) == wanted.end();
+      });
+      RETURN_IF_ERROR(Ask(*next, free->get()));
+    }
+    found = holder(&tile);
+  }
+  Loaded& loaded = **found;
+  if (!loaded.is_checked) {
+    swap::Store& store = *stores_[tile.store];
+    absl::Status status = store.Wait(&loaded.io);
+    if (status.ok()) status = store.VerifyRead(loaded.io);
+    loaded.is_checked = status.ok();
+    if (!status.ok()) {
+      loaded.tile = nullptr;
+      return status;
+    }
+  }
+  return loaded.memory;
 }
 
 absl::Status ShardedState::ReadWeights(tiering::BlockIndex block, size_t from, void* run) {
@@ -243,12 +301,11 @@ absl::Status ShardedState::Read(tiering::BlockIndex block, int64_t first, int64_
     const int64_t from = std::max(first, tile.first),
                   to = std::min(first + elements, tile.first + tile.elements);
     if (from >= to) continue;
-    RETURN_IF_ERROR(Load(tile));
+    ASSIGN_OR_RETURN(const std::byte* const memory, Load(block, tile));
     const swap::Geometry& geometry = stores_[tile.store]->geometry();
     const size_t there = std::min<size_t>(segments, geometry.segments(tile.number));
     for (size_t s = 0; s < there; ++s) {
-      const std::byte* source =
-          memory_.data() + geometry.segment_start(tile.number, static_cast<uint32_t>(s));
+      const std::byte* source = memory + geometry.segment_start(tile.number, static_cast<uint32_t>(s));
       auto* target = static_cast<std::byte*>(places[s]);
       const int64_t width = precision_.segment_bytes[s];
       const auto copy = [&](int64_t target_at, int64_t source_at, int64_t bytes) {

@@ -13,6 +13,7 @@
 #ifndef PENSTOCK_ZERO_RANKS_SHARDED_STATE_H_
 #define PENSTOCK_ZERO_RANKS_SHARDED_STATE_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -46,11 +47,12 @@ nlohmann::json WholeIdentity(const std::string& identity);
 // commits too far apart (unless one is in use and may be moving on: its newest then).
 absl::StatusOr<std::vector<swap::Inspection>> InspectShards(const ShardDirectories& parts);
 
-// Ranges of blocks. Every tile that is read is checked; memory: one tile.
+// Ranges of blocks. Every tile that is read is checked.
 class ShardedState {
  public:
-  // `memory`: swap::kSectorBytes-aligned, MemoryBytes of the same inspections; only Read needs it. `engine`
-  // outlives it.
+  // `memory`: swap::kSectorBytes-aligned, MemoryBytes of the same inspections, for one tile; only Read needs
+  // it. With a multiple of it so many tiles less one are on their way while one is used. `engine` outlives
+  // it.
   static absl::StatusOr<std::unique_ptr<ShardedState>> Open(aio::Engine& engine,
                                                             const ShardDirectories& parts,
                                                             const std::vector<swap::Inspection>& inspections,
@@ -58,6 +60,9 @@ class ShardedState {
                                                             const tiering::Precision& precision,
                                                             std::span<std::byte> memory);
   static uint64_t MemoryBytes(const std::vector<swap::Inspection>& inspections);
+  ~ShardedState();
+  ShardedState(const ShardedState&) = delete;
+  ShardedState& operator=(const ShardedState&) = delete;
 
   // All segments of elements [first, first + elements) of a block, as a tile of that many has them, to
   // `places`, or the first of them, for as many as there are. What was frozen and has its weights alone has
@@ -81,15 +86,24 @@ class ShardedState {
   };
 
   ShardedState() = default;
+  // A tile in memory, or on its way there.
+  struct Loaded {
+    const Tile* tile = nullptr;  // null: none
+    bool is_checked = false;
+    std::byte* memory = nullptr;
+    swap::TileIo io;
+  };
   absl::Status PlaceTiles(const std::vector<int64_t>& block_elements);
-  absl::Status Load(const Tile& tile);
+  std::vector<const Tile*> From(tiering::BlockIndex block, const Tile& tile, size_t most) const;
+  absl::Status Ask(const Tile& tile, Loaded* to);
+  absl::StatusOr<const std::byte*> Load(tiering::BlockIndex block, const Tile& tile);
 
   tiering::Precision precision_;
-  std::span<std::byte> memory_;
+  uint64_t memory_for_one_ = 0;  // bytes of each Loaded
   std::vector<std::unique_ptr<swap::Store>> stores_;
   tiering::PerBlock<std::vector<Tile>> blocks_;  // in ascending order
   swap::TileIo ios_[2];
-  const Tile* loaded_ = nullptr;
+  std::vector<std::unique_ptr<Loaded>> loaded_;
 };
 
 }  // namespace penstock::zero

@@ -1137,7 +1137,7 @@ class Engine:
         it will be one of torch's own (an optimizer handed to deepspeed.initialize, or ``"torch_adam": true``), which counts steps in a
         tensor; default: as in the checkpoint that was loaded, else whether the configuration says so or an optimizer was handed over.
         overwrite: a universal checkpoint of that tag may be replaced: the old one stands until the new one is whole. Memory: a tile, and
-        16 MiB. Of one rank, between steps.
+        48 MiB. Of one rank, between steps.
         """
         if self._ready().is_open:
             raise RuntimeError("a step is open: the state is written between step() and the next forward")
