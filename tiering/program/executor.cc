@@ -1,6 +1,7 @@
 #include "tiering/program/executor.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "base/check.h"
@@ -52,10 +53,13 @@ void Executor::Append(std::vector<Op> ops) {
     Op& added = in.ops[in_piece(id)];
     if (KeepsOrder(added.lane)) order_[Index(added.lane)].push_back(id);
     if (added.lane == Lane::kCompute && compute_end_ < 0) compute_end_ = lanes_->Now();
-    std::sort(added.after.begin(), added.after.end());
-    added.after.erase(std::unique(added.after.begin(), added.after.end()), added.after.end());
+    Edges& after = added.after;
+    if (std::adjacent_find(after.begin(), after.end(), std::greater_equal<>()) != after.end()) {
+      std::sort(after.begin(), after.end());
+      after.erase(std::unique(after.begin(), after.end()), after.end());
+    }
     int32_t waits = 0;
-    for (const OpId before : added.after) {
+    for (const OpId before : after) {
       if (complete(before)) continue;
       piece(before).dependents[in_piece(before)].push_back(id);
       ++waits;
