@@ -15,9 +15,10 @@
 // Refused by name: pipeline, tensor and expert parallelism, frozen parameters, states that DeepSpeed left on
 // an NVMe drive, runs without ZeRO, optimizers without Adam's moments.
 //
-// Memory: what the files' pickles describe (some hundred bytes a tensor and rank) and for each kind a buffer
-// of 512 KiB. Needs no LibTorch. Threads: one, but for Read. Errors: kNotFound, kInvalidArgument: not such a
-// checkpoint, or not of this model; kDataLoss: cut short.
+// Memory: what the files' pickles describe (some hundred bytes a tensor and rank) and for masters
+// and each of the moments a buffer of 512 KiB, or of 18 MiB where parameters are published transposed. Needs
+// no LibTorch. Threads: one, but for Read. Errors: kNotFound, kInvalidArgument: not such a checkpoint, or not
+// of this model; kDataLoss: cut short.
 #ifndef PENSTOCK_MODELS_DEEPSPEED_CHECKPOINT_H_
 #define PENSTOCK_MODELS_DEEPSPEED_CHECKPOINT_H_
 

@@ -208,35 +208,26 @@ class UniversalWriter {
   int64_t ChunkElements() const { return Elements(1); }
   int64_t BatchElements() const { return Elements(6); }
 
-  // As they lie in the run, which is read from one end to the other.
-  std::vector<const PublishedTensor*> InOrder() const {
-    std::vector<const PublishedTensor*> tensors;
-    for (const PublishedTensor& tensor : layout_.tensors) tensors.push_back(&tensor);
-    std::stable_sort(tensors.begin(), tensors.end(), [](const auto* x, const auto* y) {
-      return std::pair(x->block, x->offset) < std::pair(y->block, y->offset);
-    });
-    return tensors;
-  }
-
   void AddParts(const PublishedTensor& tensor, std::vector<Part>* parts) const {
-    if (tensor.elements() == 0) parts->push_back({.tensor = &tensor});
-    if (!tensor.transposed) {
+    if (tensor.elements() == 0) {
+      parts->push_back({.tensor = &tensor});
+    } else if (!tensor.transposed) {
       for (int64_t from = 0; from < tensor.elements(); from += ChunkElements())
         parts->push_back({.tensor = &tensor,
                           .from = from,
                           .elements = std::min(ChunkElements(), tensor.elements() - from)});
-      return;
-    }
-    const int64_t wide = std::max<int64_t>(1, BatchElements() / std::max<int64_t>(1, tensor.rows));
-    for (int64_t column = 0; column < tensor.columns; column += wide) {
-      const int64_t width = std::min(wide, tensor.columns - column);
-      parts->push_back({&tensor, column * tensor.rows, width * tensor.rows, column, width});
+    } else {
+      const int64_t wide = std::max<int64_t>(1, BatchElements() / tensor.rows);
+      for (int64_t column = 0; column < tensor.columns; column += wide) {
+        const int64_t width = std::min(wide, tensor.columns - column);
+        parts->push_back({&tensor, column * tensor.rows, width * tensor.rows, column, width});
+      }
     }
   }
 
   absl::Status WriteParameters() {
     std::vector<Part> parts;
-    for (const PublishedTensor* const tensor : InOrder()) AddParts(*tensor, &parts);
+    for (const PublishedTensor& tensor : layout_.tensors) AddParts(tensor, &parts);
     auto next = parts.cbegin();  // the reading thread's
     ReadAhead<Batch> batches(kBatches, [&](Batch* to) -> absl::StatusOr<bool> {
       to->parts.clear();
@@ -268,6 +259,9 @@ class UniversalWriter {
     if (name.empty() || name == ".." || absl::StrContains(name, "/"))
       return absl::InvalidArgumentError(absl::StrCat("--names: \"", name, "\" is no name of a parameter"));
     const std::string directory = absl::StrCat(tag_, "/zero/", name);
+    if (IsThere(directory))
+      return absl::InvalidArgumentError(
+          absl::StrCat("--names: two parameters are called \"", name, "\", or it is no name of one"));
     RETURN_IF_ERROR(MakeDirectory(directory));
     RETURN_IF_ERROR(WriteStep(directory + "/step.pt"));
     TorchPickle pickle;
@@ -307,8 +301,11 @@ class UniversalWriter {
 
   // On the reading thread: to values from `at` on.
   absl::Status ReadPart(const Part& part, int64_t at, Buffers* to) {
-    for (std::vector<float>& values : *to)
+    for (std::vector<float>& values : *to) {
+      values.reserve(static_cast<size_t>(BatchElements()));
       values.resize(std::max(values.size(), static_cast<size_t>(at + part.elements)));
+    }
+    if (part.elements == 0) return absl::OkStatus();
     if (!part.tensor->transposed) return Read(*part.tensor, part.from, part.elements, at, to);
     const int64_t rows = part.tensor->rows, columns = part.tensor->columns;
     const int64_t high = std::clamp<int64_t>(ChunkElements() / columns, 1, rows);
@@ -369,13 +366,15 @@ class UniversalWriter {
     pickle->Json(groups);
   }
 
-  // Stage 3 gives every group the options of the first: those in which they differ, rates too, are left to
-  // its own configuration.
+  // Stage 3 gives every group the options of the first: those in which they differ are left to its own
+  // configuration. But for the rate where there is a scheduler: until that sets the rates, the first group's
+  // is nearer than what the configuration begins with.
   nlohmann::json Common() const {
     nlohmann::json common = run_.groups[0];
     for (const nlohmann::json& group : run_.groups) {
       for (const auto& [key, value] : run_.groups[0].items()) {
-        if (group.value(key, nlohmann::json()) != value) common.erase(key);
+        const bool scheduled = key == "lr" && options_.has_scheduler;
+        if (!scheduled && group.value(key, nlohmann::json()) != value) common.erase(key);
       }
     }
     nlohmann::json groups = nlohmann::json::array();

@@ -10,9 +10,9 @@
 // The tag is OUT/.TAG.partial until it is whole and on the drive. One that it replaces is OUT/.TAG.replaced
 // while the names change; where a kill comes just then, the next call brings it back. Needs no LibTorch.
 //
-// Each element is read once, but for matrices that are published transposed and larger than the memory given:
-// those are read once for each strip. The next values are read, on a thread of their own, while the last are
-// turned and written past the page cache.
+// Each element is read once, but for matrices that are published transposed and whose values and moments are
+// larger than three eighths of the memory given: those are read once for each strip. The next values are
+// read, on a thread of their own, while the last are turned and written past the page cache.
 #ifndef PENSTOCK_MODELS_DEEPSPEED_UNIVERSAL_H_
 #define PENSTOCK_MODELS_DEEPSPEED_UNIVERSAL_H_
 
@@ -37,6 +37,7 @@ struct UniversalOptions {
   uint64_t memory_bytes = uint64_t{128} << 20;  // of buffers
   NameMap names;                // published name -> DeepSpeed's; those that are not there are the same
   bool step_is_tensor = false;  // as torch's own optimizers keep it; DeepSpeed's keep a number
+  bool has_scheduler = false;   // which sets the rate of each group anew after the next step
   std::function<void(uint64_t done, uint64_t total)> progress;  // bytes
 };
 

@@ -183,7 +183,7 @@ absl::StatusOr<std::unique_ptr<TorchWriter>> TorchWriter::Create(const std::stri
   writer->Add("data.pkl", code.size());
   writer->Add("byteorder", 6);
   writer->Add("version", version.size());
-  writer->now_ = writer->first_storage_ = writer->members_.size();
+  writer->now_ = writer->members_.size();
   for (size_t s = 0; s < pickle.storages_.size(); ++s)
     writer->Add(absl::StrCat("data/", s), pickle.storages_[s]);
   RETURN_IF_ERROR(stream->Open(path, writer->end_));

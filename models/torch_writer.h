@@ -95,7 +95,6 @@ class TorchWriter {
   const std::string path_;
   swap::WriteStream& stream_;
   uint64_t end_ = 0;
-  size_t first_storage_ = 0;
   size_t now_ = 0;  // the member that is being written
   bool ended_ = false;
   std::vector<Member> members_;

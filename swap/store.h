@@ -21,11 +21,12 @@
 //   ... when write.finished(): status = (*store)->NoteWritten(&write, checksums);
 //   ... when every tile of the step is noted: Commit, FinishCommit.
 //
-// Threads: one thread (the executor) calls everything, except reads of a version that is held (Retain) and
-// SegmentChecksum, VerifyRead, geometry() and the other const functions marked so, which any thread may call
-// at any time. Completions are reported on the engine's I/O threads through the callbacks of TileIo and
-// CommitIo, which do not touch the store's state. With the `sim` backend the same, all on the caller's
-// thread. Nothing is allocated per transfer or commit once each CommitIo and TileIo has been used once.
+// Threads: one thread at a time (the executor) calls everything, except reads of a version that is held
+// (Retain) and SegmentChecksum, VerifyRead, geometry() and the other const functions marked so, which any
+// thread may call at any time. Completions are reported on the engine's I/O threads through the callbacks of
+// TileIo and CommitIo, which do not touch the store's state. With the `sim` backend the same, all on the
+// caller's thread. Nothing is allocated per transfer or commit once each CommitIo and TileIo has been used
+// once.
 //
 // Ownership: the engine and its arenas outlive the store, which waits for its pending transfers when it is
 // destroyed. TileIo, CommitIo and the memory that they move belong to the caller until

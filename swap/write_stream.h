@@ -5,7 +5,7 @@
 //   status = stream.Open("model.pt", bytes);   // the first of as many files as one likes
 //   status = stream.Append(data);              // copied; full chunks are written meanwhile
 //   status = stream.Overwrite(14, checksum);   // of what has been appended: what is known only now
-//   status = stream.Finish();                  // in the file; SyncData, or a later fsync, makes it durable
+//   status = stream.Finish();                  // in the file, and closed; an fsync of it makes it durable
 //
 // A file that is open when the stream goes, or when another is opened, is left as it is: cut short, or longer
 // than what it has. Threads: one. Ownership: engine and memory outlive the stream, whose destructor waits for

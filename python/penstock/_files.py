@@ -43,15 +43,21 @@ class _Writer:
     def __init__(self, file: _core.File) -> None:
         self._file = file
         self._engine = _core.Engine(block_bytes=2 * _MIB, bytes_in_flight=_PIECE * _PIECES)
-        self._memory = _core.LockedMemory(_PIECE * _PIECES)
-        self._addresses = [self._memory.address + i * _PIECE for i in range(_PIECES)]
-        self._views = [memoryview((ctypes.c_char * _PIECE).from_address(address)).cast("B") for address in self._addresses]
-        self._under_way: List[Optional[_core.Transfer]] = [None] * _PIECES
+        self._memories: List[_core.LockedMemory] = []
+        self._views: List[memoryview] = []
+        self._under_way: List[Optional[_core.Transfer]] = []
+        self._add_piece()
         self._now = 0
         self._filled = 0
         self._at = 0  # where the buffer being filled goes
         self._space = 0
         self.failure: Optional[BaseException] = None
+
+    def _add_piece(self) -> None:
+        memory = _core.LockedMemory(_PIECE)
+        self._memories.append(memory)
+        self._views.append(memoryview((ctypes.c_char * _PIECE).from_address(memory.address)).cast("B"))
+        self._under_way.append(None)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -84,11 +90,13 @@ class _Writer:
                 wanted = end  # there may be room for what there is
                 self._file.preallocate(wanted)
             self._space = wanted
-        address = self._addresses[self._now]
-        self._under_way[self._now] = self._engine.write(self._file, self._at, address, self._filled, self._memory)
+        memory = self._memories[self._now]
+        self._under_way[self._now] = self._engine.write(self._file, self._at, memory.address, self._filled, memory)
         self._at = end
         self._filled = 0
         self._now = (self._now + 1) % _PIECES
+        if self._now == len(self._memories):
+            self._add_piece()
         before = self._under_way[self._now]
         if before is not None:
             self._under_way[self._now] = None
@@ -158,7 +166,7 @@ def save(obj: Any, path: PathLike, *, crc32: Optional[bool] = None, **arguments:
     look at; None is as torch.serialization.set_crc32_options() says. Without effect where torch has no such option.
     arguments: pickle_module and pickle_protocol, as torch.save's.
 
-    Takes 64 MiB of locked memory meanwhile. Raises OSError (errno, filename), with path as it was; what pickling raises.
+    Takes up to 64 MiB of locked memory meanwhile, less for less. Raises OSError (errno, filename), with path as it was; what pickling raises.
     """
     target = _path_of(path, "torch.save")
     if os.path.isdir(target):

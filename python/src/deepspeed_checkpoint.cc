@@ -213,6 +213,7 @@ absl::Status Export(zero::Engine& engine, const models::ModelLayout& layout, con
   what.at("overwrite").get_to(options.overwrite);
   what.at("names").get_to(options.names);
   what.at("torch_optimizer").get_to(options.step_is_tensor);
+  what.at("has_scheduler").get_to(options.has_scheduler);
   options.memory_bytes = kExportMemoryBytes;
   models::DeepSpeedProgress progress;
   progress.version = models::kDeepSpeedVersion;

@@ -49,13 +49,14 @@ struct GivenImport {
 GivenImport MakeImport(const nlohmann::json& given);
 
 // Makes the run in options.storage.state_dirs of the checkpoint: this rank's part of it. What stands there is
-// replaced once everything in the checkpoint has been looked at. Memory: 24 MiB. Several ranks call it
+// replaced once everything in the checkpoint has been looked at. Memory: some 40 MiB. Several ranks call it
 // together. kInvalidArgument: another checkpoint lies there by now.
 absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, const Layouts& layouts,
                        const zero::EngineOptions& options);
 
 // Writes the state of an engine of one rank as DeepSpeed's universal checkpoint. what: directory, tag,
-// overwrite, names, groups, lr_scheduler, client, samples, torch_optimizer. Memory: a tile, and 48 MiB.
+// overwrite, names, groups, lr_scheduler, client, samples, torch_optimizer, has_scheduler. Memory: a tile,
+// and 48 MiB.
 absl::Status ExportRun(zero::Engine& engine, const models::ModelLayout& layout, const nlohmann::json& what);
 
 }  // namespace penstock::python

@@ -429,8 +429,8 @@ def test_groups_sub_groups_buffers_schedulers_and_client_states_go_on(tmp_path):
         assert [step(engine, batch) for batch in data[7:]] == pytest.approx(expected[7:], abs=1e-5)
     theirs = torch.load(tmp_path / "out" / "global_step7_universal" / "zero" / "optimizer_state.pt")
     assert [group["weight_decay"] for group in theirs["param_groups"]] == [0.1, 0.0]
-    for option in ("weight_decay", "lr"):  # stage 3 takes the first's for all
-        assert all(option not in group for group in theirs["optimizer_state_dict"]["param_groups"])
+    for group in theirs["optimizer_state_dict"]["param_groups"]:  # stage 3 takes the first's for all
+        assert "weight_decay" not in group and group["lr"] == lr[0]
     with engine_of(tmp_path / "again") as engine:
         engine.load_checkpoint(tmp_path / "out")
         with torch.no_grad():
@@ -446,6 +446,17 @@ def test_groups_sub_groups_buffers_schedulers_and_client_states_go_on(tmp_path):
         after = everything(engine)
         assert engine.get_lr() == lr and engine.global_steps == 7
     assert all(torch.equal(a, b) for name in before for a, b in zip(before[name], after[name]))
+
+
+def test_rates_of_groups_that_nothing_sets_anew_are_left_to_the_script(tmp_path):
+    model = various()
+    with make(model, tmp_path / "state", optimizer=two_groups(model)) as engine:
+        step(engine, images(1)[0])
+        with pytest.warns(UserWarning, match="different learning rates: DeepSpeed's stage 3 leaves them as its own optimizer has them"):
+            engine.export_checkpoint(tmp_path / "out")
+    theirs = torch.load(tmp_path / "out" / "global_step1_universal" / "zero" / "optimizer_state.pt")
+    assert [group["lr"] for group in theirs["param_groups"]] == [1e-2, 5e-3]
+    assert all("lr" not in group for group in theirs["optimizer_state_dict"]["param_groups"])
 
 
 def test_groups_and_schedulers_of_another_kind_are_told_or_refused(tmp_path):
@@ -880,6 +891,58 @@ def test_scripts_of_deepspeed_find_their_checkpoint(tmp_path, in_child):
     assert status == 0, error
     assert json.loads(out.splitlines()[-1]) == pytest.approx([each["loss"] for each in golden["cases"]["zero1"]["losses"][4:]], abs=1e-5)
     assert (tmp_path / "out" / "latest_universal").read_text() == "global_step8_universal"
+
+
+def test_a_trainer_goes_on_from_a_directory_that_it_made_with_deepspeed(tmp_path):
+    pytest.importorskip("accelerate")
+    unpack("zero3", tmp_path / "out" / "checkpoint-4")
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import torch, transformers
+import test_deepspeed_checkpoint as tests
+torch.set_num_threads(1)
+losses = []
+
+class Trainer(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, **unused):
+        rows = inputs["input_ids"]
+        logits = model(input_ids=rows[:, :-1]).logits.float()
+        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), rows[:, 1:].reshape(-1))
+        losses.append(loss.item())
+        return loss
+
+    def _get_train_sampler(self, *unused):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+class Stop(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **unused):
+        control.should_training_stop = state.global_step == 8
+
+out = sys.argv[2]
+arguments = transformers.TrainingArguments(
+    out, max_steps=12, per_device_train_batch_size=2, learning_rate=1e-3, adam_beta2=0.99, weight_decay=0.05, warmup_steps=6, save_strategy="no",
+    report_to=[], use_cpu=True, disable_tqdm=True, deepspeed=tests.config_of("zero3"),
+)
+transformers.trainer_callback.TrainerState(global_step=4, max_steps=12, train_batch_size=2).save_to_json(out + "/checkpoint-4/trainer_state.json")
+data = [{"input_ids": row} for step in range(1, 13) for row in tests.rows_of(step)]
+trainer = Trainer(model=tests.gpt(), args=arguments, train_dataset=data, callbacks=[Stop()])
+trainer.train(resume_from_checkpoint=out + "/checkpoint-4")
+assert trainer.state.global_step == 8
+print("LOSSES", json.dumps(losses))
+"""
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-m", "penstock.run", str(script), os.path.dirname(__file__), str(tmp_path / "out")],
+        capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    (told,) = [line for line in ran.stdout.splitlines() if line.startswith("LOSSES ")]
+    expected = [each["loss"] for each in golden["cases"]["zero3"]["losses"][4:]]
+    assert json.loads(told[len("LOSSES ") :]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_kill_while_it_is_loaded_loses_nothing(tmp_path):

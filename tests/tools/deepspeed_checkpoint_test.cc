@@ -8,10 +8,16 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 
 #include "absl/strings/escaping.h"
+#include "aio/arena.h"
+#include "aio/engine.h"
 #include "models/torch_file.h"
+#include "models/torch_writer.h"
+#include "swap/format.h"
+#include "swap/write_stream.h"
 #include "tests/tools/penstock_program.h"
 #include "tiering/plan/model_graph.h"
 #include "zero/engine/new_state.h"
@@ -129,6 +135,44 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
   const std::map<int, double> losses = GoOn(first, 8);
   EXPECT_EQ(GoOn(second, 8), losses);
   EXPECT_EQ(losses.size(), 4u);
+}
+
+// What its config says of another machine is told, and is no part of the run.
+TEST_F(DeepSpeedCheckpointTest, WhatIsOfAnotherMachineIsNotKept) {
+  const std::string first = dir_ + "/first", second = dir_ + "/second", out = dir_ + "/universal";
+  ASSERT_EQ(Run(Import(Checkpoint("zero3"), first)).code, 0);
+  ASSERT_EQ(Run({"export-checkpoint", first, out}).code, 0);
+  json config = Golden()["cases"]["zero3"]["config"];
+  config["csv_monitor"] = {{"enabled", true}, {"output_path", dir_ + "/theirs"}, {"job_name", "run"}};
+  models::TorchPickle pickle;
+  pickle.Json({{"module", json::object()},
+               {"optimizer", nullptr},
+               {"lr_scheduler", {{"last_batch_iteration", 3}}},
+               {"skipped_steps", 0},
+               {"global_steps", 4},
+               {"dp_world_size", 2},
+               {"mp_world_size", 1},
+               {"ds_config", config},
+               {"ds_version", "0.19.8"}});
+  auto engine = aio::Engine::Create({});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  aio::ArenaOptions options;
+  options.lock = false;
+  options.bytes = 2 * swap::kSectorBytes;
+  auto arena = aio::Arena::Create(options);
+  ASSERT_TRUE(arena.ok()) << arena.status();
+  swap::WriteStream stream(**engine, std::span((*arena)->data(), options.bytes), swap::kSectorBytes);
+  auto file = models::TorchWriter::Create(out + "/global_step4_universal/mp_rank_00_model_states.pt", pickle,
+                                          &stream);
+  ASSERT_TRUE(file.ok()) << file.status();
+  ASSERT_TRUE((*file)->Finish().ok());
+  const Ran imported = Run(Import(out, second));
+  ASSERT_EQ(imported.code, 0) << imported.err;
+  EXPECT_THAT(imported.err,
+              HasSubstr("what the checkpoint's ds_config says of memory, drives and monitors is "
+                        "not kept: give train --config for it"));
+  EXPECT_EQ(GoOn(second, 8), GoOn(first, 8));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/theirs"));
 }
 
 TEST_F(DeepSpeedCheckpointTest, ARunOfPythonsIsToldWhereItIsExported) {

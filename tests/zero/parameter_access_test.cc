@@ -5,12 +5,16 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <thread>
+#include <vector>
 
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tests/zero/training.h"
 #include "zero/engine/engine.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -94,6 +98,38 @@ struct Home {
   int64_t more_bytes = 0;  // than the least
   bool keeps_checkpoints = false;
 };
+
+// On another thread than the engine's: the same values, in memory that the engine counts.
+TEST(ParameterAccess, RangesAreReadOnAnyThreadInTheEnginesMemory) {
+  RunOptions run;
+  run.state_dir = testing_support::ScratchDirectory();
+  std::filesystem::create_directories(run.state_dir);
+  std::unique_ptr<Engine> engine = Open(run);
+  ASSERT_NE(engine, nullptr);
+  Step(*engine, run);
+  const TensorMemoryStats before = TensorMemory::Stats();
+  const absl::Status status = engine->ReadRanges([](const Engine::ReadRange& read) {
+    constexpr int64_t kElements = 512;
+    std::vector<float> values[2][3];
+    for (auto& of_thread : values) {
+      for (std::vector<float>& each : of_thread) each.assign(kElements, -1);
+    }
+    const auto read_to = [&](std::vector<float>* to) {
+      return read(1, 64, kElements, to[0].data(), to[1].data(), to[2].data());
+    };
+    absl::Status here = read_to(values[0]), there;
+    std::thread([&] { there = read_to(values[1]); }).join();
+    EXPECT_TRUE(std::equal(values[0], values[0] + 3, values[1]));
+    EXPECT_NE(values[0][1], std::vector<float>(kElements, -1));
+    here.Update(there);
+    return here;
+  });
+  EXPECT_TRUE(status.ok()) << status;
+  const TensorMemoryStats after = TensorMemory::Stats();
+  EXPECT_EQ(after.live_bytes, before.live_bytes);
+  EXPECT_EQ(after.kept_bytes, before.kept_bytes);
+  EXPECT_EQ(after.peak_bytes, before.peak_bytes);
+}
 
 class StateWrittenIn : public testing_support::ScratchTest,
                        public testing::WithParamInterface<kernels::DType> {

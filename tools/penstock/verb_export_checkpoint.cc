@@ -116,13 +116,15 @@ nlohmann::json LossScaler(const ExportedRun& run) {
 // Masters and moments of any range of a block, out of the stores of all ranks.
 class Moments {
  public:
-  static absl::StatusOr<std::unique_ptr<Moments>> Open(const ExportedRun& run) {
+  static absl::StatusOr<std::unique_ptr<Moments>> Open(const ExportedRun& run, int64_t memory_bytes) {
     RETURN_IF_ERROR(CheckNotTrained(run.state));
     auto moments = std::make_unique<Moments>();
     moments->format_ = run.format;
     aio::ArenaOptions options;
     options.lock = false;
-    options.bytes = kTilesAtOnce * zero::ShardedState::MemoryBytes(run.state.inspections);
+    const uint64_t of_one = zero::ShardedState::MemoryBytes(run.state.inspections);
+    options.bytes =
+        std::clamp<uint64_t>(static_cast<uint64_t>(memory_bytes) / 4 / of_one, 1, kTilesAtOnce) * of_one;
     ASSIGN_OR_RETURN(moments->arena_, aio::Arena::Create(options));
     aio::EngineOptions io_options;
     io_options.log = [](std::string_view) {};
@@ -207,7 +209,7 @@ absl::Status Export(const ExportCheckpointFlags& flags, std::ostream& out) {
     memory = *given;
   }
   ASSIGN_OR_RETURN(const ExportedRun run, FindRun(flags));
-  ASSIGN_OR_RETURN(std::unique_ptr<Moments> moments, Moments::Open(run));
+  ASSIGN_OR_RETURN(std::unique_ptr<Moments> moments, Moments::Open(run, memory));
   models::DeepSpeedProgress progress;
   progress.step = static_cast<int64_t>(moments->recovered().step);
   progress.updates = static_cast<int64_t>(moments->recovered().updates);

@@ -33,16 +33,16 @@
 // goes on from the newest commit of which that is true. Evaluate is given the same batches everywhere. An
 // error of one rank ends the others' next call as well.
 //
-// Threads: everything is called from one thread, on which the callbacks run as well. Engines in one process,
-// each called from its own thread, do not meet: memory, limits, directories and options are each one's. They
-// share the processors, and with LibTorch its number of threads. A forked child makes an engine of its own:
-// calls of its parent's are kFailedPrecondition there, and to destroy that one does nothing. No signal is
-// handled and no allocator replaced here. Errors:
-// kFailedPrecondition (budget too small, run locked, directory in use), kInvalidArgument (the caller's
-// numbers), kDataLoss, kResourceExhausted, ... An error of the Compute ends the
-// step or the evaluation and no more, with one rank: the engine is as it was before the call, and the step
-// may be made again. After any other error of Step, Evaluate or Flush the engine is done for: the last commit
-// stands, and a new engine resumes from it. usable() tells which it was.
+// Threads: everything is called from one thread (but see ReadRanges), on which the callbacks run as well.
+// Engines in one process, each called from its own thread, do not meet: memory, limits, directories and
+// options are each one's. They share the processors, and with LibTorch its number of threads. A forked child
+// makes an engine of its own: calls of its parent's are kFailedPrecondition there, and to destroy that one
+// does nothing. No signal is handled and no allocator replaced here. Errors: kFailedPrecondition (budget too
+// small, run locked, directory in use), kInvalidArgument (the caller's numbers), kDataLoss,
+// kResourceExhausted, ... An error of the Compute ends the step or the evaluation and no more, with one rank:
+// the engine is as it was before the call, and the step may be made again. After any other error of Step,
+// Evaluate or Flush the engine is done for: the last commit stands, and a new engine resumes from it.
+// usable() tells which it was.
 #ifndef PENSTOCK_ZERO_ENGINE_ENGINE_H_
 #define PENSTOCK_ZERO_ENGINE_ENGINE_H_
 
@@ -178,7 +178,8 @@ class Engine {
   absl::Status WriteState(std::string_view parameter, StateKind kind, const TensorView& value);
   // All of it, range by range: elements [first, first + elements) of a block's run (zero/compute/
   // flat_layout.h), as fp32 masters and both moments, for as long as `use` runs. Best in ascending order. Of
-  // one rank. Memory: a tile's.
+  // one rank. Memory: a tile's. The range may be read on another thread, one call at a time, while `use`
+  // waits.
   using ReadRange = std::function<absl::Status(int block, int64_t first, int64_t elements, float* master,
                                                float* m, float* v)>;
   absl::Status ReadRanges(const std::function<absl::Status(const ReadRange&)>& use);

@@ -49,7 +49,9 @@ absl::Status Engine::Impl::ReadRanges(const std::function<absl::Status(const Rea
   if (resources_->others() != nullptr) return OnePartOnly();
   RETURN_IF_ERROR(BroadcastError(Flush()));
   ParameterAccess access = Access();
+  TensorPool* const tensors = TensorMemory::Here();  // on whatever thread it is read
   return use([&](int block, int64_t first, int64_t elements, float* master, float* m, float* v) {
+    const TensorScope scope(tensors);
     return access.ReadRange(tiering::BlockIndex(block), first, elements, {master, m, v});
   });
 }

@@ -1166,10 +1166,13 @@ class Engine:
                 stacklevel=2,
             )
         if len({group["lr"] for group in self.optimizer.param_groups}) > 1:
-            warnings.warn(
-                "groups have different learning rates: DeepSpeed's stage 3 takes them from its own optimizer, until its scheduler makes a step",
-                stacklevel=2,
-            )
+            taken = "leaves them as its own optimizer has them"
+            if self.lr_scheduler is not None:
+                taken = (
+                    "gives all the first one's for a step; after load_checkpoint there, "
+                    'for group, lr in zip(engine.optimizer.param_groups, scheduler.get_last_lr()): group["lr"] = lr'
+                )
+            warnings.warn(f"groups have different learning rates: DeepSpeed's stage 3 {taken}", stacklevel=2)
         if self._changed_buffers():
             warnings.warn(
                 f"DeepSpeed loads no buffers from a universal checkpoint: {', '.join(self._changed_buffers())} will be as the model has them there",
@@ -1188,6 +1191,7 @@ class Engine:
             "client": client,
             "samples": self._samples if self._watch is None else self._watch.samples,
             "torch_optimizer": truth(torch_optimizer, "torch_optimizer"),
+            "has_scheduler": self.lr_scheduler is not None,
         }
         self._core.export_checkpoint(json.dumps(what, allow_nan=False), [[name for name, _ in block.parameters] for block in self._blocks])
         return path

@@ -1,0 +1,152 @@
+// Every value of a universal checkpoint, against where it was read: tensors of all sizes and shapes, in
+// little memory and in much.
+#include "models/deepspeed_universal.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "models/torch_file.h"
+
+namespace penstock::models {
+namespace {
+
+using testing::HasSubstr;
+
+class DeepSpeedUniversalTest : public testing::Test {
+ protected:
+  DeepSpeedUniversalTest() {
+    char name[] = "universal-test-XXXXXX";
+    directory_ = std::filesystem::absolute(mkdtemp(name)).string();
+    // A matrix that three blocks have the rows of; then a block of everything.
+    layout_.tensors.push_back({.name = "wte", .rows = 250, .columns = 64, .rows_of_block = 100});
+    const auto add = [&](PublishedTensor tensor) {
+      tensor.block = 3;
+      tensor.offset = end_;
+      end_ += (tensor.elements() + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
+      layout_.tensors.push_back(std::move(tensor));
+    };
+    add({.name = "in", .rows = 300, .columns = 500, .transposed = true});
+    add({.name = "bias", .rows = 7});
+    add({.name = "empty", .rows = 0});
+    add({.name = "tall", .rows = 40'000, .columns = 3, .transposed = true});  // a column is more than a batch
+    add({.name = "wide", .rows = 2, .columns = 50'000, .transposed = true});  // and a row more than a chunk
+    add({.name = "plain", .rows = 321, .columns = 400});
+    add({.name = "cube", .rows = 24, .shape = std::vector<uint64_t>{2, 3, 4}});
+    add({.name = "last", .rows = 1, .columns = 1, .transposed = true});
+    layout_.block_elements = {6400, 6400, 6400, end_};
+    progress_.step = progress_.updates = 3;
+    progress_.groups = nlohmann::json::array({{{"lr", 0.5}}});
+    options_.directory = directory_;
+    options_.tag = "tag";
+    options_.overwrite = true;
+  }
+  ~DeepSpeedUniversalTest() override { std::filesystem::remove_all(directory_); }
+
+  static float ValueAt(size_t kind, int block, int64_t element) {
+    return static_cast<float>((element * 31 + block * 7 + static_cast<int64_t>(kind) * 13) % 16'777'213);
+  }
+  static absl::Status Read(int block, int64_t first, int64_t elements, float* master, float* m, float* v) {
+    const std::array<float*, 3> to = {master, m, v};
+    for (size_t k = 0; k < 3; ++k) {
+      for (int64_t i = 0; i < elements; ++i) to[k][i] = ValueAt(k, block, first + i);
+    }
+    return absl::OkStatus();
+  }
+
+  void ExpectWhole() const {
+    for (const PublishedTensor& tensor : layout_.tensors) {
+      for (size_t k = 0; k < 3; ++k) {
+        const std::string path = directory_ + "/tag/zero/" + tensor.name + "/" +
+                                 std::array{"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"}[k];
+        SCOPED_TRACE(path);
+        const absl::StatusOr<std::unique_ptr<TorchFile>> file = TorchFile::Open(path);
+        ASSERT_TRUE(file.ok()) << file.status();
+        const TorchTensor* const found = (*file)->root()["param"].tensor();
+        ASSERT_NE(found, nullptr);
+        std::vector<int64_t> sizes;
+        for (const uint64_t size : tensor.published_shape()) sizes.push_back(static_cast<int64_t>(size));
+        ASSERT_EQ(found->sizes, sizes);
+        std::vector<float> values(static_cast<size_t>(found->elements));
+        ASSERT_TRUE((*file)->Read(*found, 0, std::as_writable_bytes(std::span(values))).ok());
+        for (int64_t e = 0; e < found->elements; ++e) {
+          const int64_t kept = tensor.transposed ? e % tensor.rows * tensor.columns + e / tensor.rows : e;
+          const TensorPlace place = PlaceOf(tensor, kept);
+          ASSERT_EQ(values[static_cast<size_t>(e)], ValueAt(k, place.block, place.first)) << e;
+        }
+      }
+      EXPECT_TRUE(std::filesystem::exists(directory_ + "/tag/zero/" + tensor.name + "/step.pt"));
+    }
+  }
+
+  std::string directory_;
+  int64_t end_ = 0;
+  ModelLayout layout_;
+  DeepSpeedProgress progress_;
+  UniversalOptions options_;
+};
+
+TEST_F(DeepSpeedUniversalTest, HasEveryValueInAnyMemory) {
+  for (const uint64_t memory : {uint64_t{1} << 20, uint64_t{3'456'789}, uint64_t{128} << 20}) {
+    SCOPED_TRACE(memory);
+    options_.memory_bytes = memory;
+    uint64_t last = 0, all = 0;
+    options_.progress = [&](uint64_t done, uint64_t total) {
+      EXPECT_GE(done, last);
+      last = done;
+      all = total;
+    };
+    const absl::Status written = WriteUniversal(progress_, layout_, Read, options_);
+    ASSERT_TRUE(written.ok()) << written;
+    EXPECT_EQ(last, all);
+    ExpectWhole();
+  }
+}
+
+// Wherever reading fails, the error is told and the checkpoint before it stands.
+TEST_F(DeepSpeedUniversalTest, AReadThatFailsLeavesTheOldOne) {
+  options_.memory_bytes = 1 << 20;
+  std::atomic<int> reads{0};
+  int fails_at = -1;
+  const auto read = [&](int block, int64_t first, int64_t elements, float* master, float* m, float* v) {
+    if (reads++ == fails_at) return absl::DataLossError("a tile is damaged");
+    return Read(block, first, elements, master, m, v);
+  };
+  ASSERT_TRUE(WriteUniversal(progress_, layout_, read, options_).ok());
+  const int all = reads;
+  ASSERT_GT(all, 20);
+  for (const int at : {0, 1, all / 3, all / 2, all - 1}) {
+    reads = 0;
+    fails_at = at;
+    EXPECT_EQ(WriteUniversal(progress_, layout_, read, options_), absl::DataLossError("a tile is damaged"));
+    EXPECT_FALSE(std::filesystem::exists(directory_ + "/.tag.partial"));
+    ExpectWhole();
+  }
+}
+
+TEST_F(DeepSpeedUniversalTest, NamesThatAreNoneOrTwosAreRefused) {
+  for (const auto& [name, why] : {std::pair{"../tall", "\"../tall\" is no name of a parameter"},
+                                  {"plain", "two parameters are called \"plain\""},
+                                  {"wte", "two parameters are called \"wte\""},
+                                  {".", "or it is no name of one"}}) {
+    options_.names["tall"] = name;
+    const absl::Status refused = WriteUniversal(progress_, layout_, Read, options_);
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << name;
+    EXPECT_THAT(refused.message(), HasSubstr(why));
+    EXPECT_TRUE(std::filesystem::is_empty(directory_));
+  }
+}
+
+}  // namespace
+}  // namespace penstock::models
