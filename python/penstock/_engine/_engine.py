@@ -1168,10 +1168,7 @@ class Engine:
         if len({group["lr"] for group in self.optimizer.param_groups}) > 1:
             taken = "leaves them as its own optimizer has them"
             if self.lr_scheduler is not None:
-                taken = (
-                    "gives all the first one's for a step; after load_checkpoint there, "
-                    'for group, lr in zip(engine.optimizer.param_groups, scheduler.get_last_lr()): group["lr"] = lr'
-                )
+                taken = "gives all the first one's for a step, unless its script sets them after load_checkpoint (docs/deepspeed.md)"
             warnings.warn(f"groups have different learning rates: DeepSpeed's stage 3 {taken}", stacklevel=2)
         if self._changed_buffers():
             warnings.warn(
