@@ -36,6 +36,8 @@ test-deps: deps
 	@scripts/install-deps tests || echo "make test: goes on without tests of file systems, network namespaces and pages in a browser" >&2
 	@scripts/install-deps python || echo "make test: goes on without the Python package's tests" >&2
 
+# Threads of tests that have nothing to do do not spin: several programs share the processors.
+test: export OMP_WAIT_POLICY ?= passive
 test: test-deps build
 	@cd $(BUILD) && ctest --output-on-failure -j $(JOBS)
 
