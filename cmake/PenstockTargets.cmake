@@ -134,7 +134,7 @@ function(penstock_program)
 endfunction()
 
 # What `make sanitize` builds and runs (ctest -L sanitize): the programs that handle files, bytes and memory by hand.
-set(PENSTOCK_SANITIZE_JOB "^(aio|optim|swap)_|^base_read_ahead_test$|^zero_tensor_region_test$|^text_|^fuzz_(profile_json|safetensors_header|store_format|checkpoint_open|tokenizer_json|tokenizer_text)$")
+set(PENSTOCK_SANITIZE_JOB "^(aio|optim|swap)_|^base_read_ahead_test$|^tools_deepspeed_universal_test$|^zero_tensor_region_test$|^text_|^fuzz_(profile_json|safetensors_header|store_format|checkpoint_open|tokenizer_json|tokenizer_text)$")
 add_custom_target(sanitize_job)
 # A test program that is one of these belongs to that job.
 function(penstock_note_for_sanitize_job target)
