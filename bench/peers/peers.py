@@ -11,49 +11,82 @@ import signal
 import statistics
 import subprocess
 import sys
-import venv
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "release" / "bin"
 WORK = ROOT / "build" / "peers"
+RESULTS = ROOT / "bench" / "results" / "peers"
 OURS = WORK / "penstock"  # beside the environment, which other comparisons use
 # What several comparisons install is one environment, and compiled once.
-DEEPSPEED = ["torch", "transformers", "deepspeed", "safetensors", "ninja", "setuptools", "numpy"]
+DEEPSPEED = ["torch", "transformers", "deepspeed", "torchao", "safetensors", "ninja", "setuptools", "numpy"]
 TRANSFORMERS = ["torch", "transformers", "accelerate", "safetensors", "numpy"]
 
 
 class Environment:
-    """A virtual environment with packages from PyPI, made once under build/peers/NAME."""
+    """A virtual environment with packages from PyPI, made once under build/peers/NAME.
 
-    def __init__(self, name, packages):
+    `compiled` are packages that are compiled against the others, which come first; `env` is for their compilers. What does not
+    install is no exception: `error` says why, and whoever needs the environment is a row with it.
+    """
+
+    def __init__(self, name, packages, compiled=(), env=None):
         self.directory = WORK / name
         self.python = self.directory / "bin" / "python"
+        self.error = ""
+        wanted = [*packages, *compiled]
         done = self.directory / "packages.txt"
-        if done.exists() and done.read_text().split() == packages:
+        if done.exists() and done.read_text().split() == wanted:
             return
-        say(f"{name}: installing {' '.join(packages)} (once; torch alone is some 3 GB)")
+        say(f"{name}: installing {' '.join(wanted)} (once; torch alone is some 3 GB)")
         shutil.rmtree(self.directory, ignore_errors=True)
-        venv.create(self.directory, with_pip=True)
-        subprocess.run([self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
-        done.write_text("\n".join(packages))
+        made = run([sys.executable, "-m", "venv", self.directory])
+        if made["status"] != 0:
+            self.error = f"no virtual environment (Debian: python3-venv): {made['error']}"
+            return
+        for some, flags in ((packages, []), (compiled, ["--no-build-isolation"])):
+            if not some:
+                continue
+            ran = run([self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *flags, *some], env=env)
+            if ran["status"] != 0:
+                self.error = f"{' '.join(some)} did not install: {ran['error']}"
+                say(f"{name}: {self.error}")
+                return
+        done.write_text("\n".join(wanted))
 
     def versions(self, *packages):
         """'torch 2.9, ...' as they are installed."""
+        if self.error:
+            return ", ".join(f"no {package}" for package in packages)
         code = "import importlib.metadata as m, sys; print(', '.join(f'{p} {m.version(p)}' for p in sys.argv[1:]))"
         return subprocess.run([self.python, "-c", code, *packages], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def install_wheel(environment):
-    """What is wrong, or nothing. pip takes the wheel that is for its Python."""
-    wheels = ROOT / "build" / "wheels"
-    if not list(wheels.glob("penstock-*.whl")):
-        return "no wheel in build/wheels: run make wheel"
-    shutil.rmtree(OURS, ignore_errors=True)
-    ran = subprocess.run(
-        [environment.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--find-links", wheels, "--target", OURS, "penstock"],
+def make(target, product):
+    """What is wrong, or nothing: builds what is not there, or older than the sources."""
+    listed = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "*.cc", "*.h", "*.cu", "python/penstock/*.py", ":!tests", ":!bench", ":!examples"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    return ran.stderr.strip().splitlines()[-1] if ran.returncode else ""
+    newest = max((file.stat().st_mtime for name in listed.stdout.split() if (file := ROOT / name).exists()), default=0)
+    made = [file.stat().st_mtime for file in product.parent.glob(product.name)]
+    if made and max(made) > newest:
+        return ""
+    say(f"{product.relative_to(ROOT)} is {'older than the sources' if made else 'not there'}: make {target}")
+    if subprocess.run(["make", "-C", ROOT, target], stdout=sys.stderr, check=False).returncode != 0:
+        return f"make {target} failed"
+    return "" if list(product.parent.glob(product.name)) else f"make {target} left no {product}"
+
+
+def install_wheel(environment):
+    """What is wrong, or nothing. pip takes the wheel that is for its Python."""
+    if error := environment.error or make("wheel", ROOT / "build" / "wheels" / "penstock-*.whl"):
+        return error
+    shutil.rmtree(OURS, ignore_errors=True)
+    ran = run([
+        environment.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--find-links",
+        ROOT / "build" / "wheels", "--target", OURS, "penstock",
+    ])  # fmt: skip
+    return ran["error"] if ran["status"] else ""
 
 
 class MemoryLimit:
@@ -154,9 +187,14 @@ def table(title, head, rows, notes=()):
 
 
 def write(text, out):
+    """Prints a table, and writes it to a file of bench/results/peers or to another one; "-" only prints."""
     print(text)
-    if out:
-        pathlib.Path(out).write_text(text)
+    if out == "-":
+        return
+    path = pathlib.Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    say(f"written to {path}")
 
 
 def json_lines(text):

@@ -1,7 +1,7 @@
 """One contestant of bench/peers/train, in the environment with torch, transformers and deepspeed.
 
     train_worker.py make MODEL TOKENS LAYERS HIDDEN HEADS VOCAB CONTEXT
-    train_worker.py torch|deepspeed|penstock MODEL TOKENS CONFIG BATCH SEQ STEPS
+    train_worker.py torch|deepspeed|torchao|colossalai|penstock MODEL TOKENS CONFIG BATCH SEQ STEPS
 
 Prints a line of JSON a step: loss, seconds, bytes read and written by the kernel for this process, peak RSS.
 """
@@ -68,7 +68,7 @@ def make(model, tokens, layers, hidden, heads, vocab, context):
 def load(model, dtype):
     import transformers
 
-    made = transformers.GPT2LMHeadModel.from_pretrained(model, dtype=dtype)
+    made = transformers.GPT2LMHeadModel.from_pretrained(model).to(dtype)
     made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     made.config.use_cache = False
     return made.train()
@@ -90,9 +90,10 @@ class Plain:
         self.parameters = list(self.model.parameters())
         self.masters = [p.detach().float() for p in self.parameters]
         wanted = config["optimizer"]["params"]
-        self.optimizer = torch.optim.AdamW(
-            self.masters, lr=wanted["lr"], betas=tuple(wanted["betas"]), eps=wanted["eps"], weight_decay=wanted["weight_decay"]
-        )
+        self.optimizer = self.make_optimizer(lr=wanted["lr"], betas=tuple(wanted["betas"]), eps=wanted["eps"], weight_decay=wanted["weight_decay"])
+
+    def make_optimizer(self, **options):
+        return torch.optim.AdamW(self.masters, **options)
 
     def step(self, rows):
         loss = loss_of(self.model, rows)
@@ -106,6 +107,24 @@ class Plain:
             for master, parameter in zip(self.masters, self.parameters):
                 parameter.copy_(master)
         return loss.item()
+
+
+class TorchAO(Plain):
+    """The masters and moments of torch's AdamW, offloaded."""
+
+    def make_optimizer(self, **options):
+        from torchao.optim import CPUOffloadOptimizer
+
+        return CPUOffloadOptimizer(self.masters, torch.optim.AdamW, **options)
+
+
+class ColossalAI(Plain):
+    """Masters in memory, both moments in files."""
+
+    def make_optimizer(self, **options):
+        from colossalai.nn.optimizer import CPUAdam
+
+        return CPUAdam(self.masters, nvme_offload_fraction=1.0, nvme_offload_dir=os.environ["SWAP_DIR"], **options)
 
 
 class DeepSpeed:
@@ -162,7 +181,7 @@ def main():
     config = json.loads(pathlib.Path(rest[0]).read_text())
     batch, seq, steps = map(int, rest[1:])
     torch.manual_seed(SEED)
-    runner = {"torch": Plain, "deepspeed": DeepSpeed, "penstock": Penstock}[what](model, config)
+    runner = {"torch": Plain, "torchao": TorchAO, "colossalai": ColossalAI, "deepspeed": DeepSpeed, "penstock": Penstock}[what](model, config)
     before = peers.own_usage()
     for step, rows in enumerate(batches(tokens, batch, seq, steps), 1):
         at = time.perf_counter()
