@@ -19,6 +19,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/status_macros.h"
+#include "models/stored_type.h"
 
 namespace penstock::models {
 namespace {
@@ -268,7 +269,7 @@ absl::StatusOr<std::string> TagOf(const std::string& path) {
 
 struct Listing {
   std::vector<std::string> optimizer;  // by rank
-  std::string model;                   // of the first rank
+  std::vector<std::string> model;      // the first rank's, and where each has one those of the others
   bool universal = false;
 };
 
@@ -278,7 +279,7 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
   };
   Listing listing;
   listing.universal = IsDirectory(absl::StrCat(directory, "/zero"));
-  std::map<int64_t, std::string> by_rank;
+  std::map<int64_t, std::string> by_rank, models;
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
     const std::string name = entry.path().filename();
@@ -295,9 +296,12 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
     if (whole) continue;
     if (!absl::StrContains(name, "mp_rank_00"))
       return wrong(absl::StrCat(name, ": tensor parallelism is not served; use ds_to_universal there"));
-    if (model && (listing.model.empty() || name < listing.model)) listing.model = name;
-    if (!optimizer) continue;
     const std::optional<int64_t> rank = RankOf(name);
+    if (model) {
+      std::string& of_rank = models[rank.value_or(0)];
+      if (of_rank.empty() || name < of_rank) of_rank = name;
+    }
+    if (!optimizer) continue;
     if (!rank.has_value()) return wrong(absl::StrCat(name, ": of no rank"));
     if (!by_rank.emplace(*rank, name).second)
       return wrong(absl::StrCat(name, " and ", by_rank[*rank], " are of one rank: which counts?"));
@@ -308,10 +312,11 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
       return wrong(absl::StrCat("the optimizer's state of rank ", listing.optimizer.size(), " is missing"));
     listing.optimizer.push_back(name);
   }
+  for (const auto& [rank, name] : models) listing.model.push_back(name);
   if (!listing.universal && (listing.model.empty() || listing.optimizer.empty()))
-    return wrong(absl::StrCat("no checkpoint of DeepSpeed with ZeRO: no *", kModelEnding, " and *",
-                              kOptimizerEnding,
-                              ", no zero/, and no `latest` that names a directory of them"));
+    return absl::NotFoundError(absl::StrCat(directory, ": no checkpoint of DeepSpeed with ZeRO: no *",
+                                            kModelEnding, " and *", kOptimizerEnding,
+                                            ", no zero/, and no `latest` that names a directory of them"));
   return listing;
 }
 
@@ -400,18 +405,59 @@ absl::StatusOr<std::unique_ptr<DeepSpeedCheckpoint>> DeepSpeedCheckpoint::Open(c
   return checkpoint;
 }
 
-absl::Status DeepSpeedCheckpoint::Load(const NameMap& names) {
-  ASSIGN_OR_RETURN(const Listing listing, ListTag(directory_));
-  Parameters parameters;
+absl::StatusOr<std::unique_ptr<DeepSpeedCheckpoint>> DeepSpeedCheckpoint::OpenWeights(
+    const std::string& path) {
+  ASSIGN_OR_RETURN(std::string directory, TagOf(path));
+  std::unique_ptr<DeepSpeedCheckpoint> checkpoint(new DeepSpeedCheckpoint(std::move(directory), {}, {}));
+  checkpoint->weights_alone_ = true;
+  RETURN_IF_ERROR(checkpoint->LoadWeights());
+  return checkpoint;
+}
+
+absl::Status DeepSpeedCheckpoint::ReadFiles(Parameters* parameters) {
+  ASSIGN_OR_RETURN(Listing listing, ListTag(directory_));
   if (listing.model.empty())
     return Wrong(absl::StrCat("no *", kModelEnding, ": it says at which step the run was"));
-  ASSIGN_OR_RETURN(const TorchFile* const model, OpenFile(listing.model));
-  RETURN_IF_ERROR(ReadModelStates(*model, listing.universal, &parameters));
-  if (listing.universal) {
-    RETURN_IF_ERROR(ReadUniversal(&parameters));
-  } else {
-    RETURN_IF_ERROR(ReadPartitions(listing.optimizer, &parameters));
+  model_files_ = std::move(listing.model);
+  optimizer_ranks_ = static_cast<int64_t>(listing.optimizer.size());
+  ASSIGN_OR_RETURN(const TorchFile* const model, OpenFile(model_files_.front()));
+  RETURN_IF_ERROR(ReadModelStates(*model, listing.universal, parameters));
+  return listing.universal ? ReadUniversal(parameters) : ReadPartitions(listing.optimizer, parameters);
+}
+
+absl::Status DeepSpeedCheckpoint::LoadWeights() {
+  Parameters parameters;
+  RETURN_IF_ERROR(ReadFiles(&parameters));
+  RETURN_IF_ERROR(ReadFrozen(&parameters));
+  std::set<std::string> frozen;
+  for (const auto& [name, shape] : files_.front()->root()["frozen_param_shapes"].entries())
+    frozen.insert(Text(name.text()));
+  const auto add = [&](const std::string& name, const std::string& holder, const Values& values) {
+    weights_.push_back({.name = name,
+                        .sizes = values.sizes,
+                        .values = values.of.front(),
+                        .tied_to = name == holder ? "" : holder,
+                        .frozen = frozen.count(holder) > 0});
+  };
+  for (const auto& [name, values] : parameters) {
+    const int64_t there = values.of.front().elements(), elements = ElementsOf(values.sizes);
+    if (there != elements) return Wrong(absl::StrCat(name, " has ", there, " elements there, of ", elements));
+    if (shared_.count(name) == 0) add(name, name, values);
   }
+  for (const auto& [name, holder] : shared_) {
+    if (const auto found = parameters.find(holder); found != parameters.end())
+      add(name, holder, found->second);
+  }
+  progress_.unread.clear();  // of client_state, which is no weight
+  RETURN_IF_ERROR(ReadBuffers());
+  std::sort(weights_.begin(), weights_.end(),
+            [](const Weight& a, const Weight& b) { return a.name < b.name; });
+  return absl::OkStatus();
+}
+
+absl::Status DeepSpeedCheckpoint::Load(const NameMap& names) {
+  Parameters parameters;
+  RETURN_IF_ERROR(ReadFiles(&parameters));
   // The optimizer counts its own steps; where its state does not say, skipped ones are not counted.
   const int64_t counted = progress_.updates;
   progress_.updates = optimizer_step_.value_or(counted);
@@ -455,7 +501,7 @@ absl::Status DeepSpeedCheckpoint::ReadModelStates(const TorchFile& file, bool un
   for (size_t i = 0; i < buffers.size(); ++i) progress_.buffers.push_back(Text(buffers[i].text()));
   ASSIGN_OR_RETURN(progress_.lr_scheduler, ToJson(file, root["lr_scheduler"]));
   ASSIGN_OR_RETURN(progress_.config, ToJson(file, root["ds_config"]));
-  if (!root["frozen_param_shapes"].entries().empty())
+  if (!weights_alone_ && !root["frozen_param_shapes"].entries().empty())
     return Wrong(absl::StrCat(Text(root["frozen_param_shapes"].entries().front().first.text()),
                               " is frozen, which is not served: all parameters must be trained"));
   for (const auto& [name, holder] : root["shared_params"].entries())
@@ -515,7 +561,7 @@ absl::Status DeepSpeedCheckpoint::ReadModuleBuffer(const TorchTensor& buffer, st
 // The optimizer's options; the loss scale.
 absl::Status DeepSpeedCheckpoint::TakeOptions(const TorchFile& file, const TorchValue& optimizer,
                                               const TorchValue& base) {
-  if (!progress_.groups.empty()) return absl::OkStatus();  // every rank has them
+  if (weights_alone_ || !progress_.groups.empty()) return absl::OkStatus();  // every rank has them
   if (optimizer["loss_scaler"]) {
     ASSIGN_OR_RETURN(progress_.loss_scaler, ToJson(file, optimizer["loss_scaler"]));
   }
@@ -531,6 +577,7 @@ absl::Status DeepSpeedCheckpoint::TakeOptions(const TorchFile& file, const Torch
 
 // The optimizer's count, the same wherever it is said: a number, or a tensor of one.
 absl::Status DeepSpeedCheckpoint::TakeSteps(const TorchFile& file, const TorchValue& state) {
+  if (weights_alone_) return absl::OkStatus();
   std::optional<int64_t> step = state.integer();
   if (const TorchTensor* const tensor = state.tensor(); tensor != nullptr && tensor->elements == 1) {
     ScatteredTensor one;
@@ -580,17 +627,17 @@ absl::StatusOr<DeepSpeedCheckpoint::FlatTensors> DeepSpeedCheckpoint::TakeGroup(
                                                                                 const char* where) {
   RETURN_IF_ERROR(TakeSteps(file, state["step"]));
   const FlatTensors flat = {masters.tensor(), state[kMoments[1]].tensor(), state[kMoments[2]].tensor()};
-  for (size_t k = 0; k < kKinds; ++k) {
+  for (size_t k = 0; k < kinds(); ++k) {
     if (flat[k] == nullptr)
       return Wrong(absl::StrCat(file.path(), " has no ", kUniversal[k], " of parameter group ", group,
-                                ": Adam and AdamW are served", where));
+                                weights_alone_ ? "" : ": Adam and AdamW are served", where));
   }
   return flat;
 }
 
 absl::Status DeepSpeedCheckpoint::AddPart(const TorchFile& file, const FlatTensors& flat, int64_t first,
-                                          int64_t elements, Values* values) {
-  for (size_t k = 0; k < kKinds; ++k) RETURN_IF_ERROR(values->of[k].Add(file, *flat[k], first, elements));
+                                          int64_t elements, Values* values) const {
+  for (size_t k = 0; k < kinds(); ++k) RETURN_IF_ERROR(values->of[k].Add(file, *flat[k], first, elements));
   return absl::OkStatus();
 }
 
@@ -669,12 +716,12 @@ absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
     // Persistent buffers of floating point are there too, without moments.
     if (std::find(progress_.buffers.begin(), progress_.buffers.end(), name) != progress_.buffers.end())
       continue;
-    if (!Exists(absl::StrCat(directory_, "/zero/", name, "/", kUniversal[1], ".pt")))
+    if (!weights_alone_ && !Exists(absl::StrCat(directory_, "/zero/", name, "/", kUniversal[1], ".pt")))
       return Wrong(
           absl::StrCat(name, " has no moments there: a parameter that is not trained, which is not served"));
     Values& values = (*parameters)[name];
     if (sliced_) values.sizes.clear();
-    for (size_t k = 0; k < kKinds; ++k) {
+    for (size_t k = 0; k < kinds(); ++k) {
       const absl::StatusOr<const TorchFile*> file =
           OpenFile(absl::StrCat("zero/", name, "/", kUniversal[k], ".pt"));
       RETURN_IF_ERROR(file.status());
@@ -682,7 +729,7 @@ absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
       const TorchTensor* const tensor = root.tensor() != nullptr ? root.tensor() : root["param"].tensor();
       if (tensor == nullptr) return Wrong(absl::StrCat((*file)->path(), " has no tensor"));
       RETURN_IF_ERROR(values.of[k].Add(**file, *tensor, 0, tensor->elements));
-      if (values.sizes.empty() && tensor->sizes.size() != 1) values.sizes = tensor->sizes;
+      if (values.sizes.empty() && (weights_alone_ || tensor->sizes.size() != 1)) values.sizes = tensor->sizes;
       files_.back()->Rest();  // three a parameter
     }
     if (Exists(absl::StrCat(directory_, "/zero/", name, "/step.pt"))) {
@@ -703,6 +750,66 @@ absl::Status DeepSpeedCheckpoint::ReadUniversalState() {
   const TorchValue base = root["optimizer_state_dict"] ? root["optimizer_state_dict"] : root;
   RETURN_IF_ERROR(TakeOptions(*file, root, root["param_groups"] ? root : base));
   return TakeSteps(*file, AtNumber(base["state"], 0)["step"]);
+}
+
+// A frozen parameter is whole in the first rank's file, or under stage 3 cut evenly over those of all ranks.
+absl::Status DeepSpeedCheckpoint::ReadFrozen(Parameters* parameters) {
+  const auto shapes = files_.front()->root()["frozen_param_shapes"].entries();
+  if (shapes.empty()) return absl::OkStatus();
+  std::vector<const TorchFile*> files = {files_.front().get()};
+  for (size_t rank = 1; rank < model_files_.size(); ++rank) {
+    ASSIGN_OR_RETURN(const TorchFile* const file, OpenFile(model_files_[rank]));
+    files.push_back(file);
+    if (static_cast<int64_t>(rank) >= kMostOpenRanks) files_.back()->Rest();
+  }
+  const auto ranks = static_cast<int64_t>(files.size());
+  for (const auto& [key, shape] : shapes) {
+    const std::string name = Text(key.text());
+    Values& values = (*parameters)[name];
+    if (values.of.front().elements() > 0) continue;  // the universal format has it with the others
+    values.sizes = SizesOf(shape);
+    const int64_t elements = ElementsOf(values.sizes), part = elements / ranks + (elements % ranks > 0);
+    for (int64_t rank = 0; rank < ranks && values.of.front().elements() < elements; ++rank) {
+      const TorchFile& file = *files[static_cast<size_t>(rank)];
+      const TorchTensor* const tensor = file.root()["frozen_param_fragments"][name].tensor();
+      if (tensor == nullptr) return Wrong(absl::StrCat(file.path(), " has no values of ", name));
+      const bool whole = rank == 0 && tensor->elements == elements;
+      if (!whole && optimizer_ranks_ > 0 && ranks != optimizer_ranks_)
+        return Wrong(absl::StrCat("a part of ", name, " is missing: ", ranks, " of ", optimizer_ranks_,
+                                  " ranks have their *", kModelEnding));
+      const int64_t mine = whole ? elements : std::clamp<int64_t>(elements - rank * part, 0, part);
+      RETURN_IF_ERROR(values.of.front().Add(file, *tensor, 0, mine));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The module's, or what the universal format has among the parameters.
+absl::Status DeepSpeedCheckpoint::ReadBuffers() {
+  const TorchFile* const model = files_.front().get();
+  for (const std::string& name : progress_.buffers) {
+    const TorchFile* file = model;
+    const TorchTensor* tensor = model->root()["module"][name].tensor();
+    const std::string path = absl::StrCat("zero/", name, "/", kUniversal[0], ".pt");
+    if (tensor == nullptr && Exists(absl::StrCat(directory_, "/", path))) {
+      ASSIGN_OR_RETURN(file, OpenFile(path));
+      files_.back()->Rest();  // one a buffer
+      tensor = file->root().tensor() != nullptr ? file->root().tensor() : file->root()["param"].tensor();
+    }
+    // (The universal format widens what it has there: another type is none that it wrote.)
+    if (tensor == nullptr || (file != model && !IsFloat(tensor->dtype))) {
+      progress_.unread.push_back(absl::StrCat(name, " (a buffer without values)"));
+      continue;
+    }
+    Weight weight{name, tensor->sizes, {}};
+    if (IsFloat(tensor->dtype)) {
+      RETURN_IF_ERROR(weight.values.Add(*file, *tensor, 0, tensor->elements));
+    } else {
+      weight.other = *tensor;
+    }
+    weights_.push_back(std::move(weight));
+  }
+  return absl::OkStatus();
 }
 
 std::vector<std::string> DeepSpeedCheckpoint::OwnNames(const std::string& published) const {

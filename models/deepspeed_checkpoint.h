@@ -15,6 +15,9 @@
 // Refused by name: pipeline, tensor and expert parallelism, frozen parameters, states that DeepSpeed left on
 // an NVMe drive, runs without ZeRO, optimizers without Adam's moments.
 //
+// OpenWeights takes the weights alone, of whatever model and optimizer, under the names that they have there:
+// what DeepSpeed's zero_to_fp32 makes of them.
+//
 // Memory: what the files' pickles describe (some hundred bytes a tensor and rank) and for masters
 // and each of the moments a buffer of 512 KiB, or of 18 MiB where parameters are published transposed. Needs
 // no LibTorch. Threads: one, but for Read. Errors: kNotFound, kInvalidArgument: not such a checkpoint, or not
@@ -95,6 +98,20 @@ class DeepSpeedCheckpoint {
   static absl::StatusOr<std::unique_ptr<DeepSpeedCheckpoint>> Open(const std::string& path,
                                                                    ModelLayout layout, const NameMap& names,
                                                                    CheckpointWords words = {});
+  // For weights() and progress(), without a model. Frozen parameters are served.
+  static absl::StatusOr<std::unique_ptr<DeepSpeedCheckpoint>> OpenWeights(const std::string& path);
+
+  // A parameter, or a persistent buffer, in the order of names. A tied one is there under each of its names.
+  struct Weight {
+    std::string name;
+    std::vector<int64_t> sizes;
+    ScatteredTensor values;
+    std::optional<TorchTensor> other = {};  // a buffer of another type: for ReadModuleBuffer
+    std::string tied_to = {};               // the name whose values these are, if it is another
+    bool frozen = false;                    // it did not train, or is tied to one that did not
+  };
+  // Of OpenWeights. Valid as long as this.
+  const std::vector<Weight>& weights() const { return weights_; }
 
   const DeepSpeedProgress& progress() const { return progress_; }
   const std::string& directory() const { return directory_; }  // of the tag
@@ -121,7 +138,10 @@ class DeepSpeedCheckpoint {
   DeepSpeedCheckpoint(std::string directory, ModelLayout layout, CheckpointWords words)
       : directory_(std::move(directory)), layout_(std::move(layout)), words_(std::move(words)) {}
 
+  // Of Open, and of OpenWeights.
   absl::Status Load(const NameMap& names);
+  absl::Status LoadWeights();
+  absl::Status ReadFiles(Parameters* parameters);
   absl::StatusOr<const TorchFile*> OpenFile(const std::string& name);
   absl::Status ReadModelStates(const TorchFile& file, bool universal, Parameters* parameters);
   absl::Status TakeClientState(const TorchFile& file);
@@ -134,13 +154,18 @@ class DeepSpeedCheckpoint {
   absl::StatusOr<FlatTensors> TakeGroup(const TorchFile& file, size_t group, const TorchValue& masters,
                                         const TorchValue& state, const char* where);
   // Elements [first, first + elements) of each come next in a parameter.
-  static absl::Status AddPart(const TorchFile& file, const FlatTensors& flat, int64_t first, int64_t elements,
-                              Values* values);
+  absl::Status AddPart(const TorchFile& file, const FlatTensors& flat, int64_t first, int64_t elements,
+                       Values* values) const;
   absl::Status ReadRank12(const TorchFile& file, const TorchValue& optimizer, Parameters* parameters);
   absl::Status ReadRank3(const TorchFile& file, const TorchValue& optimizer, int64_t rank, int64_t ranks,
                          Parameters* parameters);
   absl::Status ReadUniversal(Parameters* parameters);
   absl::Status ReadUniversalState();
+  // What model states have of frozen parameters and persistent buffers.
+  absl::Status ReadFrozen(Parameters* parameters);
+  absl::Status ReadBuffers();
+  // Masters, and beside a model the moments.
+  size_t kinds() const { return weights_alone_ ? 1 : kKinds; }
   absl::Status TakeOptions(const TorchFile& file, const TorchValue& optimizer, const TorchValue& base);
   absl::Status TakeSteps(const TorchFile& file, const TorchValue& state);
   // What a published name is called there unless --names says it.
@@ -156,6 +181,10 @@ class DeepSpeedCheckpoint {
       order_;                                  // names by parameter group, in the order of their flat tensors
   std::map<std::string, std::string> shared_;  // name of a tied parameter -> the one that holds it
   std::optional<int64_t> optimizer_step_;
+  bool weights_alone_ = false;
+  std::vector<std::string> model_files_;  // by rank
+  int64_t optimizer_ranks_ = 0;           // 0: the universal format
+  std::vector<Weight> weights_;
   bool sliced_ = false;                            // param_shapes are those of a rank of tensor parallelism
   int64_t values_left_ = 1'000'000;                // that may become JSON
   std::vector<std::unique_ptr<TorchFile>> files_;  // the first has the model's states

@@ -25,6 +25,15 @@ TEST(OrBug, WhatIsThrownIsOneLineAndExitCode1) {
   EXPECT_NE(err.str().find("this is a bug: something that is no exception was thrown"), std::string::npos);
 }
 
+TEST(OrBug, WhatHasNoMemoryIsNoBug) {
+  std::ostringstream err;
+  EXPECT_EQ(OrBug([]() -> int { throw std::bad_alloc(); }, "penstock 1.0", "plan", err), kExitFailed);
+  EXPECT_EQ(
+      err.str(),
+      "penstock 1.0: the system gave this process no more memory: free some, raise its limit (ulimit -v), "
+      "or give a smaller --host-memory; committed steps are safe\n");
+}
+
 TEST(StreamError, IsNeverOk) {
   errno = 0;
   EXPECT_FALSE(StreamError("x: write").ok());

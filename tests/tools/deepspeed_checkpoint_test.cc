@@ -4,19 +4,24 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <filesystem>
+#include <initializer_list>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/strings/escaping.h"
 #include "aio/arena.h"
 #include "aio/engine.h"
+#include "models/scattered_tensor.h"
 #include "models/torch_file.h"
 #include "models/torch_writer.h"
 #include "swap/format.h"
+#include "swap/safetensors.h"
 #include "swap/write_stream.h"
 #include "tests/tools/penstock_program.h"
 #include "tiering/plan/model_graph.h"
@@ -26,6 +31,7 @@ namespace penstock::tools {
 namespace {
 
 using nlohmann::json;
+using testing::AllOf;
 using testing::HasSubstr;
 using testing_support::Arguments;
 using testing_support::Lines;
@@ -44,6 +50,27 @@ std::string Decoded(const json& text) {
   std::string bytes;
   EXPECT_TRUE(absl::Base64Unescape(text.get<std::string>(), &bytes));
   return bytes;
+}
+
+// A file of torch.save; `bytes`: of its tensors.
+void WriteTorch(const std::string& path, const models::TorchPickle& pickle, const std::string& bytes) {
+  auto engine = aio::Engine::Create({});
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  aio::ArenaOptions options;
+  options.lock = false;
+  options.bytes = 2 * swap::kSectorBytes;
+  auto arena = aio::Arena::Create(options);
+  ASSERT_TRUE(arena.ok()) << arena.status();
+  swap::WriteStream stream(**engine, std::span((*arena)->data(), options.bytes), swap::kSectorBytes);
+  auto file = models::TorchWriter::Create(path, pickle, &stream);
+  ASSERT_TRUE(file.ok()) << file.status();
+  ASSERT_TRUE((*file)->Append(std::as_bytes(std::span(bytes))).ok());
+  ASSERT_TRUE((*file)->Finish().ok());
+}
+
+template <typename T>
+std::string BytesOf(std::initializer_list<T> values) {
+  return std::string(reinterpret_cast<const char*>(values.begin()), values.size() * sizeof(T));
 }
 
 class DeepSpeedCheckpointTest : public ProgramTest {
@@ -128,10 +155,14 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
   EXPECT_EQ(named.code, 2) << named.err;
   EXPECT_THAT(named.err, HasSubstr("neither latest nor latest_universal"));
   EXPECT_THAT(exported.out, HasSubstr("global_step4_universal: step 4, 16 tensors"));
-  WriteFile(dir_ + "/ds_config.json", Golden()["cases"]["zero3"]["config"].dump());
+  // With the config that DeepSpeed needs to go on from there.
+  json config = Golden()["cases"]["zero3"]["config"];
+  config["checkpoint"] = {{"load_universal", true}};
+  WriteFile(dir_ + "/ds_config.json", config.dump());
   const Ran imported =
       Run(Import(out, second, {"--config", dir_ + "/ds_config.json", "--batch", "2", "--accumulate", "1"}));
   ASSERT_EQ(imported.code, 0) << imported.err;
+  EXPECT_THAT(imported.err, HasSubstr("checkpoint.load_universal: accepted and ignored: "));
   const std::map<int, double> losses = GoOn(first, 8);
   EXPECT_EQ(GoOn(second, 8), losses);
   EXPECT_EQ(losses.size(), 4u);
@@ -154,18 +185,7 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsOfAnotherMachineIsNotKept) {
                {"mp_world_size", 1},
                {"ds_config", config},
                {"ds_version", "0.19.8"}});
-  auto engine = aio::Engine::Create({});
-  ASSERT_TRUE(engine.ok()) << engine.status();
-  aio::ArenaOptions options;
-  options.lock = false;
-  options.bytes = 2 * swap::kSectorBytes;
-  auto arena = aio::Arena::Create(options);
-  ASSERT_TRUE(arena.ok()) << arena.status();
-  swap::WriteStream stream(**engine, std::span((*arena)->data(), options.bytes), swap::kSectorBytes);
-  auto file = models::TorchWriter::Create(out + "/global_step4_universal/mp_rank_00_model_states.pt", pickle,
-                                          &stream);
-  ASSERT_TRUE(file.ok()) << file.status();
-  ASSERT_TRUE((*file)->Finish().ok());
+  WriteTorch(out + "/global_step4_universal/mp_rank_00_model_states.pt", pickle, "");
   const Ran imported = Run(Import(out, second));
   ASSERT_EQ(imported.code, 0) << imported.err;
   EXPECT_THAT(imported.err,
@@ -226,7 +246,6 @@ TEST_F(DeepSpeedCheckpointTest, WhatDoesNotFitIsNamedAndLeavesNothing) {
   refused(Import(checkpoint, state, {"--names", dir_ + "/names.json"}),
           "wte, which is no parameter of this model");
   refused(Import(checkpoint, state, {"--names", dir_ + "/none.json"}), "no such file");
-  refused(Import(dir_, state), "no checkpoint of DeepSpeed");
   WriteFile(checkpoint + "/latest", "global_step9\n");
   std::filesystem::create_directory_symlink(tag, checkpoint + "/older");
   WriteFile(checkpoint + "/latest_universal", "older");
@@ -238,6 +257,229 @@ TEST_F(DeepSpeedCheckpointTest, WhatDoesNotFitIsNamedAndLeavesNothing) {
   std::filesystem::rename(tag + "/zero_pp_rank_0_mp_rank_00_optim_states.pt",
                           tag + "/zero_pp_rank_1_mp_rank_00_optim_states.pt");
   refused(Import(checkpoint, state), "state of rank 0 is missing");
+}
+
+// As of every verb that reads one.
+TEST_F(DeepSpeedCheckpointTest, APlaceWithoutACheckpointIsExitCode1) {
+  const std::string empty = dir_ + "/empty", missing = dir_ + "/missing", state = dir_ + "/state";
+  std::filesystem::create_directory(empty);
+  for (const std::string& place : {empty, missing}) {
+    for (const Arguments& arguments :
+         {Import(place, state), Arguments{"inspect", place}, Arguments{"verify", place},
+          Arguments{"export", place, dir_ + "/out"}, Arguments{"zero_to_fp32", place, dir_ + "/out"}}) {
+      const Ran ran = Run(arguments);
+      EXPECT_EQ(ran.code, 1) << ran.err;
+      EXPECT_THAT(ran.err, testing::StartsWith("penstock " + arguments.front() + ": " + place + ": "));
+      EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    }
+  }
+  // And one that is of DeepSpeed is told the verbs that take it.
+  const Ran ran = Run({"inspect", Checkpoint("zero2")});
+  EXPECT_EQ(ran.code, 1) << ran.err;
+  EXPECT_THAT(ran.err, AllOf(HasSubstr("import-checkpoint"), HasSubstr("zero_to_fp32")));
+}
+
+// All values of a file, by name.
+std::map<std::string, std::vector<float>> ValuesOf(const std::string& path) {
+  std::map<std::string, std::vector<float>> values;
+  const auto reader = swap::SafetensorsReader::Open(path);
+  EXPECT_TRUE(reader.ok()) << reader.status();
+  if (!reader.ok()) return values;
+  for (const swap::TensorInfo& tensor : (*reader)->tensors()) {
+    EXPECT_EQ(tensor.dtype, swap::Dtype::kF32) << tensor.name;
+    std::vector<float>& of = values[tensor.name];
+    of.resize(*tensor.Bytes() / sizeof(float));
+    EXPECT_TRUE((*reader)->Read(tensor, 0, std::as_writable_bytes(std::span(of))).ok()) << tensor.name;
+  }
+  return values;
+}
+
+// The module's own weights, as the first rank of stages 1 and 2 keeps them beside the parts of the masters.
+std::map<std::string, std::vector<float>> ModuleOf(const std::string& path) {
+  std::map<std::string, std::vector<float>> values;
+  const auto file = models::TorchFile::Open(path);
+  EXPECT_TRUE(file.ok()) << file.status();
+  if (!file.ok()) return values;
+  for (const auto& [name, value] : (*file)->root()["module"].entries()) {
+    const models::TorchTensor* const tensor = value.tensor();
+    if (tensor == nullptr) continue;
+    models::ScatteredTensor whole;
+    models::ReadBuffer buffer;
+    std::vector<float>& of = values[std::string(name.text())];
+    of.resize(static_cast<size_t>(tensor->elements));
+    EXPECT_TRUE(whole.Add(**file, *tensor, 0, tensor->elements).ok());
+    EXPECT_TRUE(whole.Read(0, tensor->elements, of.data(), &buffer).ok());
+  }
+  return values;
+}
+
+TEST_F(DeepSpeedCheckpointTest, ItsWeightsAreWrittenWhole) {
+  std::map<std::string, std::map<std::string, std::vector<float>>> all;
+  for (const auto& [name, c] : Golden()["cases"].items()) {
+    SCOPED_TRACE(name);
+    const std::string checkpoint = Checkpoint(name), out = dir_ + "/" + name + ".safetensors";
+    const Ran ran = Run({"zero_to_fp32", checkpoint, out});
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    EXPECT_THAT(ran.out, HasSubstr("step 4 of " + checkpoint + "/global_step4"));
+    all[name] = ValuesOf(out);
+    // The same values as a run that goes on from it has, and under the same names; a tied one has two there.
+    const std::string state = dir_ + "/state of " + name, again = dir_ + "/again.safetensors";
+    ASSERT_EQ(Run(Import(checkpoint, state)).code, 0);
+    ASSERT_EQ(Run({"export", state, again, "--overwrite"}).code, 0);
+    const auto ours = ValuesOf(again);
+    EXPECT_EQ(ours.size(), 16u);
+    for (const auto& [tensor, values] : ours) EXPECT_EQ(all[name][tensor], values) << tensor;
+    for (const auto& [tensor, values] : all[name]) {
+      EXPECT_TRUE(ours.count(tensor) > 0 || tensor == "lm_head.weight") << tensor;
+      EXPECT_FALSE(values.empty());
+    }
+  }
+  for (const char* name : {"zero1", "zero2"}) {
+    EXPECT_EQ(all[name], ModuleOf(dir_ + "/" + name + "/global_step4/mp_rank_00_model_states.pt")) << name;
+  }
+  // Of bf16 the module has the rounded ones.
+  const auto rounded = ModuleOf(dir_ + "/zero1 bf16/global_step4/mp_rank_00_model_states.pt");
+  const std::string bf16 = dir_ + "/bf16.safetensors";
+  ASSERT_EQ(Run({"zero_to_fp32", dir_ + "/zero1 bf16", bf16, "--dtype", "bf16"}).code, 0);
+  const auto reader = swap::SafetensorsReader::Open(bf16);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  EXPECT_EQ((*reader)->tensors().size(), rounded.size());
+  for (const swap::TensorInfo& tensor : (*reader)->tensors()) {
+    std::vector<uint16_t> bits(*tensor.Bytes() / sizeof(uint16_t));
+    ASSERT_TRUE((*reader)->Read(tensor, 0, std::as_writable_bytes(std::span(bits))).ok());
+    const std::vector<float>& expected = rounded.at(tensor.name);
+    ASSERT_EQ(bits.size(), expected.size()) << tensor.name;
+    for (size_t i = 0; i < bits.size(); ++i)
+      ASSERT_EQ(std::bit_cast<uint32_t>(expected[i]), uint32_t{bits[i]} << 16) << tensor.name << " " << i;
+  }
+}
+
+// Of any model and optimizer: frozen parameters cut over ranks, buffers, a tied parameter, no moments.
+TEST_F(DeepSpeedCheckpointTest, WhatIsNotTrainedIsWrittenToo) {
+  const std::string tag = dir_ + "/ckpt/global_step3", out = dir_ + "/out";
+  std::filesystem::create_directories(tag);
+  WriteFile(dir_ + "/ckpt/latest", "global_step3");
+  const auto one = [](models::TorchPickle* pickle, const char* key, const char* name, swap::Dtype dtype,
+                      const std::vector<uint64_t>& sizes) {
+    pickle->Text(key);
+    pickle->BeginDict();
+    pickle->Text(name);
+    pickle->Tensor(dtype, sizes);
+    pickle->EndDict();
+  };
+  const auto rank_file = [&](int rank, const char* ending) {
+    return tag + "/zero_pp_rank_" + std::to_string(rank) + "_mp_rank_00_" + ending + "_states.pt";
+  };
+  json described = {{"global_steps", 3},
+                    {"dp_world_size", 2},
+                    {"mp_world_size", 1},
+                    {"client_state", 0.5},
+                    {"ds_version", "0.19.8"}};
+  described["frozen_param_shapes"]["f"] = json::array({3});
+  json& shapes = described["param_shapes"][0];
+  shapes["v"] = json::array({3});
+  shapes["w"] = json::array({2, 3});
+  described["buffer_names"] = json::array({"count", "scale"});
+  described["shared_params"]["tied"] = "v";
+  const uint16_t ten = 0x4120, eleven = 0x4130, twelve = 0x4140;  // bf16
+  for (const int rank : {0, 1}) {
+    models::TorchPickle model;
+    model.BeginDict();
+    one(&model, "frozen_param_fragments", "f", swap::Dtype::kBf16, {2});
+    model.Text("module");
+    model.BeginDict();
+    model.Text("scale");
+    model.Tensor(swap::Dtype::kF16, {1});
+    model.Text("count");
+    model.Tensor(swap::Dtype::kI64, {2});
+    model.EndDict();
+    for (const auto& [key, value] : described.items()) {
+      model.Text(key);
+      model.Json(value);
+    }
+    model.EndDict();
+    WriteTorch(rank_file(rank, "model"), model,
+               (rank == 0 ? BytesOf({ten, eleven}) : BytesOf({twelve, uint16_t{0}})) +
+                   BytesOf({uint16_t{0x4a80}}) + BytesOf({int64_t{14}, int64_t{15}}));
+    models::TorchPickle optimizer;
+    optimizer.BeginDict();
+    optimizer.Text("optimizer_state_dict");
+    optimizer.BeginDict();
+    optimizer.Text("zero_stage");
+    optimizer.Int(3);
+    optimizer.Text("partition_count");
+    optimizer.Int(2);
+    optimizer.Text("fp32_flat_groups");
+    optimizer.BeginList();
+    optimizer.Tensor(swap::Dtype::kF32, {5});
+    optimizer.EndList();
+    optimizer.EndDict();
+    optimizer.EndDict();
+    WriteTorch(rank_file(rank, "optim"), optimizer,
+               rank == 0 ? BytesOf({7.F, 8.F, 1.F, 2.F, 3.F}) : BytesOf({9.F, 0.F, 4.F, 5.F, 6.F}));
+  }
+  const Ran ran = Run({"zero_to_fp32", dir_ + "/ckpt", out});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(ran.err, "");
+  EXPECT_THAT(ran.out, HasSubstr("(ZeRO-3 of 2 ranks), 6 tensors, 18 values as fp32"));
+  const auto reader = swap::SafetensorsReader::Open(out);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  const auto values = [&](const char* name, const std::vector<uint64_t>& shape) {
+    const swap::TensorInfo* const tensor = (*reader)->Find(name);
+    EXPECT_NE(tensor, nullptr) << name;
+    if (tensor == nullptr) return std::string();
+    EXPECT_EQ(tensor->shape, shape) << name;
+    std::string bytes(*tensor->Bytes(), '\0');
+    EXPECT_TRUE((*reader)->Read(*tensor, 0, std::as_writable_bytes(std::span(bytes))).ok());
+    return bytes;
+  };
+  EXPECT_EQ(values("w", {2, 3}), BytesOf({1.F, 2.F, 3.F, 4.F, 5.F, 6.F}));
+  EXPECT_EQ(values("v", {3}), BytesOf({7.F, 8.F, 9.F}));
+  EXPECT_EQ(values("tied", {3}), BytesOf({7.F, 8.F, 9.F}));
+  EXPECT_EQ(values("f", {3}), BytesOf({10.F, 11.F, 12.F}));
+  EXPECT_EQ(values("scale", {1}), BytesOf({13.F}));
+  EXPECT_EQ(values("count", {2}), BytesOf({int64_t{14}, int64_t{15}}));
+  // A file of the checkpoint is no place for its weights, by whatever name.
+  std::filesystem::create_symlink(rank_file(0, "model"), dir_ + "/other-name");
+  for (const std::string& place : {rank_file(0, "model"), dir_ + "/other-name"}) {
+    const Ran own = Run({"zero_to_fp32", dir_ + "/ckpt", place, "--overwrite"});
+    EXPECT_EQ(own.code, 2) << own.err;
+    EXPECT_THAT(own.err, HasSubstr("that is read: give another name"));
+  }
+  // One rank's part is missing: no file, and why.
+  std::filesystem::remove(rank_file(1, "model"));
+  const Ran part = Run({"zero_to_fp32", dir_ + "/ckpt", out, "--overwrite"});
+  EXPECT_EQ(part.code, 2) << part.err;
+  EXPECT_THAT(part.err, HasSubstr("a part of f is missing: 1 of 2 ranks"));
+  EXPECT_EQ(values("f", {3}), BytesOf({10.F, 11.F, 12.F})) << "what was there is there";
+}
+
+TEST_F(DeepSpeedCheckpointTest, WhichOfItsCheckpointsAndWhereTo) {
+  const std::string checkpoint = Checkpoint("zero3"), out = dir_ + "/out";
+  std::filesystem::create_directory(out);
+  ASSERT_EQ(Run({"zero_to_fp32", checkpoint, out, "--quiet"}).code, 0);
+  const auto values = ValuesOf(out + "/model.safetensors");
+  const Ran there = Run({"zero_to_fp32", checkpoint, out});
+  EXPECT_EQ(there.code, 2) << there.err;
+  EXPECT_THAT(there.err, AllOf(testing::StartsWith("penstock zero_to_fp32: "), HasSubstr("--overwrite")));
+  // The tag by its name, by its directory, without `latest`.
+  std::filesystem::remove(checkpoint + "/latest");
+  ASSERT_EQ(Run({"zero_to_fp32", checkpoint, out + "/a", "--tag", "global_step4"}).code, 0);
+  ASSERT_EQ(Run({"export", checkpoint + "/global_step4", out + "/b"}).code, 0);
+  EXPECT_EQ(ValuesOf(out + "/a"), values);
+  EXPECT_EQ(ValuesOf(out + "/b"), values);
+  const Ran other = Run({"zero_to_fp32", checkpoint, out + "/c", "--tag", "global_step5"});
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.err, HasSubstr("--tag global_step5: no checkpoint of DeepSpeed's of that name"));
+  const Ran merged = Run({"zero_to_fp32", checkpoint + "/global_step4", out + "/c", "--merge"});
+  EXPECT_EQ(merged.code, 2);
+  EXPECT_THAT(merged.err, HasSubstr("--merge: "));
+  // Cut short: no file, and no false one.
+  const std::string file = checkpoint + "/global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt";
+  std::filesystem::resize_file(file, std::filesystem::file_size(file) / 2);
+  const Ran damaged = Run({"zero_to_fp32", checkpoint + "/global_step4", out + "/c"});
+  EXPECT_EQ(damaged.code, 1) << damaged.err;
+  EXPECT_FALSE(std::filesystem::exists(out + "/c"));
 }
 
 TEST_F(DeepSpeedCheckpointTest, NamesOfAnotherModelAreMapped) {

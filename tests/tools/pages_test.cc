@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "tools/pages/chart.h"
+#include "tools/pages/markup.h"
 #include "tools/pages/plan_page.h"
 #include "tools/pages/step_charts.h"
 #include "tools/pages/trace_view.h"
@@ -109,16 +110,21 @@ json ReportOf(const std::string& run_id, int steps) {
   return report;
 }
 
-// A trace as the program writes it: three steps of two blocks, whose weights share one slot.
-std::string TraceText() {
-  std::string text =
-      "[\n"
-      R"({"ph":"M","pid":1,"tid":0,"name":"thread_name","args":{"name":"read"}},)"
-      "\n"
-      R"({"ph":"M","pid":1,"tid":2,"name":"thread_name","args":{"name":"compute"}},)"
-      "\n"
-      R"({"ph":"M","pid":1,"tid":10,"name":"thread_name","args":{"name":"compute waits for"}},)"
-      "\n";
+// A trace as the program writes it: three steps of two blocks, whose weights share one slot. Before runs
+// named themselves there was no `run_id`.
+std::string TraceText(const std::string& run_id = "") {
+  const json process = {{"ph", "M"},
+                        {"pid", 1},
+                        {"tid", 0},
+                        {"name", "process_name"},
+                        {"args", {{"name", "run " + run_id}, {"run_id", run_id}}}};
+  std::string text = run_id.empty() ? "[\n" : "[\n" + process.dump() + ",\n";
+  text += R"({"ph":"M","pid":1,"tid":0,"name":"thread_name","args":{"name":"read"}},)"
+          "\n"
+          R"({"ph":"M","pid":1,"tid":2,"name":"thread_name","args":{"name":"compute"}},)"
+          "\n"
+          R"({"ph":"M","pid":1,"tid":10,"name":"thread_name","args":{"name":"compute waits for"}},)"
+          "\n";
   int id = 0;
   const auto add = [&](int step, const char* name, int block, double start, double end) {
     const bool reads = std::string(name) == "read weights";
@@ -264,6 +270,34 @@ TEST_F(Pages, ATraceGivesTheLanesAndTheMemoryOfItsMiddleStep) {
   EXPECT_THAT(page, HasSubstr("waits for"));
 }
 
+TEST_F(Pages, ATraceIsOfTheRunThatItNamesOrOfNone) {
+  const std::string first = Write("first.json", ReportOf("id-1", 5).dump());
+  const std::string second = Write("second.json", ReportOf("id-2", 5).dump());
+  const std::string trace = Write("trace.json", TraceText("id-1"));
+  EXPECT_THAT(PageOf({first, second, trace}), HasSubstr("The lanes of step 2: A first.json"));
+  EXPECT_THAT(PageOf({trace, second, first}), HasSubstr("The lanes of step 2: B first.json"));
+  const Result other = RunVerb({second, trace, "--html", dir_ + "/other.html"});
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.err, HasSubstr(trace + ": it is the trace of run id-1, and no report or log here is of"));
+  const Result two =
+      RunVerb({first, trace, Write("again.json", TraceText("id-1")), "--html", dir_ + "/two.html"});
+  EXPECT_EQ(two.code, 2);
+  EXPECT_THAT(two.err, HasSubstr("its run has another trace already"));
+}
+
+TEST_F(Pages, ALogAloneHasItsTrace) {
+  json line = StepEntry(1);
+  const std::string nameless = Write("nameless.jsonl", line.dump() + "\n");
+  line["run_id"] = "id-1";
+  const std::string log = Write("run.jsonl", line.dump() + "\n");
+  for (const std::string& trace : {Write("trace.json", TraceText("id-1")), Write("old.json", TraceText())}) {
+    const std::string page = PageOf({log, trace});
+    EXPECT_THAT(page, HasSubstr("no report: the log alone"));
+    EXPECT_THAT(page, HasSubstr("The lanes of step 2"));
+  }
+  EXPECT_THAT(PageOf({nameless, Write("old.json", TraceText())}), HasSubstr("The lanes of step 2"));
+}
+
 TEST(TraceViews, AStepGoesFromOneLastBackwardToTheNext) {
   std::vector<TraceEvent> events;
   for (int64_t step = 1; step <= 3; ++step) {
@@ -312,6 +346,178 @@ TEST(PlanPages, APlanIsDrawnAndWhatIsMissingLeftOut) {
   EXPECT_THAT(PlanPage("m", json::object(), TraceView()), HasSubstr("There is nothing to draw"));
 }
 
+TEST(Charts, TheLastOfTheLayersIsDrawnAsWell) {
+  LayerChart chart{.text = {.title = "t"}, .layers = {{.name = "a", .points = {{1, 2}, {2, 4}}}}};
+  EXPECT_THAT(Draw(chart), HasSubstr("d=\"M66.0 102.0H235.0L235.0 10.0H404.0"));
+  chart.layers[0].points = {{7, 2}};
+  EXPECT_THAT(Draw(chart), HasSubstr("d=\"M66.0 10.0H404.0"));
+}
+
+TEST(Charts, StepsAreWholeAndWhatIsNothingHasNoNegativeAxis) {
+  const LineChart chart{.text = {.title = "t", .x_label = "step", .y_unit = Unit::kBytes, .whole_x = true},
+                        .series = {{.name = "a", .points = {{1, 0}, {2, 0}}}}};
+  const std::string drawn = Draw(chart);
+  EXPECT_THAT(drawn, Not(HasSubstr("1.5")));
+  EXPECT_THAT(drawn, Not(HasSubstr("-1 B")));
+}
+
+TEST(Markups, WhatPeopleCountHasNoExponent) {
+  EXPECT_EQ(Plain(1412.3, 3), "1412");
+  EXPECT_EQ(Plain(999.7, 3), "1000");
+  EXPECT_EQ(Plain(3.14159, 3), "3.14");
+  EXPECT_EQ(Plain(1e308, 4), "1e+308");
+  EXPECT_EQ(Format(123456, Unit::kPlain), "123456");
+}
+
+TEST_F(Pages, WearIsAllThatWasWrittenAndSaysWhatOfThatWereSteps) {
+  json report = ReportOf("id", 4);
+  report["resumed_from_step"] = nullptr;
+  report["totals"] = {{"steps", 4},
+                      {"seconds", 86400},
+                      {"nvme_write_bytes", int64_t{3} << 40},
+                      {"step_nvme_read_bytes", int64_t{5} << 40},
+                      {"step_nvme_write_bytes", int64_t{2} << 40}};
+  const auto wear = [&](std::vector<std::string> files) {
+    const std::string page = PageOf(std::move(files));
+    const size_t begin = page.find("Wear, of one drive");
+    return page.substr(begin, page.find("</table>", begin) - begin);
+  };
+  const auto row = [](const char* read, const char* steps, const char* all, const char* day, const char* days,
+                      const char* used) {
+    std::string html;
+    for (const char* cell : {read, steps, all, day, days, used}) html += std::string("<td>") + cell + "</td>";
+    return html;
+  };
+  EXPECT_THAT(wear({Write("run.json", report.dump())}),
+              HasSubstr(row("5 TiB", "2 TiB", "3 TiB", "2 TiB", "273 days", "0.55%")));
+  // What processes before it wrote is the run's, and a log tells what of it were steps.
+  report["resumed_from_step"] = 2;
+  report["totals"]["run_nvme_write_bytes"] = int64_t{6} << 40;
+  report["totals"]["steps"] = 2;
+  report["steps"].erase(report["steps"].begin(), report["steps"].begin() + 2);
+  std::string log;
+  for (int step = 1; step <= 4; ++step) {
+    json entry = StepEntry(step);
+    entry["run_id"] = "id";
+    entry["nvme_write_bytes"] = int64_t{1} << 40;
+    entry["nvme_read_bytes"] = entry["seconds"] = 0;
+    log += entry.dump() + "\n";
+  }
+  EXPECT_THAT(wear({Write("run.json", report.dump()), Write("run.jsonl", log)}),
+              HasSubstr(row("5 TiB", "4 TiB", "6 TiB", "4 TiB", "136 days", "1.1%")));
+}
+
+TEST_F(Pages, AReportThatKeepsItsLastStepsAloneSaysSoAndSumsAll) {
+  json report = ReportOf("id", 12);
+  report["resumed_from_step"] = nullptr;
+  report["steps"].erase(report["steps"].begin(), report["steps"].begin() + 2);
+  const std::string old = PageOf({Write("old.json", report.dump())});
+  EXPECT_THAT(old, HasSubstr("of 12 steps the last 10 are here"));
+  EXPECT_THAT(old, HasSubstr("old.json computed longer: that is known of its last 10 steps alone"));
+  report["totals"] = {{"steps", 12}, {"skipped_steps", 2}, {"compute_seconds", 77.5}};
+  const std::string page = PageOf({Write("run.json", report.dump())});
+  EXPECT_THAT(page, HasSubstr("of 12 steps the last 10 are here"));
+  EXPECT_THAT(page, HasSubstr("computes: 1.292 min"));
+  EXPECT_THAT(page, HasSubstr("<td>2 of 12</td>"));
+  EXPECT_THAT(page, Not(HasSubstr("computed longer")));
+  // The log has the rest.
+  std::string log;
+  for (int step = 1; step <= 12; ++step) {
+    json entry = StepEntry(step);
+    entry["run_id"] = "id";
+    log += entry.dump() + "\n";
+  }
+  EXPECT_THAT(PageOf({Write("run.json", report.dump()), Write("run.jsonl", log)}),
+              Not(HasSubstr("are here")));
+}
+
+TEST_F(Pages, ARunThatDivergedLooksLikeOne) {
+  json report = ReportOf("id", 11);
+  for (int i = 1; i < 11; ++i) {
+    report["steps"][i]["skipped"] = true;
+    report["steps"][i]["loss"] = nullptr;
+  }
+  report["steps"][0]["redone"] = true;
+  const std::string page = PageOf({Write("run.json", report.dump())});
+  EXPECT_THAT(page, HasSubstr("4.0000 to 4.0000, not finite from step 2 on"));
+  EXPECT_THAT(page, HasSubstr("<td>10 of 11</td>"));
+  EXPECT_THAT(page, HasSubstr("<td>1 of 11</td>"));
+  EXPECT_THAT(page, HasSubstr("class=\"bad\">run.json: the loss is not finite from step 2 on"));
+  EXPECT_THAT(page, HasSubstr("10 of 11 steps were skipped"));
+  const std::string healthy = PageOf({Write("run.json", ReportOf("id", 11).dump())});
+  for (const char* text : {"class=\"bad\"", "skipped", "not finite"})
+    EXPECT_THAT(healthy, Not(HasSubstr(text)));
+}
+
+TEST_F(Pages, TheMedianOfAnEvenNumberIsTheMeanOfItsMiddles) {
+  json report = ReportOf("id", 3);
+  report["steps"][1]["seconds"] = 2;
+  report["steps"][2]["seconds"] = 4;
+  EXPECT_THAT(PageOf({Write("run.json", report.dump())}), HasSubstr("median</th><td>3 s</td>"));
+}
+
+TEST_F(Pages, NoPageReplacesWhatItIsDrawnFrom) {
+  const std::string report = Write("run.json", ReportOf("id", 2).dump());
+  const std::string log = Write("run.jsonl", StepEntry(1).dump() + "\n");
+  std::filesystem::create_symlink(report, dir_ + "/other-name");
+  std::filesystem::create_hard_link(log, dir_ + "/second-name");
+  for (const std::string& html : {report, log, dir_ + "/other-name", dir_ + "/second-name"}) {
+    const Result result = RunVerb({report, log, "--html", html});
+    EXPECT_EQ(result.code, 2);
+    EXPECT_THAT(result.err, HasSubstr("--html " + html + ": this would replace "));
+    EXPECT_THAT(result.err, HasSubstr("that is read: give another name"));
+  }
+  EXPECT_EQ(json::parse(std::ifstream(report))["run_id"], "id");
+}
+
+TEST_F(Pages, WhatNobodyCountedHasNoRow) {
+  json report = ReportOf("id", 3);
+  for (json& step : report["steps"]) step["tokens"] = step["nvme_read_bytes"] = step["nvme_write_bytes"] = 0;
+  const std::string page = PageOf({Write("run.json", report.dump())});
+  for (const char* text : {"tokens/s", "Tokens per second", "Read from the drive", "Wear", "-1 B"})
+    EXPECT_THAT(page, Not(HasSubstr(text)));
+}
+
+TEST_F(Pages, AHugeLossIsWrittenShortAndDrawn) {
+  json report = ReportOf("id", 3);
+  for (json& step : report["steps"]) step["loss"] = 1.7e308;
+  report["steps"][1]["loss"] = -1.7e308;
+  const std::string page = PageOf({Write("run.json", report.dump())});
+  EXPECT_THAT(page, HasSubstr("1.7e+308 to 1.7e+308"));
+  EXPECT_THAT(page, Not(HasSubstr("0000000000")));
+  const std::string chart = page.substr(page.find("<figcaption>Loss"));
+  const std::string drawn = chart.substr(0, chart.find("</figure>"));
+  EXPECT_THAT(drawn, HasSubstr("class=\"plot s0\" d=\"M66.0 10.0L235.0 194.0L404.0 10.0\""));
+  EXPECT_THAT(drawn, Not(HasSubstr("nan")));
+}
+
+TEST_F(Pages, MoreRunsThanLettersHaveTwo) {
+  std::vector<std::string> files;
+  for (int i = 0; i < 28; ++i) {
+    const std::string id = std::to_string(i);
+    files.push_back(Write("run-" + id + ".json", ReportOf("id-" + id, 2).dump()));
+  }
+  const std::string page = PageOf(files);
+  for (const char* name : {"A run-0.json", "Z run-25.json", "AA run-26.json", "AB run-27.json"})
+    EXPECT_THAT(page, HasSubstr(std::string(">") + name + "<"));
+}
+
+TEST_F(Pages, FlopsStandBesideWhatAProductReaches) {
+  json report = ReportOf("id", 3);
+  report["model_flops_per_step"] = 2.5e12;
+  report["model_flops_per_second"] = 4e10;
+  EXPECT_THAT(PageOf({Write("run.json", report.dump())}), Not(HasSubstr("MFU")));
+  report["product_flops_per_second"] = 1e11;
+  report["mfu"] = 0.4;
+  const std::string page = PageOf({Write("run.json", report.dump())});
+  for (const char* text : {"2.5TFLOP<", "40GFLOP/s<", "40.0% of 100GFLOP/s", "(MFU)"})
+    EXPECT_THAT(page, HasSubstr(text));
+  report["product_flops_per_second"] = 1e10;
+  report["mfu"] = nullptr;
+  EXPECT_THAT(PageOf({Write("run.json", report.dump())}),
+              HasSubstr("none: the product that it is held against was disturbed (10GFLOP/s)"));
+}
+
 TEST_F(Pages, WrongFilesAreNamedWithTheWayOut) {
   const std::string html = dir_ + "/page.html";
   const std::string trace = Write("trace.json", TraceText());
@@ -356,24 +562,126 @@ std::string Browse(const std::string& profile, const std::string& url, const std
   return text;
 }
 
-TEST_F(Pages, ABrowserShowsThemAtPhoneWidthWithoutAComplaint) {
-  if (std::system("command -v chromium >/dev/null 2>&1") != 0) GTEST_SKIP() << "chromium is not installed";
-  PageOf({Write("run.json", ReportOf("id", 50).dump()), Write("trace.json", TraceText()),
-          Write("a-second-run-with-a-long-name-that-does-not-end-soon.json", ReportOf("id-2", 40).dump())});
+// Where PENSTOCK_SCREENSHOTS names a directory, pictures stay there for somebody to look at.
+std::string ScreenshotsIn(const std::string& otherwise) {
+  const char* const named = std::getenv("PENSTOCK_SCREENSHOTS");
+  return named == nullptr ? otherwise : named;
+}
+
+bool HasBrowser() { return std::system("command -v chromium >/dev/null 2>&1") == 0; }
+
+// What a canvas counts in a picture, without a library that reads PNG: how many colours, how dark it is on
+// average.
+constexpr char kLook[] = R"(<canvas id=c></canvas><p id=p></p><img id=i src=SHOT><script>
+onload=()=>{c.width=i.naturalWidth;c.height=i.naturalHeight;const g=c.getContext('2d');g.drawImage(i,0,0);
+const d=g.getImageData(0,0,c.width,c.height).data,s=new Set();let sum=0;
+for(let k=0;k<d.length;k+=4){s.add(d[k]<<16|d[k+1]<<8|d[k+2]);sum+=(d[k]+d[k+1]+d[k+2])/3}
+p.textContent=c.width+' wide, '+s.size+' colours, light '+Math.round(sum/(d.length/4))}</script>)";
+
+struct Picture {
+  int width = 0, colours = 0, light = -1;
+};
+
+class BrowsedPages : public Pages {
+ protected:
+  void SetUp() override {
+    Pages::SetUp();
+    if (!HasBrowser()) GTEST_SKIP() << "chromium is not installed: no page is looked at";
+  }
+  // A screenshot of `page` in such a window. No script of a page runs, and none complains.
+  Picture Look(const std::string& page, const std::string& name, const std::string& flags) {
+    const std::string shot = ScreenshotsIn(dir_) + "/" + name + ".png";
+    const std::string said = Browse(dir_ + "/profile", "file://" + dir_ + "/" + page,
+                                    "--hide-scrollbars --screenshot='" + shot + "' " + flags);
+    EXPECT_THAT(said, Not(HasSubstr("CONSOLE"))) << said;
+    std::ostringstream bytes;
+    bytes << std::ifstream(shot, std::ios::binary).rdbuf();
+    EXPECT_EQ(bytes.str().substr(1, 3), "PNG") << said;
+    std::string html = kLook;
+    html.replace(html.find("SHOT"), 4, "'file://" + shot + "'");
+    const std::string told = Browse(dir_ + "/profile", "file://" + Write("look.html", html), "--dump-dom");
+    Picture picture;
+    const size_t at = told.find("<p id=\"p\">");
+    const int read = at == std::string::npos
+                         ? 0
+                         : std::sscanf(told.c_str() + at, "<p id=\"p\">%d wide, %d colours, light %d",
+                                       &picture.width, &picture.colours, &picture.light);
+    EXPECT_EQ(read, 3) << told;
+    return picture;
+  }
+  // `page` in a frame as wide as a phone: nothing sticks out of it.
+  void ExpectItFitsAPhone(const std::string& page) {
+    const std::string outer = Write(
+        "outer.html", "<iframe id=f src=" + page +
+                          " style='width:375px;height:800px;border:0'></iframe><p id=p>"
+                          "</p><script>f.onload=()=>{p.textContent='inside: '+(f.contentDocument."
+                          "documentElement.scrollWidth<=375)+' '+f.contentDocument.querySelectorAll('svg')"
+                          ".length+' pictures'}</script>");
+    const std::string framed = Browse(dir_ + "/profile", "file://" + outer, "--dump-dom");
+    EXPECT_THAT(framed, HasSubstr("inside: true")) << framed;
+    EXPECT_THAT(framed, Not(HasSubstr(" 0 pictures")));
+  }
+  // On a desk and a phone, by day and by night.
+  void ExpectItIsSeen(const std::string& page, const std::string& name) {
+    const std::string dark = "--blink-settings=preferredColorScheme=0 ";
+    const Picture desk = Look(page, name + "-desk", "--window-size=1280,2200");
+    const Picture night = Look(page, name + "-desk-dark", dark + "--window-size=1280,2200");
+    const Picture phone = Look(page, name + "-phone", "--window-size=420,900");
+    const Picture phone_night = Look(page, name + "-phone-dark", dark + "--window-size=420,900");
+    for (const Picture& picture : {desk, night, phone, phone_night})
+      EXPECT_GT(picture.colours, 20) << name << ", " << picture.width << " wide: is it blank?";
+    EXPECT_EQ(desk.width, 1280);
+    EXPECT_EQ(phone.width, 420);
+    for (const Picture& picture : {desk, phone}) EXPECT_GT(picture.light, 180) << name;
+    for (const Picture& picture : {night, phone_night}) EXPECT_LT(picture.light, 80) << name;
+  }
+};
+
+TEST_F(BrowsedPages, AReportIsSeenByDayAndNightOnDeskAndPhone) {
+  json report = ReportOf("id", 50);
+  report["error"] = std::string(3000, 'x');
+  report["status"] = "failed";
+  PageOf({Write("run.json", report.dump()), Write("trace.json", TraceText()),
+          Write(std::string(200, 'n') + ".json", ReportOf(std::string(500, 'i'), 40).dump())});
   const std::string seen = Browse(dir_ + "/profile", "file://" + dir_ + "/page.html", "--dump-dom");
   EXPECT_THAT(seen, HasSubstr("side by side"));
   EXPECT_THAT(seen, HasSubstr("</svg>"));
   EXPECT_THAT(seen, Not(HasSubstr("CONSOLE"))) << seen;
-  // A frame as wide as a phone: nothing sticks out of it.
-  const std::string outer =
-      Write("outer.html",
-            "<iframe id=f src=page.html style='width:375px;height:800px;border:0'></iframe><p id=p>"
-            "</p><script>f.onload=()=>{p.textContent='inside: '+(f.contentDocument."
-            "documentElement.scrollWidth<=375)+' '+f.contentDocument.querySelectorAll('svg')"
-            ".length+' pictures'}</script>");
-  const std::string framed = Browse(dir_ + "/profile", "file://" + outer, "--dump-dom");
-  EXPECT_THAT(framed, HasSubstr("inside: true")) << framed;
-  EXPECT_THAT(framed, Not(HasSubstr(" 0 pictures")));
+  ExpectItFitsAPhone("page.html");
+  ExpectItIsSeen("page.html", "report");
+  // What is long is broken: the summary's columns stay in view.
+  const std::string outer = Write(
+      "wide.html",
+      "<iframe id=f src=page.html style='width:1280px;height:800px;border:0'></iframe><p id=p></p><script>"
+      "f.onload=()=>{const t=f.contentDocument.querySelector('table');p.textContent="
+      "'table: '+(t.scrollWidth<=t.parentElement.clientWidth)}</script>");
+  EXPECT_THAT(Browse(dir_ + "/profile", "file://" + outer, "--dump-dom"), HasSubstr("table: true"));
+}
+
+TEST_F(BrowsedPages, APlanIsSeenByDayAndNightOnDeskAndPhone) {
+  const json plan = {
+      {"predicted_step_seconds", 0.7},
+      {"predicted_compute_seconds", 0.4},
+      {"predicted_drive_seconds", 0.65},
+      {"bound_by", "read"},
+      {"params", 1e9},
+      {"dtype", "bf16"},
+      {"reasons", {"weights stay in memory: they are read twice a step"}},
+      {"host",
+       {{{"what", "weights in flight"}, {"bytes", 1 << 26}}, {{"what", "gradients"}, {"bytes", 1 << 25}}}},
+      {"tiers",
+       {{{"what", "weights"},
+         {"host_in_flight_bytes", 1 << 26},
+         {"host_resident_bytes", 1 << 27},
+         {"nvme_bytes", 1 << 30},
+         {"nvme_read_bytes_per_step", 1 << 29},
+         {"nvme_write_bytes_per_step", 1 << 28}}}},
+      {"what_if", {{{"change", "twice the memory"}, {"predicted_step_seconds", 0.5}, {"speedup", 1.4}}}}};
+  const absl::StatusOr<TraceView> step = ReadTrace(Write("trace.json", TraceText()));
+  ASSERT_TRUE(step.ok()) << step.status();
+  Write("plan.html", PlanPage("gpt-350m", plan, *step));
+  ExpectItFitsAPhone("plan.html");
+  ExpectItIsSeen("plan.html", "plan");
 }
 
 }  // namespace

@@ -105,6 +105,22 @@ TEST_F(FlagsTest, DataThatCannotBeLearnt) {
   EXPECT_FALSE(std::filesystem::exists(state));
 }
 
+// What a run writes at its end, it takes away at its beginning.
+TEST_F(FlagsTest, OneFileForTwoThings) {
+  const std::string state = dir_ + "/state", other = dir_ + "/other-name", text = ReadFile(text_);
+  std::filesystem::create_symlink(text_, other);
+  std::vector<Case> cases;
+  for (const char* flag : {"--report", "--log", "--trace", "--prometheus"}) {
+    cases.push_back({Train(state, {flag, text_}), 2, {flag, text_, "that is read"}});
+    cases.push_back({Train(state, {flag, other}), 2, {flag, other, "that is read"}});
+  }
+  const std::string twice = dir_ + "/new", again = dir_ + "/./new";
+  cases.push_back({Train(state, {"--report", twice, "--trace", again}), 2, {twice, again, "are one file"}});
+  Check(cases);
+  EXPECT_EQ(ReadFile(text_), text);
+  EXPECT_FALSE(std::filesystem::exists(twice));
+}
+
 TEST_F(FlagsTest, DirectoriesThatCannotHoldState) {
   std::vector<Case> cases = {
       {Train(text_ + "/below"), 2, {text_ + "/below", "Not a directory"}},

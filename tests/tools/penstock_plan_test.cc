@@ -51,5 +51,33 @@ TEST_F(PlanTest, HalfAPipelineIsTold) {
   EXPECT_THAT(ran.out, HasSubstr("pipeline_read false: at most two tiles"));
 }
 
+TEST_F(PlanTest, ABudgetOfWearThatWillNotDoIsTold) {
+  WriteFile(dir_ + "/config", R"({"penstock": {"wear_budget_tb": 0.01}})");
+  const Arguments arguments = {"plan",       "--model",  "gpt-tiny",       "--seq",       "16",
+                               "--no-probe", "--config", dir_ + "/config", "--state-dir", dir_ + "/state",
+                               "--threads",  "1",        "--steps"};
+  const Ran many = Run(arguments + Arguments{"1000000"});
+  ASSERT_EQ(many.code, 0) << many.err;
+  EXPECT_THAT(many.out, testing::ContainsRegex(
+                            "penstock.wear_budget_tb: [0-9.e-]+ TB will have been written by the last "
+                            "step, more than 0.01 TB: the run will stop after step [0-9]+ or so; what "
+                            "writes less:\n  "));
+  const Ran json = Run(arguments + Arguments{"1000000", "--json"});
+  EXPECT_THAT(json.out, HasSubstr("\"wear_budget\": [\n"));
+  const Ran few = Run(arguments + Arguments{"10"});
+  ASSERT_EQ(few.code, 0) << few.err;
+  EXPECT_THAT(few.out, testing::Not(HasSubstr("wear_budget_tb")));
+}
+
+TEST_F(PlanTest, WhatIsOfNoEffectWithoutADriveIsTold) {
+  WriteFile(dir_ + "/config", R"({"penstock": {"prefer": "time"}})");
+  const Arguments arguments = {"train",    "--check",        "--model",     "gpt-tiny",      "--seq",    "16",
+                               "--config", dir_ + "/config", "--state-dir", dir_ + "/state", "--offload"};
+  const Ran ran = Run(arguments + Arguments{"cpu"});
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, HasSubstr("penstock.prefer \"time\": of no effect without offload to nvme"));
+  EXPECT_THAT(Run(arguments + Arguments{"nvme"}).out, testing::Not(HasSubstr("penstock.prefer")));
+}
+
 }  // namespace
 }  // namespace penstock::tools

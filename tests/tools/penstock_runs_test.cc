@@ -830,5 +830,20 @@ TEST_F(RunsTest, TheRateWhileSaturatedCountsWhatCameWhileSaturated) {
   EXPECT_LT(rate * saturated * 1e9, 0.999 * bytes) << "a model of this size is read in between";
 }
 
+TEST_F(RunsTest, AKilledRunLeavesNoReportOfAnEarlierOne) {
+  const std::string log = dir_ + "/log", report = dir_ + "/report";
+  const Arguments arguments = Train(dir_ + "/state", {"--log", log, "--report", report, "--steps"});
+  ASSERT_EQ(Run(arguments + Arguments{"2"}).code, 0);
+  ASSERT_TRUE(std::filesystem::exists(report));
+  // One that is refused has not begun, and takes nothing away.
+  ASSERT_EQ(Run(arguments + Arguments{"4"}).code, 2);
+  EXPECT_TRUE(std::filesystem::exists(report));
+  Program killed(dir_, arguments + Arguments{"1000000", "--resume"});
+  ASSERT_TRUE(WaitForLines(log, 5));
+  killed.Signal(SIGKILL);
+  killed.Wait();
+  EXPECT_FALSE(std::filesystem::exists(report));
+}
+
 }  // namespace
 }  // namespace penstock::tools

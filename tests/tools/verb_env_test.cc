@@ -204,6 +204,11 @@ TEST(DsReport, TellsWhatEnvTellsAndTakesDeepSpeedsFlags) {
   const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
   ASSERT_TRUE(json.is_object()) << text;
   EXPECT_GT(json.size(), 2u);
+#ifdef PENSTOCK_PROGRAM
+  // With LibTorch: it is told of the program that trains.
+  EXPECT_EQ(json["torch"]["blas"]["state"], "ok") << json["torch"];
+  EXPECT_EQ(text.find("cannot train"), std::string::npos);
+#endif
   const auto [wrong, line] = DsReport("--hide_operators");
   EXPECT_EQ(wrong, 2);
   EXPECT_THAT(line, HasSubstr("--hide_operators"));

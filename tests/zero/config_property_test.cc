@@ -21,7 +21,7 @@ Json Example(const KeySpec& spec) {
   const auto within = [&spec](double wish) { return std::min(std::max(wish, spec.least), spec.most); };
   switch (spec.type) {
     case KeyType::kBool:
-      return false;
+      return spec.neutral == "false";  // of which nothing is said
     case KeyType::kWhole:
       return static_cast<int64_t>(within(1));
     case KeyType::kNumber:

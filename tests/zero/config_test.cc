@@ -15,6 +15,7 @@
 namespace penstock::zero {
 namespace {
 
+using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::StartsWith;
@@ -204,6 +205,41 @@ TEST(ParseConfig, KeysThatChangeNoResultAreOneNoteTogether) {
       Parse(R"({"steps_per_print": 1, "prescale_gradients": true, "dump_state": false})").notes,
       ElementsAre(StartsWith("prescale_gradients: accepted and ignored: "),
                   "accepted and ignored, the results are the same without: steps_per_print, dump_state"));
+}
+
+// A config that went over to DeepSpeed comes back as it is.
+TEST(ParseConfig, WhatIsSaidOfDeepSpeedsCheckpointsIsAnsweredInALine) {
+  EXPECT_THAT(
+      Parse(R"({"checkpoint": {"load_universal": true}})").notes,
+      ElementsAre(AllOf(StartsWith("checkpoint.load_universal: accepted and ignored: "),
+                        HasSubstr("penstock import-checkpoint"), HasSubstr("engine.load_checkpoint"))));
+  EXPECT_TRUE(Parse(R"({"checkpoint": {"load_universal": false}})").notes.empty());
+  EXPECT_THAT(Refusal(R"({"checkpoint": {"load_universal": 1}})"),
+              StartsWith("checkpoint.load_universal: must be true or false"));
+  EXPECT_THAT(
+      Parse(R"({"checkpoint": {"writer": {"type": "FAST", "decoupled": true, "io_buffer_size": 1e6}}})")
+          .notes,
+      ElementsAre(StartsWith("checkpoint.writer: accepted and ignored: ")));
+  EXPECT_EQ(Refusal(R"({"checkpoint": {"writer": {"decopled": true}}})"),
+            "checkpoint.writer.decopled: no such key (did you mean \"decoupled\"?)");
+  EXPECT_THAT(Refusal(R"({"checkpoint": {"writer": {"type": "quick"}}})"),
+              StartsWith("checkpoint.writer.type: must be one of mock, python, fast"));
+  EXPECT_THAT(Refusal(R"({"checkpoint": {"writer": true}})"),
+              StartsWith("checkpoint.writer: must be an obj"));
+  EXPECT_EQ(Refusal(R"({"checkpoint": {"parallel_write": {"pipline_stage": true}}})"),
+            "checkpoint.parallel_write.pipline_stage: no such key (did you mean \"pipeline_stage\"?)");
+}
+
+TEST(ParseConfig, SuperOffloadIsAnsweredInALine) {
+  const auto with = [](const std::string& value) {
+    return absl::StrCat(R"({"zero_optimization": {"offload_optimizer": {"super_offload": )", value, "}}}");
+  };
+  EXPECT_THAT(
+      Parse(with("true")).notes,
+      ElementsAre(StartsWith("zero_optimization.offload_optimizer.super_offload: accepted and ignored: ")));
+  EXPECT_TRUE(Parse(with("false")).notes.empty());
+  EXPECT_THAT(Refusal(with("{}")),
+              StartsWith("zero_optimization.offload_optimizer.super_offload: must be true or false"));
 }
 
 TEST(ParseConfig, AnEmptyObjectLeavesEverythingToThePlanner) {

@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cerrno>
+#include <new>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -55,6 +56,9 @@ int OrBug(const std::function<int()>& run, std::string_view program, std::string
   std::string what;
   try {
     return run();
+  } catch (const std::bad_alloc&) {
+    err << program << kNoMemory << std::flush;
+    return kExitFailed;
   } catch (const std::exception& error) {
     what = error.what();
   } catch (...) {

@@ -32,8 +32,14 @@ std::optional<int> ParseFlags(CLI::App& app, int argc, const char* const* argv, 
 // kAlreadyExists; else kExitFailed.
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err);
 
+// What a program says that the system gives no more memory, after its name.
+inline constexpr std::string_view kNoMemory =
+    ": the system gave this process no more memory: free some, raise its limit (ulimit -v), or give a "
+    "smaller --host-memory; committed steps are safe\n";
+
 // What `run` returns. What it throws, which is a mistake of ours since errors come as statuses, becomes one
-// line on `err` that says what to report, and kExitFailed.
+// line on `err` that says what to report, and kExitFailed. So does std::bad_alloc, with a line that says what
+// memory there is to be had.
 int OrBug(const std::function<int()>& run, std::string_view program, std::string_view arguments,
           std::ostream& err);
 

@@ -7,8 +7,11 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace penstock::tools {
 namespace {
@@ -32,6 +35,18 @@ absl::Status WriteAll(int fd, const std::string& what, const std::string& path, 
   return absl::OkStatus();
 }
 
+// By whatever names. What is not there yet goes by its path.
+bool AreOneFile(const std::string& a, const std::string& b) {
+  if (a.empty() || b.empty()) return false;  // none is named
+  struct stat one {};
+  struct stat other {};
+  const bool there = stat(a.c_str(), &one) == 0, other_there = stat(b.c_str(), &other) == 0;
+  if (there != other_there) return false;
+  if (there) return S_ISREG(one.st_mode) && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+  std::error_code unused;
+  return std::filesystem::weakly_canonical(a, unused) == std::filesystem::weakly_canonical(b, unused);
+}
+
 }  // namespace
 
 absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text) {
@@ -52,6 +67,40 @@ absl::Status WriteWholeFile(const std::string& what, const std::string& path, st
     status = Failed(what, path, "rename", errno);
   if (!status.ok() && renames) (void)unlink(beside.c_str());
   return status;
+}
+
+absl::Status CheckIsNoInput(const std::string& what, const std::string& path,
+                            const std::vector<std::string>& inputs) {
+  for (const std::string& input : inputs) {
+    if (!AreOneFile(path, input)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(what, " ", path, ": this would replace ",
+                                                   input == path ? "a file" : absl::StrCat(input, ","),
+                                                   " that is read: give another name"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckDistinctFiles(
+    const std::vector<std::pair<std::string, std::optional<std::string>>>& outputs,
+    const std::vector<std::string>& inputs) {
+  for (auto one = outputs.begin(); one != outputs.end(); ++one) {
+    if (!one->second.has_value()) continue;
+    RETURN_IF_ERROR(CheckIsNoInput(one->first, *one->second, inputs));
+    for (auto other = outputs.begin(); other != one; ++other) {
+      if (!other->second.has_value() || !AreOneFile(*one->second, *other->second)) continue;
+      return absl::InvalidArgumentError(absl::StrCat(other->first, " ", *other->second, " and ", one->first,
+                                                     " ", *one->second,
+                                                     " are one file: give one of them another name"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RemoveOldFile(const std::string& what, const std::string& path) {
+  struct stat info {};
+  if (stat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return absl::OkStatus();
+  if (unlink(path.c_str()) != 0 && errno != ENOENT) return Failed(what, path, "unlink", errno);
+  return absl::OkStatus();
 }
 
 }  // namespace penstock::tools

@@ -2,8 +2,11 @@
 #ifndef PENSTOCK_TOOLS_BASE_WHOLE_FILE_H_
 #define PENSTOCK_TOOLS_BASE_WHOLE_FILE_H_
 
+#include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 
@@ -17,6 +20,20 @@ namespace penstock::tools {
 // nothing is left beside it. kInvalidArgument: the place cannot be written to (no directory, no right);
 // kResourceExhausted: the disk is full.
 absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text);
+
+// Takes away what an earlier run left at `path`, so that nobody reads it as what this one will write. What is
+// no regular file stays. Errors as above.
+absl::Status RemoveOldFile(const std::string& what, const std::string& path);
+
+// kInvalidArgument: `path` is one of the files that are read, by this name or another.
+absl::Status CheckIsNoInput(const std::string& what, const std::string& path,
+                            const std::vector<std::string>& inputs);
+
+// kInvalidArgument: one of the files that are written (flag, path) is one of those that are read, or two of
+// them are one. Those without a path are not looked at; a pipe or device may be several.
+absl::Status CheckDistinctFiles(
+    const std::vector<std::pair<std::string, std::optional<std::string>>>& outputs,
+    const std::vector<std::string>& inputs);
 
 }  // namespace penstock::tools
 

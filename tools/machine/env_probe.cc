@@ -341,8 +341,13 @@ void Torch(Report& r) {
   if (void* product = ::dlsym(RTLD_DEFAULT, "sgemm_"); product != nullptr && ::dladdr(product, &where) != 0) {
     return r.Ok("blas", absl::StrCat("inside ", where.dli_fname));
   }
+#ifdef PENSTOCK_TORCH_VERSION
+  r.Missing("blas", "none is loaded in this program",
+            "nothing multiplies matrices in this program; `penstock env` tells what penstock train has");
+#else
   r.Missing("blas", "none is loaded in this program",
             "nothing multiplies matrices in this program: it cannot train");
+#endif
 }
 
 // "MAJOR.MINOR" of the numbers that CUDA gives: 12040.

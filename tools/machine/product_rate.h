@@ -15,7 +15,8 @@ struct ProductRate {
 };
 
 // The best of some products in the type that blocks with such weights compute in, by LibTorch with its
-// threads as they are set; a third of a second, and some MiB for as long.
+// threads as they are set. As long as they become faster other work is in their way, and they go on: a third
+// of a second where nothing is, two at the most, and some MiB for as long.
 ProductRate MeasureProductRate(kernels::DType weights);
 
 }  // namespace penstock::tools

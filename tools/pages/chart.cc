@@ -18,6 +18,8 @@ constexpr double kLeft = 66, kRight = 404, kTop = 10, kBottom = 194;
 constexpr int kStyles = 8;
 constexpr int kColumns = 240;  // of a picture, in which points are gathered
 constexpr int kRows = 12;      // of a table of numbers
+// Beyond this differences of two values may be no numbers any more.
+constexpr double kLargest = 1e300;
 
 int StyleOf(int style) { return style % kStyles; }
 
@@ -35,13 +37,17 @@ struct Range {
   bool empty() const { return !(low <= high); }
   void Add(double value) {
     if (!std::isfinite(value)) return;
-    low = std::min(low, value);
-    high = std::max(high, value);
+    low = std::min(low, std::clamp(value, -kLargest, kLargest));
+    high = std::max(high, std::clamp(value, -kLargest, kLargest));
   }
   // Room to draw in, also where all values are one.
   void Widen() {
     if (high > low) return;
-    const double by = low == 0 ? 1 : std::fabs(low) * 0.05;
+    if (low == 0) {
+      high = 1;
+      return;
+    }
+    const double by = std::fabs(low) * 0.05;
     low -= by;
     high += by;
   }
@@ -57,6 +63,7 @@ class Frame {
   }
   double X(double x) const { return kLeft + (x - x_.low) / (x_.high - x_.low) * (kRight - kLeft); }
   double Y(double y) const {
+    y = std::clamp(y, y_.low, y_.high);
     const double share =
         log_ ? std::log(y / y_.low) / std::log(y_.high / y_.low) : (y - y_.low) / (y_.high - y_.low);
     return kBottom - share * (kBottom - kTop);
@@ -70,7 +77,7 @@ class Frame {
           &svg, "<text x=\"%.0f\" y=\"%.1f\" text-anchor=\"end\">%s</text>\n", kLeft - 6, at + 4,
           Escape(FormatTick(tick, std::max(std::fabs(y_.low), std::fabs(y_.high)), text.y_unit)));
     }
-    for (const double tick : Ticks(x_.low, x_.high, 6, text.x_unit)) {
+    for (const double tick : Ticks(x_.low, x_.high, 6, text.whole_x ? Unit::kCount : text.x_unit)) {
       absl::StrAppendFormat(&svg, "<text x=\"%.1f\" y=\"%.0f\" text-anchor=\"middle\">%s</text>\n", X(tick),
                             kBottom + 17, Escape(FormatTick(tick, x_.high, text.x_unit)));
     }
@@ -149,6 +156,16 @@ std::string LineOf(const Series& series, const Frame& frame) {
   if (last == nullptr) return "";
   if (!series.dots) absl::StrAppendFormat(&svg, "<path class=\"plot s%d\" d=\"%s\"/>", style, path);
   return absl::StrCat("<g><title>", Escape(series.name), "</title>", svg, "</g>\n");
+}
+
+// As much of both ends as there is room for; no character is cut.
+std::string Shortened(const std::string& text, size_t most) {
+  if (text.size() <= most) return text;
+  const auto inside = [&](size_t at) { return (static_cast<unsigned char>(text[at]) & 0xc0) == 0x80; };
+  size_t head = most / 2, tail = text.size() - most / 2;
+  while (head > 0 && inside(head)) --head;
+  while (tail < text.size() && inside(tail)) ++tail;
+  return absl::StrCat(text.substr(0, head), "\u2026", text.substr(tail));
 }
 
 std::string Svg(const ChartText& text, const std::string& alt, const std::string& inside) {
@@ -285,6 +302,14 @@ std::string Draw(const LayerChart& chart) {
     count = std::max(count, layer.points.size());
   }
   if (x.empty()) return Empty(chart.text);
+  // What the last value holds for.
+  double last = 1;
+  for (const Series& layer : chart.layers) {
+    const size_t points = layer.points.size();
+    if (points > 1) last = layer.points[points - 1].x - layer.points[points - 2].x;
+  }
+  const double until_x = x.high + last;
+  x.Add(until_x);
   std::vector<double> below(count, 0);
   y.Add(0);
   const auto height = [](const Point& point) {
@@ -302,7 +327,7 @@ std::string Draw(const LayerChart& chart) {
     std::string up, down;
     for (size_t i = 0; i < layer.points.size(); ++i) {
       const double at = frame.X(layer.points[i].x);
-      const double until = i + 1 < layer.points.size() ? frame.X(layer.points[i + 1].x) : at;
+      const double until = i + 1 < layer.points.size() ? frame.X(layer.points[i + 1].x) : frame.X(until_x);
       const double low = frame.Y(below[i]), high = frame.Y(below[i] += height(layer.points[i]));
       absl::StrAppendFormat(&up, "%s%.1f %.1fH%.1f", i == 0 ? "M" : "L", at, high, until);
       down.insert(0, absl::StrFormat("L%.1f %.1fH%.1f", until, low, at));
@@ -361,7 +386,9 @@ std::string Draw(const BarChart& chart) {
     }
     row.push_back(Format(sum, chart.text.y_unit));
     rows.push_back(std::move(row));
-    absl::StrAppendFormat(&svg, "<text x=\"%.0f\" y=\"%.1f\">%s: %s</text>%s\n", kX, y + 10, Escape(bar.name),
+    constexpr size_t kLetters = 44;  // that have room beside a value
+    absl::StrAppendFormat(&svg, "<g><title>%s</title><text x=\"%.0f\" y=\"%.1f\">%s: %s</text></g>%s\n",
+                          Escape(bar.name), kX, y + 10, Escape(Shortened(bar.name, kLetters)),
                           Format(sum, chart.text.y_unit), parts);
     y += kPitch;
   }

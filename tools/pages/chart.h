@@ -29,6 +29,7 @@ struct ChartText {
   std::string x_label = {};
   Unit x_unit = Unit::kPlain;
   Unit y_unit = Unit::kPlain;
+  bool whole_x = false;  // x counts something: no tick stands between two
 };
 
 // Lines over one axis. However many points there are, the picture stays small: of each column of it the
@@ -41,7 +42,8 @@ struct LineChart {
 };
 std::string Draw(const LineChart& chart);
 
-// Layers one upon the other: value y of a layer holds from its x to the next one's. All have the same x.
+// Layers one upon the other: value y of a layer holds from its x to the next one's, the last one's for as
+// long as that of the one before, or for 1. All have the same x.
 struct LayerChart {
   ChartText text;
   std::vector<Series> layers;

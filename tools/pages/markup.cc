@@ -43,12 +43,14 @@ ul.key{list-style:none;margin:.4rem 0 0;padding:0;display:flex;flex-wrap:wrap;ga
 .scroll{overflow-x:auto}.scroll:focus-visible,summary:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
 .wide{min-width:56rem}
 table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}
-caption{text-align:left;color:var(--dim)}
+caption{text-align:left;color:var(--dim);padding-top:.8rem}
 th,td{padding:.25rem .6rem;border-bottom:1px solid var(--line);text-align:right;vertical-align:top;overflow-wrap:normal}
-th:first-child{text-align:left;font-weight:600}td:not(.text){white-space:nowrap}td.text{text-align:left;min-width:9rem}
+th:first-child{text-align:left;font-weight:600}td:not(.text){white-space:nowrap}
+td.text{text-align:left;max-width:26rem}th.text{max-width:16rem}.text{min-width:9rem;overflow-wrap:anywhere}
+.long{max-height:9rem;overflow-y:auto}.long:focus-visible{outline:2px solid var(--c0)}
 thead th{color:var(--dim);font-weight:600}
 details{margin-top:.5rem;font-size:.875rem}summary{cursor:pointer;color:var(--dim)}
-.bad{color:var(--c5);font-weight:600}footer{margin-top:2.5rem;font-size:.85rem}
+.bad{color:var(--c5);font-weight:600;max-width:none}footer{margin-top:2.5rem;font-size:.85rem}
 @media print{details{display:none}}
 )";
 
@@ -80,7 +82,7 @@ Scale ScaleOf(double value, Unit unit) {
 }
 
 std::string InScale(double value, const Scale& scale, int digits) {
-  const std::string number = absl::StrFormat("%.*g", digits, value / scale.divisor);
+  const std::string number = Plain(value / scale.divisor, digits);
   const bool apart = scale.unit[0] != '\0' && scale.unit[1] != '\0';
   return absl::StrCat(
       number, apart || scale.unit[0] == 's' || scale.unit[0] == 'h' || scale.unit[0] == 'B' ? " " : "",
@@ -120,6 +122,12 @@ std::string Escape(std::string_view text) {
   return escaped;
 }
 
+std::string Plain(double value, int digits) {
+  const double size = std::fabs(value);
+  if (size >= std::pow(10, digits) - 0.5 && size < 1e9) return absl::StrFormat("%.0f", value);
+  return absl::StrFormat("%.*g", digits, value);
+}
+
 std::string Format(double value, Unit unit) {
   if (!std::isfinite(value)) return "-";
   return InScale(value, ScaleOf(value, unit), unit == Unit::kPlain ? 5 : 4);
@@ -134,18 +142,23 @@ std::string Table(std::string_view caption, const std::vector<std::string>& colu
   std::string html = "<div class=\"scroll\" tabindex=\"0\" role=\"group\" aria-label=\"table\"><table>";
   if (!caption.empty()) absl::StrAppend(&html, "<caption>", Escape(caption), "</caption>");
   absl::StrAppend(&html, "<thead><tr>");
-  for (const std::string& column : columns)
-    absl::StrAppend(&html, "<th scope=\"col\">", Escape(column), "</th>");
+  // A cell of several words reads from the left, and one of many lines scrolls: neither pushes others away.
+  constexpr size_t kText = 24, kLong = 300;
+  for (const std::string& column : columns) {
+    absl::StrAppend(&html, column.size() > kText ? "<th scope=\"col\" class=\"text\">" : "<th scope=\"col\">",
+                    Escape(column), "</th>");
+  }
   absl::StrAppend(&html, "</tr></thead><tbody>\n");
-  // A cell of several words reads from the left.
-  constexpr size_t kText = 24;
   for (const std::vector<std::string>& row : rows) {
     absl::StrAppend(&html, "<tr>");
     for (size_t i = 0; i < row.size(); ++i) {
-      const char* const open = i == 0                  ? "<th scope=\"row\">"
-                               : row[i].size() > kText ? "<td class=\"text\">"
-                                                       : "<td>";
-      absl::StrAppend(&html, open, Escape(row[i]), i == 0 ? "</th>" : "</td>");
+      const char* const of_class = row[i].size() > kText ? " class=\"text\"" : "";
+      absl::StrAppend(&html, i == 0 ? "<th scope=\"row\"" : "<td", of_class, ">");
+      absl::StrAppend(&html,
+                      row[i].size() > kLong
+                          ? absl::StrCat("<div class=\"long\" tabindex=\"0\">", Escape(row[i]), "</div>")
+                          : Escape(row[i]),
+                      i == 0 ? "</th>" : "</td>");
     }
     absl::StrAppend(&html, "</tr>\n");
   }

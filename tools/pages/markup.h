@@ -19,7 +19,9 @@ std::string Escape(std::string_view text);
 enum class Unit { kPlain, kSeconds, kBytes, kBytesPerSecond, kCount };
 // With its unit, in few digits; "-" for what is not finite.
 std::string Format(double value, Unit unit);
-// The same for the ticks of an axis that ends at `largest`: all of them in one unit.
+// In `digits` digits, without an exponent for what people count.
+std::string Plain(double value, int digits);
+// As Format, for the ticks of an axis that ends at `largest`: all of them in one unit.
 std::string FormatTick(double value, double largest, Unit unit);
 
 // Columns and rows of texts, which it escapes; the first column heads its row. `caption` may be empty.

@@ -142,9 +142,9 @@ std::string Reasons(const json& plan) {
 std::string PlanPage(const std::string& model, const json& plan, const TraceView& step) {
   const double arena = NumberOf(plan, "pinned_memory_bytes");
   const std::optional<double> bound = arena > 0 ? std::optional<double>(arena) : std::nullopt;
-  const std::string one_step =
-      DrawLanes(step, "predicted") + Grid({DrawMemory(step, "host", "predicted", bound, "the arena"),
-                                           DrawMemory(step, "device", "predicted", std::nullopt, "")});
+  const std::string one_step = DrawLanes(step, "predicted") + "<p></p>" +
+                               Grid({DrawMemory(step, "host", "predicted", bound, "the arena"),
+                                     DrawMemory(step, "device", "predicted", std::nullopt, "")});
   return Page(absl::StrCat("Plan: ", model),
               absl::StrCat("A step takes ", Format(NumberOf(plan, "predicted_step_seconds"), Unit::kSeconds),
                            ", bound by ", TextOf(plan, "bound_by"), ". Nothing was trained."),

@@ -45,7 +45,10 @@ void AddLine(const json& line, Run* run) {
                         .stall_io_seconds = NumberOf(line, "stall_io_seconds"),
                         .compute_seconds = NumberOf(line, "compute_seconds"),
                         .nvme_read_bytes = NumberOf(line, "nvme_read_bytes"),
-                        .nvme_write_bytes = NumberOf(line, "nvme_write_bytes")});
+                        .nvme_write_bytes = NumberOf(line, "nvme_write_bytes"),
+                        .loss_not_finite = line.contains("loss") && line["loss"].is_null(),
+                        .skipped = zero::JsonField<bool>(line, "skipped").value_or(false),
+                        .redone = zero::JsonField<bool>(line, "redone").value_or(false)});
 }
 
 // Steps and evaluations in order, one of each.
@@ -67,7 +70,10 @@ Run RunOf(json report) {
     }
     report.erase(key);
   }
-  if (!run.steps.empty()) run.first_reported_step = run.steps.front().step;
+  if (!run.steps.empty()) {
+    run.first_reported_step = run.steps.front().step;
+    run.last_reported_step = run.steps.back().step;
+  }
   run.report = std::move(report);
   return run;
 }
@@ -144,6 +150,103 @@ void Join(Run log, Run* run) {
   if (log.evaluations.size() > run->evaluations.size()) run->evaluations = std::move(log.evaluations);
 }
 
+// What the files gave, with the run that each of them went to.
+class Gathering {
+ public:
+  absl::Status Add(const std::string& path) {
+    ASSIGN_OR_RETURN(Content content, Look(path));
+    if (content.kind == FileKind::kReport) {
+      NewRun(path, RunOf(std::move(content.report)));
+    } else if (content.kind == FileKind::kLog) {
+      ASSIGN_OR_RETURN(Run log, ReadLog(path));
+      // A report that comes later may be this log's too.
+      if (log.run_id.empty()) {
+        NewRun(path, std::move(log));
+      } else {
+        logs_.push_back({path, run_of_file_.size(), std::move(log)});
+        run_of_file_.push_back(kNone);
+      }
+    } else {
+      ASSIGN_OR_RETURN(TraceView trace, ReadTrace(path));
+      traces_.push_back({path, run_of_file_.size(), std::move(trace)});
+      run_of_file_.push_back(kNone);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::vector<Run>> Finish() {
+    for (auto& [path, file, log] : logs_) JoinLog(path, file, std::move(log));
+    for (auto& [path, file, trace] : traces_) RETURN_IF_ERROR(JoinTrace(path, file, std::move(trace)));
+    for (Run& run : runs_) {
+      InOrder(&run.steps);
+      InOrder(&run.evaluations);
+    }
+    NameRuns(names_, &runs_);
+    return std::move(runs_);
+  }
+
+ private:
+  static constexpr size_t kNone = std::numeric_limits<size_t>::max();
+  template <typename Part>
+  struct Waiting {
+    std::string path;
+    size_t file;
+    Part part;
+  };
+
+  void NewRun(const std::string& path, Run run) {
+    run_of_file_.push_back(runs_.size());
+    runs_.push_back(std::move(run));
+    names_.push_back(path);
+  }
+
+  void JoinLog(const std::string& path, size_t file, Run log) {
+    for (size_t i = 0; i < runs_.size(); ++i) {
+      if (runs_[i].run_id != log.run_id) continue;
+      Join(log, &runs_[i]);
+      run_of_file_[file] = i;
+    }
+    if (run_of_file_[file] != kNone) return;
+    run_of_file_[file] = runs_.size();
+    runs_.push_back(std::move(log));
+    names_.push_back(path);
+  }
+
+  // The run that stands before a file, and if `run_id` is not empty is that one; kNone: there is none.
+  size_t RunBefore(size_t file, const std::string& run_id) const {
+    while (file-- > 0) {
+      const size_t run = run_of_file_[file];
+      if (run != kNone && (run_id.empty() || runs_[run].run_id == run_id)) return run;
+    }
+    return kNone;
+  }
+
+  absl::Status JoinTrace(const std::string& path, size_t file, TraceView trace) {
+    size_t run = RunBefore(file, trace.run_id);
+    if (run == kNone && !trace.run_id.empty()) {
+      run = RunBefore(run_of_file_.size(), trace.run_id);
+      // A report that names no run may be this one's.
+      const size_t nameless = RunBefore(file, "");
+      if (run == kNone && nameless != kNone && runs_[nameless].run_id.empty()) run = nameless;
+      if (run == kNone) {
+        return Wrong(path, absl::StrCat("it is the trace of run ", trace.run_id,
+                                        ", and no report or log here is of that run"));
+      }
+    }
+    if (run == kNone) return Wrong(path, "a trace stands behind the report or log that it belongs to");
+    if (runs_[run].trace.has_value())
+      return Wrong(path, "its run has another trace already, and one step of one is drawn");
+    runs_[run].trace = std::move(trace);
+    return absl::OkStatus();
+  }
+
+  std::vector<Run> runs_;
+  std::vector<std::string> names_;   // the file that each is called after
+  std::vector<size_t> run_of_file_;  // of each file in order
+  std::vector<Waiting<Run>> logs_;
+  std::vector<Waiting<TraceView>> traces_;
+};
+
 }  // namespace
 
 double NumberOf(const json& object, const char* key) {
@@ -165,46 +268,16 @@ std::string Run::Text(const char* key) const {
   return zero::JsonField<std::string>(report, key).value_or("");
 }
 
+int64_t Run::FirstOfProcess() const {
+  const auto it = report.find("resumed_from_step");
+  if (it == report.end()) return first_reported_step;
+  return zero::JsonField<int64_t>(report, "resumed_from_step").value_or(0) + 1;
+}
+
 absl::StatusOr<std::vector<Run>> ReadRuns(const std::vector<std::string>& paths) {
-  std::vector<Run> runs;
-  std::vector<std::string> names;
-  std::vector<std::pair<std::string, Run>> logs;
-  for (const std::string& path : paths) {
-    ASSIGN_OR_RETURN(Content content, Look(path));
-    if (content.kind == FileKind::kReport) {
-      runs.push_back(RunOf(std::move(content.report)));
-      names.push_back(path);
-    } else if (content.kind == FileKind::kTrace) {
-      if (runs.empty()) return Wrong(path, "a trace stands behind the report that it belongs to");
-      ASSIGN_OR_RETURN(runs.back().trace, ReadTrace(path));
-    } else {
-      ASSIGN_OR_RETURN(Run log, ReadLog(path));
-      // A report that comes later may be this log's too.
-      if (!log.run_id.empty()) {
-        logs.emplace_back(path, std::move(log));
-      } else {
-        runs.push_back(std::move(log));
-        names.push_back(path);
-      }
-    }
-  }
-  for (auto& [path, log] : logs) {
-    bool joined = false;
-    for (Run& run : runs) {
-      if (run.run_id != log.run_id) continue;
-      Join(log, &run);
-      joined = true;
-    }
-    if (joined) continue;
-    runs.push_back(std::move(log));
-    names.push_back(path);
-  }
-  for (Run& run : runs) {
-    InOrder(&run.steps);
-    InOrder(&run.evaluations);
-  }
-  NameRuns(names, &runs);
-  return runs;
+  Gathering gathering;
+  for (const std::string& path : paths) RETURN_IF_ERROR(gathering.Add(path));
+  return gathering.Finish();
 }
 
 }  // namespace penstock::tools

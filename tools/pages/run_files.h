@@ -24,6 +24,8 @@ struct StepFigures {
   double loss = kMissing, grad_norm = kMissing, lr = kMissing, tokens = kMissing;
   double seconds = kMissing, stall_io_seconds = kMissing, compute_seconds = kMissing;
   double nvme_read_bytes = kMissing, nvme_write_bytes = kMissing;
+  bool loss_not_finite = false;  // written as null
+  bool skipped = false, redone = false;
 };
 
 struct EvaluationFigures {
@@ -37,17 +39,21 @@ struct Run {
   nlohmann::json report = nlohmann::json::object();  // empty: there is only a log
   std::vector<StepFigures> steps;                    // in order: the log's where it has more
   std::vector<EvaluationFigures> evaluations;
-  int64_t first_reported_step = 0;  // what the report adds up begins here; a resumed run's log begins before
+  int64_t first_reported_step = 0, last_reported_step = 0;  // that the report has itself; a log may have more
   std::optional<TraceView> trace;
 
   // A number of the report, or of its "totals" and the like ("totals.tokens"); NaN where it is none.
   double Figure(const char* path) const;
   std::string Text(const char* key) const;  // "" where it is none
+  // Whether the report's totals have this step: those of its process. A log may have steps of other ones.
+  bool OfProcess(int64_t step) const { return step >= FirstOfProcess() && step <= last_reported_step; }
+  int64_t FirstOfProcess() const;
 };
 
 // Each file is a report, a log or a trace, told by what is in it. A log joins the report of its run_id, or is
-// a run of its own; a trace joins the run before it. A log's last line may be torn. kInvalidArgument, which
-// names the file: it cannot be read, it is none of these, or a trace has no run before it.
+// a run of its own; a trace joins the report or log of its run_id, the one before it where several have it;
+// one that names no run joins what stands before it. A log's last line may be torn. kInvalidArgument, which
+// names the file: it cannot be read, it is none of these, a trace is of none of the runs, or a run has two.
 absl::StatusOr<std::vector<Run>> ReadRuns(const std::vector<std::string>& paths);
 
 }  // namespace penstock::tools

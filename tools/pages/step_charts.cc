@@ -198,15 +198,18 @@ std::vector<Point> HeldOver(const std::vector<Tenure>& tenures, const TraceView&
   const double width = (view.end_seconds - view.start_seconds) / kHeldColumns;
   int64_t held = 0;
   size_t next = 0;
-  for (int column = 0; column <= kHeldColumns; ++column) {
-    const double until = view.start_seconds + width * column;
+  const auto pass = [&](double until) {
     int64_t most = held;
     for (; next < changes.size() && changes[next].first <= until; ++next) {
       held += changes[next].second;
       most = std::max(most, held);
     }
-    if (column == 0) most = held;  // what was before the step is not shown
-    points.push_back({until - view.start_seconds, static_cast<double>(most)});
+    return most;
+  };
+  pass(view.start_seconds);  // what was before the step is not shown
+  for (int column = 0; column < kHeldColumns; ++column) {
+    const int64_t most = pass(view.start_seconds + width * (column + 1));
+    points.push_back({width * column, static_cast<double>(most)});
   }
   return points;
 }
@@ -239,8 +242,9 @@ std::string DrawLanes(const TraceView& view, const std::string& whose) {
     const double x = kLanesLeft + tick / length * (kLanesRight - kLanesLeft);
     absl::StrAppendFormat(&svg,
                           "<path class=\"axis\" d=\"M%.1f %.0fv5\"/><text x=\"%.1f\" y=\"%.0f\" "
-                          "text-anchor=\"middle\">%s</text>\n",
-                          x, y, x, y + 18, Escape(FormatTick(tick, length, Unit::kSeconds)));
+                          "text-anchor=\"%s\">%s</text>\n",
+                          x, y, std::min(x, kLanesWidth - 2), y + 18, x > kLanesRight - 24 ? "end" : "middle",
+                          Escape(FormatTick(tick, length, Unit::kSeconds)));
   }
   y += 24;
   std::string key = "<ul class=\"key\">";

@@ -116,6 +116,7 @@ class Reader {
     }
     return known;
   }
+  const std::string& run_id() const { return run_id_; }
 
  private:
   bool Take(const nlohmann::json& json, const std::function<void(TraceEvent)>& take) {
@@ -125,6 +126,7 @@ class Reader {
     if (phase == "M") {
       if (json.value("name", nlohmann::json()) == "thread_name")
         lanes_[track] = zero::JsonField<std::string>(args, "name").value_or("");
+      if (args.is_object()) run_id_ = zero::JsonField<std::string>(args, "run_id").value_or(run_id_);
       return true;
     }
     const std::optional<double> at = zero::JsonField<double>(json, "ts");
@@ -155,6 +157,7 @@ class Reader {
     return true;
   }
 
+  std::string run_id_;
   std::map<int64_t, std::string> lanes_;
   std::map<std::pair<std::string, int64_t>, TraceEvent> begun_;
 };
@@ -173,15 +176,17 @@ TraceView StepOf(std::vector<TraceEvent> events) {
 
 absl::StatusOr<TraceView> ReadTrace(const std::string& path) {
   Spans spans;
+  Reader reader;
   ASSIGN_OR_RETURN(const int64_t known,
-                   Reader().Read(path, [&](const TraceEvent& event) { Note(event, &spans); }));
+                   reader.Read(path, [&](const TraceEvent& event) { Note(event, &spans); }));
   if (known == 0) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, ": no event of a trace is in it: give a file that --trace wrote"));
   }
   const std::optional<Window> window = Choose(spans);
-  if (!window.has_value()) return TraceView();
-  TraceView view = ViewOf(*window);
+  TraceView view = window.has_value() ? ViewOf(*window) : TraceView();
+  view.run_id = reader.run_id();
+  if (!window.has_value()) return view;
   RETURN_IF_ERROR(
       Reader().Read(path, [&](TraceEvent event) { Keep(std::move(event), *window, &view); }).status());
   return view;

@@ -25,7 +25,8 @@ struct TraceEvent {
 };
 
 struct TraceView {
-  int64_t step = 0;  // 0: none is complete
+  std::string run_id;  // empty: the trace does not say whose it is
+  int64_t step = 0;    // 0: none is complete
   double start_seconds = 0, end_seconds = 0;
   std::vector<TraceEvent> events;  // of the step and, for what stays in slots, of its neighbours
   std::vector<TraceEvent> waits;   // of the compute lane; `name` is the cause

@@ -97,6 +97,12 @@ void NoteDurability(const zero::Config& config, TrainSettings* settings) {
         "penstock.durability \"step\": of no effect without offload to nvme: state in memory is kept by "
         "checkpoints");
   }
+  // Beside durability "checkpoint" the config says so itself.
+  if (config.penstock.prefer == zero::Prefer::kTime && config.penstock.versions != 1 &&
+      config.penstock.durability != zero::Durability::kCheckpoint) {
+    settings->notes.push_back(
+        "penstock.prefer \"time\": of no effect without offload to nvme: no step reads a drive");
+  }
   if (engine.storage.versions > 0) {
     settings->notes.push_back("penstock.versions: of no effect without offload to nvme");
   }

@@ -50,6 +50,23 @@ void FlopsProfile::Observe(const tiering::Op& op, double start_seconds, double e
       end_seconds - start_seconds;
 }
 
+// Of what the processor can do. Nothing does more: where the step seems to, the measure was wrong.
+std::string FlopsProfile::Share(double achieved) const {
+  const double product = step_.product_flops_per_second;
+  if (product <= 0) return "";
+  if (achieved > product) {
+    return absl::StrFormat(
+        "  other work disturbed the product of matrices that this is held against, which came to %s/s (%s, "
+        "the best of some, before the run): there is no share of it\n",
+        Flops(product), step_.product);
+  }
+  return absl::StrFormat(
+      "  that is %.1f%% of the %s/s that a product of matrices reaches here (%s, the best of some, before "
+      "the "
+      "run)\n",
+      100 * achieved / product, Flops(product), step_.product);
+}
+
 std::string FlopsProfile::Summary(const zero::StepResult& result) const {
   double forward = 0, backward = 0, forward_seconds = 0, backward_seconds = 0;
   for (const Block& stage : stages_) {
@@ -77,14 +94,7 @@ std::string FlopsProfile::Summary(const zero::StepResult& result) const {
       Flops(backward), backward < 2 * forward ? ", without gradients of what is frozen" : "",
       Flops(2 * forward + backward), forward_seconds, Flops(PerSecond(forward, forward_seconds)),
       backward_seconds, Flops(PerSecond(forward + backward, backward_seconds)), result.seconds, achieved);
-  if (step_.product_flops_per_second > 0) {
-    absl::StrAppend(
-        &text, absl::StrFormat("  that is %.1f%% of the %s/s that a product of matrices reaches here (%s, "
-                               "the best of some, before the run)\n",
-                               100 * achieved / step_.product_flops_per_second,
-                               Flops(step_.product_flops_per_second), step_.product));
-  }
-  return text;
+  return text + Share(achieved);
 }
 
 std::string FlopsProfile::Top() const {

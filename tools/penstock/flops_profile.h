@@ -50,6 +50,7 @@ class FlopsProfile {
     double seconds() const { return forward_seconds + backward_seconds; }
   };
   std::string Summary(const zero::StepResult& result) const;
+  std::string Share(double achieved) const;
   std::string Top() const;
   std::string Table() const;
 

@@ -1,11 +1,16 @@
 // `penstock`: a verb, then its own arguments.
+#include <cxxabi.h>
 #include <unistd.h>
 
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <iostream>
 #include <memory>
+#include <new>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -44,6 +49,24 @@ void PreferSleepingThreads(int, char** argv, char** environment) {
 __attribute__((section(".preinit_array"),
                used)) void (*const prefer_sleeping_threads)(int, char**, char**) = PreferSleepingThreads;
 
+// Memory may end where nobody can catch it: in the constructors of libraries, or on their threads. Nothing is
+// allocated here.
+std::terminate_handler other_ends = nullptr;
+[[noreturn]] void EndOfMemory() {
+  const std::type_info* const thrown = abi::__cxa_current_exception_type();
+  if (thrown == nullptr ||
+      (*thrown != typeid(std::bad_alloc) && *thrown != typeid(std::bad_array_new_length))) {
+    if (other_ends != nullptr) other_ends();  // a mistake of ours: it says which, and leaves a core
+    std::abort();
+  }
+  (void)!write(STDERR_FILENO, "penstock", 8);
+  (void)!write(STDERR_FILENO, kNoMemory.data(), kNoMemory.size());
+  _exit(kExitFailed);
+}
+void TellEndOfMemory(int, char**, char**) { other_ends = std::set_terminate(EndOfMemory); }
+__attribute__((section(".preinit_array"), used)) void (*const tell_end_of_memory)(int, char**,
+                                                                                  char**) = TellEndOfMemory;
+
 int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   const auto size = [](const std::string& name, const AdapterWish& wish) -> absl::StatusOr<ModelSize> {
     ASSIGN_OR_RETURN(std::shared_ptr<const models::LanguageModel> model, models::OpenModel(name));
@@ -79,7 +102,7 @@ constexpr Verb kVerbs[] = {
     {"pack", "code a model's weights in 8 or 4 bit for generate", RunPack},
     {"sample", "generate text from a state directory or checkpoint", RunSample},
     {"export", "stream weights out to safetensors", RunExport},
-    {"zero_to_fp32", "export, by the name that users of DeepSpeed look for", RunExport},
+    {"zero_to_fp32", "export, by DeepSpeed's name; of its checkpoints too", RunExport},
     {"export-checkpoint", "write a universal checkpoint that DeepSpeed goes on from", RunExportCheckpoint},
     {"import-checkpoint", "go on with a run of DeepSpeed's: ZeRO-1, 2, 3 or universal", RunImportCheckpoint},
     {"inspect", "what a state directory or checkpoint holds", RunInspect},

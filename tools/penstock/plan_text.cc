@@ -7,6 +7,7 @@
 #include "absl/strings/str_format.h"
 #include "tiering/advice/tier_table.h"
 #include "tools/base/size.h"
+#include "tools/pages/markup.h"
 
 namespace penstock::tools {
 namespace {
@@ -161,8 +162,8 @@ std::string WearText(const PlanFacts& facts) {
   if (facts.plan.plan.nvme_write_bytes == 0) return "";
   const tiering::Wear wear = WearOf(facts);
   const size_t drives = std::max<size_t>(1, facts.options.storage.state_dirs.size());
-  return absl::StrFormat("wear: %.3g TB written a day; %.3g days of training to the rating of %.0f TB%s\n",
-                         wear.bytes_per_day * 1e-12, wear.days_to_rating,
+  return absl::StrFormat("wear: %.3g TB written a day; %s days of training to the rating of %.0f TB%s\n",
+                         wear.bytes_per_day * 1e-12, Plain(wear.days_to_rating, 3),
                          static_cast<double>(drives) * facts.rated_bytes_written * 1e-12,
                          drives > 1 ? absl::StrFormat(" of %d drives", drives) : "");
 }

@@ -48,6 +48,7 @@ class RunJournal {
   // To drives, by this process and those before it that committed something. `probe`: what measuring the
   // machine took.
   void Probed(int64_t written_bytes) { probe_written_bytes_ = written_bytes; }
+  bool begun() const { return engine_ != nullptr; }  // else what was written before is not known yet
   int64_t WrittenBytes() const;
 
  private:

@@ -1,8 +1,9 @@
-// The figures of a training for Prometheus, replaced after each commit.
+// The figures of a training for Prometheus, replaced after each commit and at the end.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_RUN_METRICS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_RUN_METRICS_H_
 
 #include <cstdint>
+#include <ctime>
 #include <string>
 #include <vector>
 
@@ -22,16 +23,23 @@ class RunMetrics {
       : file_(std::move(path), {{"run_id", run_id}, {"rank", std::to_string(rank)}}) {}
 
   struct Totals {
-    int64_t last_step = 0;        // of the run, as it is planned
-    int64_t tokens_per_step = 0;  // of all ranks
-    int64_t written_bytes = 0;    // to drives, by all processes of this run
-    int64_t budget_bytes = 0;     // of host memory; 0: none
+    int64_t last_step = 0;                      // of the run, as it is planned
+    int64_t tokens_per_step = 0;                // of all ranks
+    int64_t read_bytes = 0, written_bytes = 0;  // of drives, by this process, as its report counts
+    int64_t run_written_bytes = 0;              // by all processes of this run
+    int64_t budget_bytes = 0;                   // of host memory; 0: none
   };
   // Of a step that was committed. What cannot be written is returned once (PrometheusFile).
   absl::Status Committed(const zero::StepResult& result, const zero::Engine& engine, const Totals& totals);
+  // The same step once more, with what the process moved until its end. Nothing where none was committed.
+  absl::Status Ended(const zero::Engine& engine, const Totals& totals);
 
  private:
+  absl::Status Write(const zero::Engine& engine, const Totals& totals);
+
   PrometheusFile file_;
+  zero::StepResult newest_;
+  std::time_t committed_at_ = 0;  // 0: nothing was
   // Of this process's steps.
   double tokens_ = 0, seconds_ = 0;
   int64_t skipped_ = 0;

@@ -94,6 +94,10 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
   if (const auto dtype = zero::JsonField<std::string>(identity, "dtype")) run["dtype"] = *dtype;
   run["schedule"] = payload.value("schedule", nlohmann::json());
   run["loss_scale"] = payload.value("loss_scale", nlohmann::json());
+  // How far it came, which no option of it is.
+  const nlohmann::json last = payload.value("step", nlohmann::json());
+  run["last_step"] = inspection->record.step;
+  run["written_bytes"] = zero::JsonField<int64_t>(last, "written_bytes").value_or(0);
   // Runs from before there was a choice of optimizers.
   if (run.contains("adamw") && !run.contains("optimizer")) {
     run["optimizer"] = run["adamw"] == false ? "Adam" : "AdamW";

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
+#include "models/deepspeed_checkpoint.h"
 #include "swap/checkpoint.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
@@ -36,6 +37,12 @@ absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std:
   if (found.ok()) return std::vector<std::string>{*std::move(found)};
   if (!absl::IsNotFound(found.status())) return found.status();
   if (absl::Status parts = zero::FindShards(arguments).status(); absl::IsDataLoss(parts)) return parts;
+  if (models::IsDeepSpeedCheckpoint(arguments.front())) {
+    return absl::NotFoundError(absl::StrCat(
+        arguments.front(),
+        ": a checkpoint of DeepSpeed's: penstock import-checkpoint makes a state directory of it, "
+        "and penstock zero_to_fp32 writes its weights"));
+  }
   return absl::NotFoundError(absl::StrCat(
       arguments.front(), ": neither a state directory nor a checkpoint, nor a directory of them: no ",
       std::string(swap::kStoreFileName), " there"));

@@ -1,6 +1,7 @@
 #include "tools/penstock/trace.h"
 
 #include <cerrno>
+#include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
 #include "tools/base/cli.h"
@@ -23,14 +24,25 @@ std::string PlacesText(const std::vector<Place>& places) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Trace>> Trace::Open(const std::string& path) {
+absl::StatusOr<std::unique_ptr<Trace>> Trace::Open(const std::string& path, const std::string& run_id) {
   std::FILE* file = std::fopen(path.c_str(), "we");
   if (file == nullptr) return absl::ErrnoToStatus(errno, absl::StrCat("--trace ", path, ": open"));
-  return std::unique_ptr<Trace>(new Trace(path, file));
+  return std::unique_ptr<Trace>(new Trace(path, file, run_id));
 }
 
-Trace::Trace(std::string path, std::FILE* file) : path_(std::move(path)), file_(file) {
+Trace::Trace(std::string path, std::FILE* file, const std::string& run_id)
+    : path_(std::move(path)), file_(file) {
   std::fputs("[\n", file_);
+  if (!run_id.empty()) {
+    // What Perfetto shows as the process; the page's reader looks for the id.
+    const nlohmann::json process = {{"ph", "M"},
+                                    {"pid", 1},
+                                    {"tid", 0},
+                                    {"name", "process_name"},
+                                    {"args", {{"name", "run " + run_id}, {"run_id", run_id}}}};
+    const std::string line = process.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    std::fprintf(file_, "%s,\n", line.c_str());
+  }
   for (int lane = 0; lane < tiering::kLanes; ++lane)
     Name(lane, tiering::LaneName(static_cast<tiering::Lane>(lane)));
   Name(kStallTrack, "compute waits for");

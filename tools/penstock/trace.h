@@ -2,8 +2,8 @@
 // one for what the compute lane waits for between two operations. The report's stall_seconds are the sums of
 // it.
 //
-// Written as it happens; a trace cut short by a kill still loads. Operations that overlap on their lane
-// (transfers, updates) are async events, those that do not are plain ones.
+// Its first line names the run. Written as it happens; a trace cut short by a kill still loads. Operations
+// that overlap on their lane (transfers, updates) are async events, those that do not are plain ones.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_TRACE_H_
 #define PENSTOCK_TOOLS_PENSTOCK_TRACE_H_
 
@@ -21,7 +21,8 @@ namespace penstock::tools {
 
 class Trace {
  public:
-  static absl::StatusOr<std::unique_ptr<Trace>> Open(const std::string& path);
+  // `run_id`: of the run that is traced; empty: of none, it is simulated.
+  static absl::StatusOr<std::unique_ptr<Trace>> Open(const std::string& path, const std::string& run_id);
   ~Trace();
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
@@ -34,7 +35,7 @@ class Trace {
   absl::Status Close();
 
  private:
-  Trace(std::string path, std::FILE* file);
+  Trace(std::string path, std::FILE* file, const std::string& run_id);
   void Name(int track, std::string_view name);
   // Microseconds since the first event.
   double Since(double seconds);

@@ -91,6 +91,8 @@ class Training {
       const std::string text = comms_->Text();
       Tell(text.substr(0, text.size() - 1));
     }
+    if (started) TellMissedProfile();
+    if (started) EndMetrics();
     if (started) status.Update(WriteReport(status));
     if (status.ok()) Summarize();
     return status;
@@ -126,10 +128,11 @@ class Training {
     ASSIGN_OR_RETURN(journal_, RunJournal::Open(flags_, run, &settings_));
     SetHooks();
     if (flags_.trace.has_value()) {
-      ASSIGN_OR_RETURN(trace_, Trace::Open(*flags_.trace));
+      ASSIGN_OR_RETURN(trace_, Trace::Open(*flags_.trace, run_id_));
     }
     RETURN_IF_ERROR(MakeEngine());
     RETURN_IF_ERROR(CheckRecord());
+    RETURN_IF_ERROR(RemoveOldReport());
     if (flags_.prometheus.has_value())
       metrics_ = std::make_unique<RunMetrics>(*flags_.prometheus, run_id_, settings_.engine.rank());
     RETURN_IF_ERROR(journal_->Begin(*engine_));
@@ -267,6 +270,7 @@ class Training {
       const ProductRate rate = MeasureProductRate(options.dtype);
       step.product_flops_per_second = rate.flops_per_second;
       step.product = absl::StrCat(rate.of, ", threads: ", options.intra_op_threads);
+      report_.MeasuredProduct(rate.flops_per_second);
     }
     profile_.emplace(config, std::move(products), step);
   }
@@ -282,6 +286,13 @@ class Training {
     const absl::Status written = WriteWholeFile("flops_profiler.output_file", *path, text);
     Tell(written.ok() ? absl::StrCat("flops profile of step ", result.step, " in ", *path)
                       : absl::StrCat(std::string(written.message()), "; training goes on"));
+  }
+
+  void TellMissedProfile() {
+    if (!profile_.has_value() || engine_->step() >= profile_->profile_step()) return;
+    Tell(absl::StrCat("flops_profiler.profile_step: step ", profile_->profile_step(),
+                      " was never reached, the last one was ", engine_->step(),
+                      ": no profile was made; name a step that is"));
   }
 
   // What the flags were held against was read before the run was this process's: another may have gone on
@@ -346,6 +357,10 @@ class Training {
     if (flags_.resume && !settings_.resumes) {
       // Nothing is overwritten that somebody may still want to look at.
       RETURN_IF_ERROR(journal_->CheckAhead(plan, 0));
+    }
+    // One that goes on may still be refused its place.
+    if (!settings_.resumes) {
+      RETURN_IF_ERROR(RemoveOldReport());
     }
     if (!settings_.resumes && plan.plan.on_nvme) Say("initialising");
     return absl::OkStatus();
@@ -417,13 +432,11 @@ class Training {
   absl::Status CheckWear() {
     if (!wear_.any() || settings_.engine.rank() > 0) return absl::OkStatus();
     const zero::EngineOptions& options = settings_.engine;
-    const int64_t steps = std::max<int64_t>(0, settings_.steps - engine_->step());
-    const int64_t every = options.storage.checkpoints.every;
     const std::vector<std::string> lines = wear_.Warnings(
         engine_->plan(), options,
-        {.written_bytes = WrittenByAll(), .steps = steps, .checkpoints = every > 0 ? steps / every : 0});
+        {.written_bytes = WrittenByAll(), .first_step = engine_->step(), .last_step = settings_.steps});
     for (const std::string& line : lines) Tell(line);
-    wear_trouble_ = steps > 0 ? wear_.Check(WrittenByAll()) : absl::OkStatus();
+    wear_trouble_ = settings_.steps > engine_->step() ? wear_.Check(WrittenByAll()) : absl::OkStatus();
     return options.world() == 1 ? wear_trouble_ : absl::OkStatus();
   }
 
@@ -466,6 +479,7 @@ class Training {
     }
     trouble.Update(journal_->trouble());
     if (!wear_trouble_.ok()) {
+      wear_trouble_ = wear_.Check(WrittenByAll());  // with what was written to keep that step
       trouble.Update(
           absl::Status(wear_trouble_.code(), absl::StrCat("after step ", engine_->step(), WhereItIs(), ": ",
                                                           std::string(wear_trouble_.message()))));
@@ -569,17 +583,28 @@ class Training {
 
   absl::Status Committed(const zero::StepResult& result) {
     if (metrics_ != nullptr) {
-      const absl::Status written =
-          metrics_->Committed(result, *engine_,
-                              {.last_step = settings_.steps,
-                               .tokens_per_step = settings_.TokensPerStep(),
-                               .written_bytes = journal_->WrittenBytes(),
-                               .budget_bytes = settings_.engine.memory.host_memory_budget_bytes});
+      const absl::Status written = metrics_->Committed(result, *engine_, MetricTotals());
       if (!written.ok()) progress_.Print(absl::StrCat(std::string(written.message()), "; training goes on"));
     }
     absl::Status status = journal_->Committed(result);
     if (journal_->any() && journal_->trouble().ok()) watch_.Logged(result.step);
     return status;
+  }
+
+  RunMetrics::Totals MetricTotals() const {
+    return {.last_step = settings_.steps,
+            .tokens_per_step = settings_.TokensPerStep(),
+            .read_bytes = report_.ReadBytes(*engine_),
+            .written_bytes = report_.WriteBytes(*engine_),
+            .run_written_bytes = journal_->WrittenBytes(),
+            .budget_bytes = settings_.engine.memory.host_memory_budget_bytes};
+  }
+
+  // With what was moved since the last commit: figures and report say the same.
+  void EndMetrics() {
+    if (metrics_ == nullptr) return;
+    const absl::Status written = metrics_->Ended(*engine_, MetricTotals());
+    if (!written.ok()) progress_.Print(std::string(written.message()));
   }
 
   void Tick(tiering::Stall waiting) {
@@ -588,7 +613,13 @@ class Training {
 
   void Show(tiering::Stall waiting) { display_.Show(*engine_, newest_, Seconds() - begin_, waiting); }
 
+  // A run that is killed leaves no report, rather than an earlier run's.
+  absl::Status RemoveOldReport() const {
+    return flags_.report.has_value() ? RemoveOldFile("--report", *flags_.report) : absl::OkStatus();
+  }
+
   absl::Status WriteReport(const absl::Status& status) {
+    if (journal_->begun()) report_.RunWrote(journal_->WrittenBytes());
     const std::string text = report_.Finish(engine_.get(), status);
     if (!flags_.report.has_value()) return absl::OkStatus();
     return WriteWholeFile("--report", *flags_.report, text);

@@ -12,12 +12,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
+#include "models/deepspeed_checkpoint.h"
 #include "models/family.h"
 #include "models/lora.h"
 #include "models/weight_export.h"
 #include "swap/inspect.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/export_deepspeed.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/model_files.h"
 #include "tools/penstock/state_reader.h"
@@ -28,7 +30,6 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kExportName = "penstock export";
 constexpr uint64_t kDefaultExportMemoryBytes = uint64_t{256} << 20;
 
 struct ExportFlags {
@@ -37,7 +38,7 @@ struct ExportFlags {
   std::string dtype = "fp32";
   std::optional<std::string> host_memory;
   std::optional<std::string> max_shard;
-  std::string model;
+  std::string model, tag;
   bool merge = false;
   bool overwrite = false;
   bool quiet = false;
@@ -286,9 +287,41 @@ absl::Status WriteConfig(const ExportFlags& flags, const Source& source,
   return absl::OkStatus();
 }
 
+// Which checkpoint of DeepSpeed's is asked for; empty: none, it is a state or a checkpoint of ours.
+absl::StatusOr<std::string> DeepSpeedsOwn(const ExportFlags& flags) {
+  const std::string& directory = flags.dirs.front();
+  const bool theirs =
+      flags.dirs.size() == 1 &&
+      models::IsDeepSpeedCheckpoint(flags.tag.empty() ? directory : directory + "/" + flags.tag);
+  if (!theirs && !flags.tag.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--tag ", flags.tag, ": no checkpoint of DeepSpeed's of that name in ", directory));
+  }
+  if (!theirs) return std::string();
+  const char* const ours = flags.merge                   ? "--merge"
+                           : !flags.model.empty()        ? "--model"
+                           : flags.max_shard.has_value() ? "--max-shard"
+                                                         : nullptr;
+  if (ours != nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        ours, ": ", directory,
+        " is a checkpoint of DeepSpeed's, of which one file is written: ", "leave the flag out"));
+  }
+  return flags.tag.empty() ? directory : directory + "/" + flags.tag;
+}
+
 absl::Status Run(const ExportFlags& flags, std::ostream& out, std::ostream& err) {
   if (flags.dtype != "fp32" && flags.dtype != "bf16") {
     return absl::InvalidArgumentError(absl::StrCat("--dtype ", flags.dtype, ": must be fp32 or bf16"));
+  }
+  ASSIGN_OR_RETURN(const std::string theirs, DeepSpeedsOwn(flags));
+  if (!theirs.empty()) {
+    return ExportDeepSpeed({.checkpoint = theirs,
+                            .out = flags.out,
+                            .dtype = flags.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16,
+                            .overwrite = flags.overwrite,
+                            .quiet = flags.quiet},
+                           out, err);
   }
   ASSIGN_OR_RETURN(const std::optional<uint64_t> budget, SizeOf("--host-memory", flags.host_memory));
   ASSIGN_OR_RETURN(const std::optional<uint64_t> max_shard, SizeOf("--max-shard", flags.max_shard));
@@ -338,17 +371,21 @@ absl::Status Run(const ExportFlags& flags, std::ostream& out, std::ostream& err)
 }  // namespace
 
 int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  const std::string name = absl::StrCat("penstock ", argv[0]);  // it has two
   CLI::App app(
       "Streams the weights of a state directory or checkpoint to safetensors, in Hugging Face's names and "
-      "shapes",
-      kExportName);
+      "shapes; of a checkpoint of DeepSpeed's, in its own",
+      name);
   ExportFlags flags;
   std::vector<std::string> paths;
-  app.add_option("DIR... OUT", paths,
-                 "State directory or checkpoint (all directories of a striped run), then the file to write; "
-                 "an existing directory gets model.safetensors, config.json and the model's tokenizer")
+  app.add_option(
+         "DIR... OUT", paths,
+         "State directory or checkpoint (all directories of a striped run), then the file to write; "
+         "an existing directory gets model.safetensors, config.json and the model's tokenizer. Or what "
+         "DeepSpeed's save_checkpoint was given, and the file")
       ->required()
       ->expected(2, 65);
+  app.add_option("-t,--tag", flags.tag, "Of DeepSpeed's: which checkpoint [the one that `latest` names]");
   app.add_flag("--merge", flags.merge,
                "Of a run with --lora-rank, the whole model with its adapters merged [the adapters alone, as "
                "PEFT keeps them, into the directory OUT]");
@@ -367,7 +404,7 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
   flags.out = paths.back();
   flags.dirs.assign(paths.begin(), paths.end() - 1);
   const absl::Status status = Run(flags, out, err);
-  return status.ok() ? kExitOk : Fail(kExportName, status, err);
+  return status.ok() ? kExitOk : Fail(name, status, err);
 }
 
 }  // namespace penstock::tools

@@ -5,7 +5,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -21,6 +20,7 @@
 #include "tools/base/output_path.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
+#include "tools/base/whole_file.h"
 #include "tools/penstock/flag_check.h"
 #include "tools/penstock/generate_flags.h"
 #include "tools/penstock/generate_output.h"
@@ -65,6 +65,12 @@ absl::Status CheckFlags(const GenerateFlags& flags) {
   if (flags.json && (flags.stream || flags.out.has_value()))
     return WrongFlag("--json writes to stdout: it goes without --out and --stream");
   if (flags.overwrite && !flags.out.has_value()) return WrongFlag("--overwrite is of --out");
+  RETURN_IF_ERROR(CheckWritable("--report", flags.report, /*replaced=*/true));
+  std::vector<std::string> read;
+  for (const auto* file : {&flags.prompts, &flags.tokenizer}) {
+    if (file->has_value()) read.push_back(**file);
+  }
+  RETURN_IF_ERROR(CheckDistinctFiles({{"--report", flags.report}, {"--out", flags.out}}, read));
   for (const std::string& stop : flags.stop) {
     if (stop.empty()) return WrongFlag("--stop \"\": must have at least one character");
   }
@@ -110,6 +116,9 @@ class Generation {
     if (left_ == 0) {
       Say(absl::StrCat(*flags_.out, ": all ", total_, " are there"));
       return absl::OkStatus();
+    }
+    if (flags_.report.has_value()) {
+      RETURN_IF_ERROR(RemoveOldFile("--report", *flags_.report));
     }
     absl::Status status = Generate(std::move(options));
     if (flags_.report.has_value()) {
@@ -329,10 +338,7 @@ class Generation {
     ::getrusage(RUSAGE_SELF, &usage);
     report["peak_rss_bytes"] = int64_t{1024} * usage.ru_maxrss;
     if (generator_ != nullptr) AddRun(&report);
-    std::ofstream file(*flags_.report, std::ios::binary | std::ios::trunc);
-    file << report.dump(2) << "\n" << std::flush;
-    if (!file) return StreamError(absl::StrCat("--report ", *flags_.report, ": write"));
-    return absl::OkStatus();
+    return WriteWholeFile("--report", *flags_.report, report.dump(2) + "\n");
   }
 
   void AddRun(nlohmann::ordered_json* report) const {

@@ -18,6 +18,7 @@
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
+#include "tools/penstock/wear_budget.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
 
@@ -35,7 +36,7 @@ struct PlanFlags {
 absl::Status WriteTrace(const PlanFlags& flags, const zero::EnginePlan& plan,
                         const tiering::MachineModel& machine) {
   if (flags.trace.empty()) return absl::OkStatus();
-  ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(flags.trace));
+  ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(flags.trace, /*run_id=*/""));
   trace->Planned(plan.plan);
   const auto simulated = tiering::Simulate(
       plan.graph, plan.plan, machine, /*steps=*/2,
@@ -82,7 +83,30 @@ std::string VocabularyText(const models::LanguageModel& model) {
                       " of its ", model.vocabulary(), " rows (--vocabulary-tiles)\n");
 }
 
+// What is drawn replaces nothing that it is drawn from.
+absl::Status CheckOutputs(const PlanFlags& flags) {
+  std::vector<std::string> inputs = {flags.machine, flags.train.config.value_or("")};
+  RETURN_IF_ERROR(CheckIsNoInput("--trace", flags.trace, inputs));
+  inputs.push_back(flags.trace);
+  return CheckIsNoInput("--html", flags.html, inputs);
+}
+
+// What a training would be told of its budget of wear before its first step.
+std::vector<std::string> WearLines(const TrainSettings& settings, const zero::EnginePlan& plan) {
+  const bool goes_on = settings.resumes && settings.recorded.is_object();
+  WearBudget::Future future;
+  future.last_step = settings.steps;
+  if (goes_on) {
+    future.first_step = settings.recorded.value("last_step", int64_t{0});
+    future.written_bytes = settings.recorded.value("written_bytes", 0.0) * settings.engine.world();
+  } else if (plan.plan.on_nvme) {
+    future.written_bytes = static_cast<double>(plan.state_bytes);  // with which it begins
+  }
+  return WearBudget(settings.config.penstock.wear_budget_tb).Warnings(plan, settings.engine, future);
+}
+
 absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) {
+  RETURN_IF_ERROR(CheckOutputs(flags));
   ASSIGN_OR_RETURN(TrainSettings settings, ResolveTrainOptions(flags.train, /*needs_data=*/false));
   for (const auto* lines : {&settings.notes, &settings.decisions}) {
     for (const std::string& line : *lines) err << line << "\n" << std::flush;
@@ -117,11 +141,15 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   json["compute_estimated"] = planned.narrower > 1;
   json["compute_measured_narrower"] = planned.narrower;
   json["vocabulary_tiles"] = models::VocabularyTiles(*settings.model);
+  const std::vector<std::string> wear = WearLines(settings, plan);
+  if (settings.config.penstock.wear_budget_tb.has_value()) json["wear_budget"] = wear;
   if (flags.train.json) {
     out << json.dump(2) << "\n" << std::flush;
   } else {
     out << PlanText(facts) << VocabularyText(*settings.model) << planned.EstimateText() << of_process << "\n"
-        << PlanDetails(facts, what_ifs) << std::flush;
+        << PlanDetails(facts, what_ifs);
+    for (const std::string& line : wear) out << line << "\n";
+    out << std::flush;
   }
   RETURN_IF_ERROR(WriteTrace(flags, plan, machine->model));
   if (flags.html.empty()) return absl::OkStatus();

@@ -16,6 +16,7 @@ namespace {
 constexpr const char* kReportName = "penstock report";
 
 absl::Status Report(const std::vector<std::string>& files, const std::string& html, double rated_bytes) {
+  RETURN_IF_ERROR(CheckIsNoInput("--html", html, files));
   ASSIGN_OR_RETURN(const std::vector<Run> runs, ReadRuns(files));
   return WriteWholeFile("--html", html, ReportPage(runs, rated_bytes));
 }
@@ -29,8 +30,8 @@ int RunReport(int argc, const char* const* argv, std::ostream& out, std::ostream
   double terabytes_written = 600;
   app.add_option(
          "FILE", files,
-         "Files of --report, --log or --trace, told by what is in them: a log joins the report of its "
-         "run, a trace the report before it")
+         "Files of --report, --log or --trace, told by what is in them: logs and traces join the report "
+         "of their run, and a trace that names none what stands before it")
       ->required();
   app.add_option("--html", html, "Where the page is written: one file, which asks the network for nothing")
       ->required();

@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
@@ -11,6 +12,7 @@
 #include "tools/base/output_path.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
+#include "tools/base/whole_file.h"
 #include "tools/penstock/plan_model.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
@@ -48,6 +50,15 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   return absl::OkStatus();
 }
 
+std::vector<std::string> FilesRead(const TrainOptions& flags) {
+  std::vector<std::string> files = flags.data;
+  for (const auto* one :
+       {&flags.eval_data, &flags.config, &flags.model, &flags.tokenizer, &flags.chat_template}) {
+    if (one->has_value()) files.push_back(**one);
+  }
+  return files;
+}
+
 absl::Status Train(const TrainOptions& flags, std::ostream& out) {
   std::shared_ptr<zero::Comm> comm;
   if (!flags.check) {
@@ -71,7 +82,12 @@ absl::Status Train(const TrainOptions& flags, std::ostream& out) {
   if (!flags.check) {
     for (const absl::Status& status :
          {CheckWritable("--report", of_rank.report, /*replaced=*/true), CheckWritable("--log", of_rank.log),
-          CheckWritable("--trace", of_rank.trace), CheckWritable("--prometheus", of_rank.prometheus)}) {
+          CheckWritable("--trace", of_rank.trace), CheckWritable("--prometheus", of_rank.prometheus),
+          CheckDistinctFiles({{"--report", of_rank.report},
+                              {"--log", of_rank.log},
+                              {"--trace", of_rank.trace},
+                              {"--prometheus", of_rank.prometheus}},
+                             FilesRead(flags))}) {
       if (status.ok()) continue;
       if (comm != nullptr) comm->Abort(status);
       return status;

@@ -1,5 +1,6 @@
 // penstock.wear_budget_tb: how much a run may write to drives in all. A plan that will write more is told
-// before the first step, with what would write less; a run that has written as much stops after its step.
+// before the first step, and by `penstock plan`, with what would write less; a run that has written as much
+// stops after its step.
 //
 // It stops rather than warns: wear cannot be undone, and a stop loses nothing, since --resume with a larger
 // budget goes on.
@@ -27,12 +28,11 @@ class WearBudget {
   absl::Status Check(double written_bytes) const;
 
   struct Future {
-    double written_bytes = 0;  // by now, of all ranks
-    int64_t steps = 0;         // to come
-    int64_t checkpoints = 0;   // to come
+    double written_bytes = 0;               // by now, of all ranks
+    int64_t first_step = 0, last_step = 0;  // the one that was made last, and the one that will be
   };
-  // What the run will have written by its end. Where that is more than the budget, lines that say so and what
-  // would write less; else none.
+  // What the run will have written by its end. Where that is more than the budget, lines that say so, after
+  // which step it will stop, and what would write less; else none.
   std::vector<std::string> Warnings(const zero::EnginePlan& plan, const zero::EngineOptions& options,
                                     const Future& future) const;
 

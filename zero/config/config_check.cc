@@ -137,8 +137,13 @@ class Walker {
         // Of a feature that is switched off there is nothing to say.
         if (value.is_object() && value.contains("enabled") && value["enabled"] == false)
           return absl::OkStatus();
+        if (!spec->neutral.empty() && value == Json::parse(spec->neutral)) return absl::OkStatus();
         // Checked all the same: what DeepSpeed would refuse is a slip of the pen.
-        if (spec->type != KeyType::kAny) {
+        if (spec->type == KeyType::kObject && !SectionKeys(path).empty()) {
+          const size_t told = needless_.size();
+          RETURN_IF_ERROR(Object(shown, path, value));
+          needless_.resize(told);  // that the whole has no effect is said once
+        } else if (spec->type != KeyType::kAny) {
           ASSIGN_OR_RETURN(const nlohmann::json checked, Value(*spec, shown, value));
         }
         if (spec->use == KeyUse::kNeedless) {

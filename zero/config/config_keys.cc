@@ -41,8 +41,9 @@ constexpr KeySpec Choice(std::string_view name, std::string_view choices) {
 constexpr KeySpec Needless(std::string_view name, KeyType type, std::string_view why) {
   return {.name = name, .use = kNeedless, .type = type, .why = why};
 }
-constexpr KeySpec Ignored(std::string_view name, KeyType type, std::string_view why) {
-  return {.name = name, .use = kIgnored, .type = type, .why = why};
+constexpr KeySpec Ignored(std::string_view name, KeyType type, std::string_view why,
+                          std::string_view neutral = "") {
+  return {.name = name, .use = kIgnored, .type = type, .why = why, .neutral = neutral};
 }
 constexpr KeySpec Refused(std::string_view name, std::string_view why, std::string_view neutral = "") {
   return {.name = name, .use = kRefused, .type = KeyType::kAny, .why = why, .neutral = neutral};
@@ -59,10 +60,12 @@ constexpr KeySpec OnceCalled(KeySpec spec, std::string_view old) {
 }
 
 constexpr std::string_view kOwnReports = "Penstock has its own: --report, --log and --trace, always complete";
-constexpr std::string_view kPythonsClient =
-    "its client is Python's; give --log, whose lines are objects that wandb.log and comet's log_metrics "
-    "take, or "
-    "switch tensorboard on";
+constexpr std::string_view kWandbsClient =
+    "its client is Python's; switch tensorboard on and upload its directory with wandb sync "
+    "--sync-tensorboard DIR, or give --log, whose lines are objects that wandb.log takes";
+constexpr std::string_view kCometsClient =
+    "its client is Python's; give --log, whose lines are objects that comet's log_metrics takes, or switch "
+    "tensorboard on";
 constexpr std::string_view kRankOrderSum =
     "gradients cross ranks as bytes and are summed in fp32 in the order of ranks";
 
@@ -96,8 +99,8 @@ constexpr auto kTop = std::to_array<KeySpec>({
     Needless("disable_python_gc", KeyType::kBool, "there is no Python"),
     Needless("monitor_config", KeyType::kObject, kOwnReports),
     Object("tensorboard"),
-    Ignored("wandb", KeyType::kObject, kPythonsClient),
-    Ignored("comet", KeyType::kObject, kPythonsClient),
+    Ignored("wandb", KeyType::kObject, kWandbsClient),
+    Ignored("comet", KeyType::kObject, kCometsClient),
     Object("csv_monitor"),
     Ignored(
         "autotuning", KeyType::kObject,
@@ -405,9 +408,12 @@ constexpr auto kOffloadOptimizer = std::to_array<KeySpec>({
     Bool("pipeline_write"),
     Needless("fast_init", KeyType::kBool, "blocks go straight to their tier as they are built"),
     Number("ratio", 0, 1),
-    Needless(
+    Ignored(
         "super_offload", KeyType::kBool,
-        "updates run beside backward, on an assumption that is made good, where the plan has them there"),
+        "DeepSpeed then updates in a process beside backward, and takes an update that overflowed back by "
+        "arithmetic; here the planner puts updates beside backward where that is faster, and one that was "
+        "wrong is made again from the version before",
+        "false"),
     Needless("convert_grad_on_cpu", KeyType::kBool, "the cast is fused into the update"),
     Needless("cpuadam_cores_perc", KeyType::kNumber, "give penstock.update_threads"),
 });
@@ -442,10 +448,37 @@ constexpr auto kCheckpoint = std::to_array<KeySpec>({
     Needless("use_node_local_storage", KeyType::kBool, "every rank writes to its own directory"),
     Needless("parallel_write", KeyType::kObject, "every rank writes its own part"),
     Needless("checkpoint_serialization", KeyType::kBool, "the format is Penstock's own"),
-    Needless("writer", KeyType::kObject,
-             "checkpoints are written by Penstock's I/O engine, by the aio block"),
-    Refused("load_universal",
-            "Penstock does not read DeepSpeed's checkpoints; --init-from takes safetensors weights"),
+    Ignored("writer", KeyType::kObject,
+            "DeepSpeed then writes through pinned buffers of its own; here checkpoints always go from pinned "
+            "memory past the page cache, while training goes on, as the aio block says"),
+    Ignored("load_universal", KeyType::kBool,
+            "a checkpoint of DeepSpeed's is told by its files, universal or of ZeRO-1, 2 or 3: penstock "
+            "import-checkpoint and, from Python, engine.load_checkpoint read each of them",
+            "false"),
+});
+
+constexpr auto kParallelWrite = std::to_array<KeySpec>({
+    Needless("pipeline_stage", KeyType::kBool, "there are no pipeline stages"),
+});
+
+constexpr std::string_view kWriterIsOne = "there is one way to write";
+
+constexpr auto kCheckpointWriter = std::to_array<KeySpec>({
+    {.name = "type",
+     .use = kNeedless,
+     .type = KeyType::kChoice,
+     .why = kWriterIsOne,
+     .choices = "mock|python|fast"},
+    Needless("decoupled", KeyType::kBool, "checkpoints are always written while training goes on"),
+    {.name = "io_buffer_size", .use = kNeedless, .type = KeyType::kWhole, .why = kWriterIsOne, .least = 1},
+    Needless("io_buffer_double", KeyType::kBool, kWriterIsOne),
+    {.name = "io_multiplier", .use = kNeedless, .type = KeyType::kWhole, .why = kWriterIsOne, .least = 1},
+    Needless("show_statistics", KeyType::kBool, kOwnReports),
+    {.name = "data_parallel",
+     .use = kNeedless,
+     .type = KeyType::kChoice,
+     .why = "every rank writes its own part",
+     .choices = "replica|socket|machine"},
 });
 
 constexpr auto kMonitor = std::to_array<KeySpec>({
@@ -539,6 +572,8 @@ constexpr auto kSections = std::to_array<Section>({
     {"aio", kAio},
     {"activation_checkpointing", kActivationCheckpointing},
     {"checkpoint", kCheckpoint},
+    {"checkpoint.parallel_write", kParallelWrite},
+    {"checkpoint.writer", kCheckpointWriter},
     {"csv_monitor", kMonitor},
     {"tensorboard", kMonitor},
     {"flops_profiler", kFlopsProfiler},

@@ -32,7 +32,7 @@ enum class KeyType {
   kSize,    // bytes, or text such as "4GiB"
   kPair,    // two numbers below 1: Adam's betas
   kWholes,  // a list of whole numbers, in any order and not empty
-  kObject,  // served: a section of its own; else its contents are not looked at
+  kObject,  // a section of its own, or where there is none contents that are not looked at
   kAny,     // not looked at
 };
 
@@ -41,8 +41,8 @@ struct KeySpec {
   KeyUse use;
   KeyType type;
   std::string_view why = "";  // kIgnored, kRefused: the rest of the line; kNeedless: for readers of the table
-  std::string_view neutral =
-      "";  // kRefused: a JSON scalar that is as good as absent, beside null, false and "auto"
+  std::string_view neutral = "";  // kRefused: a JSON scalar that is as good as absent, beside null, false and
+                                  // "auto"; kIgnored: false
   double least =
       -std::numeric_limits<double>::infinity();  // numbers and sizes: both ends belong to the range
   double most = std::numeric_limits<double>::infinity();

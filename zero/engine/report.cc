@@ -83,6 +83,7 @@ std::string LogLine(const nlohmann::json& entry) {
 }
 
 void Report::Start(const EngineOptions& options, const std::string& version, int world_size) {
+  world_size_ = world_size;
   report_ = {{"version", version},
              {"optimizer_states", std::string(StateTypeName(options.optimizer.states))},
              {"device", std::string(options.device->name())},
@@ -140,7 +141,7 @@ Report::Mark Report::Now(const Engine& engine) const {
   mark.saturated_seconds = io.saturated_seconds();
   mark.saturated_bytes = static_cast<int64_t>(io.SaturatedBytes());
   mark.compute_union_seconds = engine.usage().compute_union_seconds;
-  mark.step_bytes = step_bytes_;
+  mark.step_bytes = step_read_bytes_ + step_write_bytes_;
   mark.steps = stepped_;
   return mark;
 }
@@ -154,9 +155,12 @@ void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tok
   seconds_ += result.seconds;
   evaluation_seconds_ += result.evaluation_seconds;
   evaluated_since_step_seconds_ = 0;
-  step_bytes_ += result.nvme_read_bytes + result.nvme_write_bytes;
+  compute_seconds_ += result.compute_seconds;
+  step_read_bytes_ += result.nvme_read_bytes;
+  step_write_bytes_ += result.nvme_write_bytes;
   tokens_ += tokens;
   ++stepped_;
+  skipped_steps_ += result.skipped ? 1 : 0;
   steps_.push_back(StepJson(result, tokens));
   if (steps_.size() > kStepsKept) steps_.pop_front();
   last_ = Now(engine);
@@ -193,8 +197,14 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
   report_["compute_union_seconds"] = computed;
   report_["overlap_ratio"] = overlap_ratio_;
   if (flops_per_step_ > 0) {
+    const double flops_per_second = seconds > 0 ? flops_per_step_ * steps / seconds : 0;
     report_["model_flops_per_step"] = flops_per_step_;
-    report_["model_flops_per_second"] = seconds > 0 ? flops_per_step_ * steps / seconds : 0;
+    report_["model_flops_per_second"] = flops_per_second;
+    if (product_flops_per_second_ > 0) {
+      const double share = flops_per_second / (product_flops_per_second_ * world_size_);
+      report_["product_flops_per_second"] = product_flops_per_second_;
+      report_["mfu"] = share > 0 && share <= 1 ? nlohmann::json(share) : nlohmann::json();
+    }
   }
   report_["io_gbps_achieved"] = io_gbps_;
   report_["peak_rss_bytes"] = PeakRssBytes();
@@ -211,8 +221,13 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
     io = engine->io_stats();
   }
   report_["stall_seconds"] = std::move(stalls);
-  report_["totals"] = {{"nvme_read_bytes", static_cast<int64_t>(io.DeviceReadBytes()) + probe_read_bytes_},
-                       {"nvme_write_bytes", static_cast<int64_t>(io.DeviceWriteBytes()) + probe_write_bytes_},
+  report_["totals"] = {{"nvme_read_bytes", engine != nullptr ? ReadBytes(*engine) : probe_read_bytes_},
+                       {"nvme_write_bytes", engine != nullptr ? WriteBytes(*engine) : probe_write_bytes_},
+                       {"step_nvme_read_bytes", step_read_bytes_},
+                       {"step_nvme_write_bytes", step_write_bytes_},
+                       {"steps", stepped_},
+                       {"skipped_steps", skipped_steps_},
+                       {"compute_seconds", compute_seconds_},
                        {"h2d_bytes", engine != nullptr ? engine->copied().h2d_bytes : 0},
                        {"d2h_bytes", engine != nullptr ? engine->copied().d2h_bytes : 0},
                        {"gds_read_bytes", engine != nullptr ? engine->gds_read_bytes() : 0},
@@ -221,6 +236,7 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
                        {"tokens", tokens_},
                        {"io_errors_retried", io.IoErrorsRetried()},
                        {"io_cpu_ms_per_gib", io.CpuMsPerGiB()}};
+  if (run_write_bytes_.has_value()) report_["totals"]["run_nvme_write_bytes"] = *run_write_bytes_;
   // Steps and evaluations by hand: their losses are printed with 17 digits.
   std::string text = report_.dump(2);
   text.erase(text.find_last_of('}'));

@@ -23,6 +23,14 @@
 //                                  predicted_at_start_clipped_step_seconds are the latter
 //   model_flops_per_second         of matrix products, forward and twice that for backward, of all ranks
 //                                  (model_flops_per_step), over its seconds
+//   mfu                            that over product_flops_per_second, the best product of matrices that was
+//                                  measured before the run, of each rank; null where there is no steady
+//                                  state, or where it is more than 1: the product was disturbed then.
+//                                  Neither is there unless the product was measured
+// totals are of the whole process, the first step too: nvme_read_bytes and nvme_write_bytes are all that its
+// drives moved, with probe, initialisation, evaluations and checkpoints; step_nvme_read_bytes and
+// step_nvme_write_bytes are what its steps say of that, run_nvme_write_bytes what all processes of the run
+// wrote, where the caller knows it.
 // A step's seconds, and those of totals, are without evaluation_seconds, which are of the evaluations after
 // the step before. evaluations has every one of this process, with its windows: sequences of the held-out
 // text, each a batch of its own. stopped_by is the signal that stopped the run, else null.
@@ -41,6 +49,7 @@
 
 #include <deque>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -80,8 +89,12 @@ class Report {
     probe_read_bytes_ += read_bytes;
     probe_write_bytes_ += write_bytes;
   }
+  // What the process and those before it wrote to drives for this run.
+  void RunWrote(int64_t bytes) { run_write_bytes_ = bytes; }
   // What a step of the model computes: forward and backward, as the caller counts.
   void Computes(double flops_per_step) { flops_per_step_ = flops_per_step; }
+  // What the best product of matrices reached on each rank, before the run.
+  void MeasuredProduct(double flops_per_second) { product_flops_per_second_ = flops_per_second; }
   void Identify(const std::string& run_id) { report_["run_id"] = run_id; }
   // The run ends before its last step.
   void Stopped(const std::string& signal) { report_["stopped_by"] = signal; }
@@ -91,6 +104,14 @@ class Report {
   void Stepped(const Engine& engine, const StepResult& result, int64_t tokens);
   // At the end, well or not.
   std::string Finish(const Engine* engine, const absl::Status& status);
+
+  // Of the totals, by now.
+  int64_t ReadBytes(const Engine& engine) const {
+    return static_cast<int64_t>(engine.io_stats().DeviceReadBytes()) + probe_read_bytes_;
+  }
+  int64_t WriteBytes(const Engine& engine) const {
+    return static_cast<int64_t>(engine.io_stats().DeviceWriteBytes()) + probe_write_bytes_;
+  }
 
   double overlap_ratio() const { return overlap_ratio_; }
   double bytes_per_param_per_step() const { return bytes_per_param_per_step_; }
@@ -114,11 +135,15 @@ class Report {
   double seconds_ = 0;                       // of steps
   double evaluation_seconds_ = 0;            // that steps have told
   double evaluated_since_step_seconds_ = 0;  // that none has told yet
-  int64_t step_bytes_ = 0;
-  int64_t stepped_ = 0;
+  double compute_seconds_ = 0;
+  int64_t step_read_bytes_ = 0, step_write_bytes_ = 0;
+  int64_t stepped_ = 0, skipped_steps_ = 0;
   int64_t probe_read_bytes_ = 0, probe_write_bytes_ = 0;
+  std::optional<int64_t> run_write_bytes_;
   int64_t tokens_ = 0;
-  double flops_per_step_ = 0;  // 0: not known
+  int world_size_ = 1;
+  double flops_per_step_ = 0;            // 0: not known
+  double product_flops_per_second_ = 0;  // 0: not measured
   int64_t parameters_ = 0;
   tiering::Prediction prediction_;
   // Of the steady state: steps that left all updates to the next forward, and steps some of whose updates
