@@ -19,9 +19,11 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
+from . import _core
 from ._engine._engine import Engine
 from ._engine._engine import initialize as _initialize
 from ._engine._on_disk import init_on_disk
+from ._engine._optimizer import ConfigScheduler
 from ._engine._ranks import make_group
 from ._engine._settings import PathLike
 
@@ -78,6 +80,17 @@ class DeepSpeedEngine(nn.Module):
 
     def gradient_accumulation_steps(self) -> int:
         return self.engine.gradient_accumulation_steps()
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """As the configuration says it, or its elasticity has chosen."""
+        size = self.engine.micro_batch_size
+        if size is None:
+            raise ValueError("the configuration has no train_micro_batch_size_per_gpu")
+        return size
+
+    def train_batch_size(self) -> int:
+        """Of all ranks, in a step."""
+        return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.engine.world_size
 
     @property
     def micro_steps(self) -> int:
@@ -336,8 +349,194 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor:
     return _owner_of(param).read_state(param, "gradient")
 
 
+_KINDS = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "sum": "second moment", "momentum_buffer": "first moment"}
+
+
+def _kind_of(optim_state_key: str) -> str:
+    if optim_state_key not in _KINDS:
+        raise ValueError(f"no optimizer state {optim_state_key!r}: {', '.join(_KINDS)}")
+    return _KINDS[optim_state_key]
+
+
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor:
-    kinds = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "sum": "second moment", "momentum_buffer": "first moment"}
-    if optim_state_key not in kinds:
-        raise ValueError(f"no optimizer state {optim_state_key!r}: {', '.join(kinds)}")
-    return _owner_of(param).read_state(param, kinds[optim_state_key])
+    return _owner_of(param).read_state(param, _kind_of(optim_state_key))
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    _owner_of(param).write_state(param, value)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    _owner_of(param).write_state(param, value, _kind_of(optim_state_key))
+
+
+# --- what scripts import besides
+
+
+def absent(name: str, instead: str) -> Any:
+    """A class, or function, of DeepSpeed's that is not served: NotImplementedError when it is called."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{name} is not served by Penstock: {instead}")
+
+    return type(name.rsplit(".", 1)[-1], (), {"__new__": refuse, "__doc__": f"Not served: {instead}."})
+
+
+class _Scheduler(ConfigScheduler):
+    """One of DeepSpeed's, which counts updates."""
+
+    _names: Tuple[str, ...] = ()  # of its parameters, in DeepSpeed's order
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *args: Any, last_batch_iteration: int = -1, **parameters: Any) -> None:
+        names = (*self._names, "last_batch_iteration")
+        if len(args) > len(names):
+            raise TypeError(f"{type(self).__name__} takes {', '.join(names)}")
+        for name, value in zip(names, args):
+            if name in parameters:
+                raise TypeError(f"{type(self).__name__} got {name} twice")
+            parameters[name] = value
+        last_batch_iteration = parameters.pop("last_batch_iteration", last_batch_iteration)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": float(optimizer.param_groups[0]["lr"])}},
+            "scheduler": {"type": type(self).__name__, "params": parameters},
+        }
+        super().__init__(_core, json.dumps(json.loads(_core.parse_config(json.dumps(config)))["schedule"]), optimizer)
+        if last_batch_iteration >= 0:
+            self.step(last_batch_iteration)
+
+    @property
+    def last_batch_iteration(self) -> int:
+        return self.last_update - 1
+
+    def step(self, last_batch_iteration: Optional[int] = None) -> None:
+        self.last_update = self.last_update + 1 if last_batch_iteration is None else last_batch_iteration + 1
+        self._apply()
+
+    def state_dict(self) -> Dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        self.step(int(state["last_batch_iteration"]))
+
+
+class WarmupLR(_Scheduler):
+    _names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+
+
+class WarmupDecayLR(_Scheduler):
+    _names = ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+
+
+class WarmupCosineLR(_Scheduler):
+    _names = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type")
+
+
+class OneCycle(_Scheduler):
+    _names = ("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count")
+    _names += ("cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
+
+
+class LRRangeTest(_Scheduler):
+    _names = ("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """DeepSpeed's groups and values of AdamW, or Adam, for an engine: its updates are the engine's."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        self.adam_w_mode = adam_w_mode
+        super().__init__(params, dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad))
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError("FusedAdam makes its steps within deepspeed.initialize's engine: torch.optim.AdamW(fused=True) makes them by itself")
+
+
+class ElasticityError(Exception):
+    """elasticity: what it says cannot be."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """A key of it is missing or wrong."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """So many ranks cannot share the batch."""
+
+
+def elasticity_enabled(ds_config: Any) -> bool:
+    return bool((_config_of(ds_config).get("elasticity") or {}).get("enabled", False))
+
+
+def compute_elastic_config(ds_config: Any, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False) -> Tuple[Any, ...]:
+    """DeepSpeed's: (the batch, the numbers of ranks that can share it), and with a world_size or return_microbatch the micro-batch."""
+    described = _config_of(ds_config)
+    if not isinstance(described.get("elasticity"), dict):
+        raise ElasticityConfigError("'elasticity' is missing from the configuration")
+    if not elasticity_enabled(described):
+        raise ElasticityConfigError("elasticity is disabled: set elasticity.enabled to true")
+    text = json.dumps({"elasticity": described["elasticity"]})
+    try:
+        chosen = json.loads(_core.elastic_batch(text, 0))
+    except ValueError as error:
+        raise ElasticityConfigError(str(error)) from error
+    world = world_size or (int(os.environ.get("WORLD_SIZE", "1")) if return_microbatch else 0)
+    if not world:
+        return chosen["train_batch"], chosen["ranks"]
+    try:
+        micro = json.loads(_core.elastic_batch(text, world))["micro_batch"]
+    except ValueError as error:
+        raise ElasticityIncompatibleWorldSize(str(error)) from error
+    return chosen["train_batch"], chosen["ranks"], micro
+
+
+# DeepSpeed's, which print: of a model as it is, or by its numbers.
+def _estimate(stage: str, parameters: int, largest: int, gpus: int, nodes: int, factor: float) -> None:
+    given = ["--params", str(parameters), "--gpus-per-node", str(gpus), "--nodes", str(nodes), "--buffer-factor", str(factor)]
+    if stage == "3":
+        given += ["--largest-layer", str(largest)]
+    sys.stdout.flush()
+    if _core.run_penstock(["estimate", "--stage", stage, *given]) != 0:
+        raise ValueError("the estimate's numbers are not of a model: the line on stderr says which")
+
+
+def _numbers_of(model: nn.Module) -> Tuple[int, int]:
+    """Parameters in all, and of the largest layer."""
+    in_all = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    largest = max(sum(parameter.numel() for parameter in module.parameters(recurse=False)) for module in model.modules())
+    return sum(in_all.values()), largest
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    _estimate("2", *_numbers_of(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    _estimate("2", total_params, 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    _estimate("3", *_numbers_of(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+) -> None:
+    _estimate("3", total_params, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor)

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <functional>
 #include <map>
@@ -20,6 +21,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "aio/io_error.h"
 #include "base/status_macros.h"
 #include "deepspeed_checkpoint.h"
@@ -33,6 +36,7 @@
 #include "zero/config/json_field.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
+#include "zero/lanes/stuck_operation.h"
 #include "zero/ranks/agree.h"
 
 namespace nb = nanobind;
@@ -102,10 +106,15 @@ class PyTrainingEngine {
       }
       CheckEngine(alike);
     }
+    model_ = model.measured.identity;
     model.measured.graph.input_gradients = given.input_gradients;
     zero::EngineOptions& made = given.engine;
     made.initial_values = std::move(model.initial_values);
     made.hooks.log = [heard = heard_](const std::string& line) { heard->Line(line); };
+    made.hooks.stuck = [heard = heard_, watch = made.watch, rank = made.rank(),
+                        alone = made.world() == 1](const zero::StuckOperation& operation) {
+      heard->Stuck(operation, watch, alone ? "" : absl::StrCat("rank ", rank, ": "));
+    };
     made.hooks.describe = [heard = heard_](const zero::StepResult& result) {
       return heard->Description(result.step);
     };
@@ -123,7 +132,7 @@ class PyTrainingEngine {
       CheckEngine(restored, {.path = from});
       made.resume.enabled = true;
     }
-    watch_->Attach(&made);
+    watch_->Attach(&given);
     const int drivers = made.micro_batches;
     const std::string directory = made.storage.state_dirs.empty() ? "" : made.storage.state_dirs.front();
     absl::StatusOr<std::unique_ptr<DrivenEngine>> engine;
@@ -149,11 +158,15 @@ class PyTrainingEngine {
       options.groups.push_back(
           {.rates = {.lr = lr, .beta1 = beta1, .beta2 = beta2}, .weight_decay = weight_decay});
     }
-    CheckEngine(Held()->get().Begin(std::move(options)));
+    const auto held = Held();
+    watch_->Begins(true);
+    CheckEngine(held->get().Begin(std::move(options)));
     trains_ = true;
   }
   void BeginEvaluation() {
-    CheckEngine(Held()->get().BeginEvaluation());
+    const auto held = Held();
+    watch_->Begins(false);
+    CheckEngine(held->get().BeginEvaluation());
     trains_ = false;
   }
 
@@ -225,7 +238,7 @@ class PyTrainingEngine {
   }
 
   // tokens, samples, flops: of a training step on this rank, for the report; 0 where they are not known. The
-  // result has those of all ranks.
+  // result has those of all ranks, and what their processes wrote to drives so far.
   nb::dict Finish(int64_t tokens, int64_t samples, double flops) {
     const auto held = Held();
     DrivenEngine& of = held->get();
@@ -238,10 +251,13 @@ class PyTrainingEngine {
     const zero::StepResult step = ValueOfEngine(std::move(result));
     Counts counts{
         .tokens = static_cast<double>(tokens), .samples = static_cast<double>(samples), .flops = flops};
+    std::string breakdown;
     if (trains_) {
       Call([&](zero::Engine& engine) -> absl::Status {
+        counts.written_bytes = static_cast<double>(engine.io_stats().DeviceWriteBytes());
         RETURN_IF_ERROR(Sum(&counts));
         watch_->Stepped(engine, step, static_cast<int64_t>(counts.tokens), counts.flops);
+        breakdown = watch_->breakdown();
         return absl::OkStatus();
       });
     }
@@ -261,6 +277,8 @@ class PyTrainingEngine {
     out["nvme_write_bytes"] = step.nvme_write_bytes;
     out["tokens"] = static_cast<int64_t>(counts.tokens);
     out["samples"] = static_cast<int64_t>(counts.samples);
+    out["written_bytes"] = static_cast<int64_t>(counts.written_bytes);
+    if (!breakdown.empty()) out["breakdown"] = breakdown;
     return out;
   }
 
@@ -314,13 +332,20 @@ class PyTrainingEngine {
   }
   // JSON: what was planned, and what was used so far.
   std::string Info() {
-    return Ask<std::string>([](zero::Engine& of) { return InfoOf(of).dump(); });
+    return Ask<std::string>([this](zero::Engine& of) {
+      nlohmann::json info = InfoOf(of);
+      info["model"] = model_;
+      return info.dump();
+    });
   }
   // JSON, after docs/report.md.
   std::string Report() {
     return Ask<std::string>([this](zero::Engine& of) { return watch_->Report(of); });
   }
   int64_t CommittedStep() const { return watch_->committed(); }
+  std::string Exchanges() {
+    return Ask<std::string>([this](zero::Engine&) { return watch_->Exchanges(); });
+  }
   std::vector<std::string> TakeLog() { return heard_->TakeLines(); }
 
   void Close() {
@@ -352,6 +377,28 @@ class PyTrainingEngine {
       const std::lock_guard lock(mutex_);
       if (lines_.size() < 1000) lines_.push_back(line);
     }
+    // Past Python, which may be what is stuck. Does not return where the operation is hopeless.
+    void Stuck(const zero::StuckOperation& operation, const zero::WatchOptions& watch,
+               const std::string& rank) {
+      using News = zero::StuckOperation::News;
+      std::string line = absl::StrCat("penstock: ", rank, zero::StuckText(operation));
+      if (operation.news == News::kStuck) {
+        absl::StrAppend(&line,
+                        watch.hopeless_seconds > 0
+                            ? absl::StrFormat("; the process ends itself after %g s of that, and leaves the "
+                                              "last commit",
+                                              watch.hopeless_seconds)
+                            : "; the run waits (penstock.watchdog_abort_seconds would end it)");
+      } else if (operation.news == News::kHopeless) {
+        absl::StrAppend(&line,
+                        "; ended by penstock.watchdog_abort_seconds: the last commit stands, and resume=True "
+                        "goes on from there");
+      }
+      const std::string told = line + "\n";
+      (void)!write(STDERR_FILENO, told.data(), told.size());
+      if (operation.news == News::kHopeless) _exit(1);
+      Line(line);
+    }
     std::vector<std::string> TakeLines() {
       const std::lock_guard lock(mutex_);
       return std::exchange(lines_, {});
@@ -381,6 +428,7 @@ class PyTrainingEngine {
   // Of a step. Numbers that doubles hold.
   struct Counts {
     double tokens = 0, samples = 0, flops = 0;
+    double written_bytes = 0;  // to drives, by the process
   };
   // Over all ranks.
   absl::Status Sum(Counts* counts) const {
@@ -394,6 +442,7 @@ class PyTrainingEngine {
       counts->tokens += each.tokens;
       counts->samples += each.samples;
       counts->flops += each.flops;
+      counts->written_bytes += each.written_bytes;
     }
     return absl::OkStatus();
   }
@@ -433,6 +482,7 @@ class PyTrainingEngine {
   std::shared_ptr<Owned<DrivenEngine>> engine_;
   bool trains_ = false;  // the pass that is open, or was the last
   std::vector<std::shared_ptr<const zero::FlatLayout>> layouts_;
+  nlohmann::json model_;  // as the state's identity has it
   std::mutex mutex_;
   std::map<int, DrivenCompute::Entered> entered_;  // by micro-batch
 };
@@ -463,6 +513,11 @@ void BindEngine(nb::module_& module) {
       },
       nb::arg("text"), nb::arg("total_steps") = 0, nb::arg("world") = 1,
       "What a DeepSpeed configuration asks for, with DeepSpeed's values in open places, as JSON.");
+  module.def(
+      "elastic_batch",
+      [](const std::string& text, int world) { return ValueOrRaise(ElasticBatchAsJson(text, world)).dump(); },
+      nb::arg("text"), nb::arg("world") = 0,
+      "What a configuration's elasticity chooses, as JSON: train_batch, ranks, and micro_batch of a world.");
   module.def(
       "deepspeed_keys",
       [] {
@@ -517,6 +572,7 @@ void BindEngine(nb::module_& module) {
       .def("info", &PyTrainingEngine::Info)
       .def("report", &PyTrainingEngine::Report)
       .def_prop_ro("committed_step", &PyTrainingEngine::CommittedStep)
+      .def("exchanges", &PyTrainingEngine::Exchanges)
       .def("take_log", &PyTrainingEngine::TakeLog)
       .def("close", &PyTrainingEngine::Close)
       .def_prop_ro("closed", &PyTrainingEngine::Closed);

@@ -42,21 +42,15 @@ constexpr Verb kVerbs[] = {
     {"env", "what this machine offers, and what its lack costs", tools::RunEnv},
 };
 // Verbs of the program that is built with LibTorch.
-constexpr std::string_view kElsewhere[] = {"train",
-                                           "plan",
-                                           "generate",
-                                           "pack",
-                                           "sample",
-                                           "export",
-                                           "zero_to_fp32",
-                                           "export-checkpoint",
-                                           "import-checkpoint"};
+constexpr std::string_view kElsewhere[] = {"train",  "plan",   "generate",          "pack",
+                                           "sample", "export", "export-checkpoint", "import-checkpoint"};
 
 void Help(std::ostream& out) {
   out << "penstock " << PENSTOCK_VERSION << ", of the Python package\n\nusage: penstock VERB [arguments]\n\n";
   for (const Verb& verb : kVerbs)
-    out << "  " << verb.name << std::string(12 - std::string_view(verb.name).size(), ' ') << verb.what
+    out << "  " << verb.name << std::string(14 - std::string_view(verb.name).size(), ' ') << verb.what
         << "\n";
+  out << "  zero_to_fp32  fp32 weights of a checkpoint, of penstock.initialize's engine or of DeepSpeed's\n";
   out << "\nWith LibTorch, built from source, there are also:";
   for (const std::string_view name : kElsewhere) out << " " << name;
   out << "\n";

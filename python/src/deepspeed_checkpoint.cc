@@ -32,34 +32,6 @@ models::PublishedTensor TensorOf(std::string name, const std::vector<int64_t>& s
   return tensor;
 }
 
-// torch's name; null: it has none.
-const char* TorchName(swap::Dtype dtype) {
-  switch (dtype) {
-    case swap::Dtype::kBool:
-      return "bool";
-    case swap::Dtype::kU8:
-      return "uint8";
-    case swap::Dtype::kI8:
-      return "int8";
-    case swap::Dtype::kI16:
-      return "int16";
-    case swap::Dtype::kI32:
-      return "int32";
-    case swap::Dtype::kI64:
-      return "int64";
-    case swap::Dtype::kF16:
-      return "float16";
-    case swap::Dtype::kBf16:
-      return "bfloat16";
-    case swap::Dtype::kF32:
-      return "float32";
-    case swap::Dtype::kF64:
-      return "float64";
-    default:
-      return nullptr;
-  }
-}
-
 absl::Status AddBuffers(const models::DeepSpeedCheckpoint& checkpoint, const std::vector<std::string>& wanted,
                         const models::NameMap& names, int64_t most_bytes, Json* to) {
   (*to)["buffers"] = Json::object();
@@ -99,6 +71,33 @@ absl::StatusOr<std::unique_ptr<models::DeepSpeedCheckpoint>> OpenCheckpoint(cons
 }
 
 }  // namespace
+
+const char* TorchName(swap::Dtype dtype) {
+  switch (dtype) {
+    case swap::Dtype::kBool:
+      return "bool";
+    case swap::Dtype::kU8:
+      return "uint8";
+    case swap::Dtype::kI8:
+      return "int8";
+    case swap::Dtype::kI16:
+      return "int16";
+    case swap::Dtype::kI32:
+      return "int32";
+    case swap::Dtype::kI64:
+      return "int64";
+    case swap::Dtype::kF16:
+      return "float16";
+    case swap::Dtype::kBf16:
+      return "bfloat16";
+    case swap::Dtype::kF32:
+      return "float32";
+    case swap::Dtype::kF64:
+      return "float64";
+    default:
+      return nullptr;
+  }
+}
 
 absl::StatusOr<models::ModelLayout> ModelLayoutOf(const std::vector<std::vector<std::string>>& names,
                                                   const Layouts& layouts) {

@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "models/deepspeed_checkpoint.h"
 #include "models/layout.h"
+#include "swap/safetensors.h"
 #include "zero/compute/flat_layout.h"
 #include "zero/engine/engine.h"
 
@@ -21,6 +22,9 @@ namespace penstock::python {
 // A parameter's name in the module, and its shape.
 using NamedShape = std::pair<std::string, std::vector<int64_t>>;
 using Layouts = std::vector<std::shared_ptr<const zero::FlatLayout>>;
+
+// torch's name of a type; null: it has none.
+const char* TorchName(swap::Dtype dtype);
 
 // names: of the parameters of each block, in the order in which its layout has them. kInvalidArgument: of
 // another number.

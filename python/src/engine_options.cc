@@ -15,6 +15,7 @@
 #include "kernels/float16.h"
 #include "zero/compute/tile_format.h"
 #include "zero/config/config.h"
+#include "zero/config/elasticity.h"
 #include "zero/engine/config_options.h"
 #include "zero/memory/host_memory.h"
 #include "zero/memory/thread_times.h"
@@ -196,6 +197,30 @@ absl::StatusOr<zero::ParsedConfig> ParseAndFill(const std::string& text, int64_t
   return parsed;
 }
 
+// Nothing is watched unasked: a stage lasts as long as its owner stops in a debugger. Who is ended is told
+// before.
+zero::WatchOptions WatchOf(const zero::PenstockConfig& config) {
+  zero::WatchOptions watch;
+  watch.hopeless_seconds = config.watchdog_abort_seconds.value_or(0);
+  watch.stuck_seconds = config.watchdog_seconds.value_or(watch.hopeless_seconds / 2);
+  return watch;
+}
+
+// The batch sizes that elasticity chooses, in the place of the configuration's.
+absl::Status ChooseElasticBatch(int world, zero::ParsedConfig* parsed) {
+  zero::Config& config = parsed->config;
+  ASSIGN_OR_RETURN(const zero::ElasticBatch batch, zero::ComputeElasticBatch(config.elasticity));
+  ASSIGN_OR_RETURN(const int64_t micro, zero::ElasticMicroBatch(config.elasticity, batch, world));
+  config.train_batch_size = batch.train_batch;
+  config.micro_batch_per_rank = micro;
+  config.gradient_accumulation_steps = batch.train_batch / world / micro;
+  parsed->notes.push_back(absl::StrCat("elasticity: ", batch.train_batch, " sequences a step, for ",
+                                       batch.RanksText(), " ranks; the script gives each of ", world,
+                                       " in a step ", *config.gradient_accumulation_steps,
+                                       " micro-batches of ", micro));
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 nlohmann::json ParseJson(const std::string& text) {
@@ -303,6 +328,9 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
     ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(config, 0, &filled));
     zero::ApplyConfig(parsed.config, &options);
     const zero::PenstockConfig& own = parsed.config.penstock;
+    made.breaks_down = parsed.config.wall_clock_breakdown.value_or(false);
+    made.logs_exchanges = parsed.config.comms_logger.value_or(false);
+    options.watch = WatchOf(own);
     options.storage.durability = own.durability.value_or(zero::Durability::kStep);
     options.storage.sync = own.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
     options.storage.versions = static_cast<int>(own.versions.value_or(0));
@@ -318,37 +346,30 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
 
 absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps, int world) {
   std::vector<std::string> filled;
-  ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(text, total_steps, &filled));
+  ASSIGN_OR_RETURN(zero::ParsedConfig parsed, ParseAndFill(text, total_steps, &filled));
   const zero::Config& config = parsed.config;
+  if (config.elasticity.on()) {
+    RETURN_IF_ERROR(ChooseElasticBatch(world, &parsed));
+  }
   Json json = {{"notes", parsed.notes}, {"filled", filled}, {"optimizer", OptimizerJson(config.optimizer)}};
   json["monitors"] = config.csv_monitor.on() || config.tensorboard.on();
   json["flops_profiler"] = {{"enabled", config.flops_profiler.on()},
                             {"profile_step", config.flops_profiler.profile_step.value_or(1)},
                             {"output_file", config.flops_profiler.output_file.value_or("")}};
-  if (config.elasticity.on()) {
-    return absl::InvalidArgumentError(
-        "elasticity: not served from Python, where the script makes the batches; give train_batch_size");
-  }
-  for (const auto& [on, name] :
-       {std::pair{config.wall_clock_breakdown.value_or(false), "wall_clock_breakdown"},
-        {config.comms_logger.value_or(false), "comms_logger"},
-        {config.penstock.wear_budget_tb.has_value(), "penstock.wear_budget_tb"},
-        {config.penstock.watchdog_seconds.has_value() || config.penstock.watchdog_abort_seconds.has_value(),
-         "penstock.watchdog_seconds"}}) {
-    if (on)
-      json["notes"].push_back(absl::StrCat(name, ": of no effect from Python; penstock train serves it"));
-  }
+  json["elastic"] = config.elasticity.on();
+  json["wear_budget_bytes"] = config.penstock.wear_budget_tb.value_or(0) * 1e12;
   const auto add = [&](const char* name, const auto& value) {
     json[name] = value.has_value() ? Json(*value) : Json();
   };
   add("train_batch_size", config.train_batch_size);
-  add("micro_batch_size", config.micro_batch_per_rank);
   ASSIGN_OR_RETURN(const zero::BatchSizes sizes,
                    zero::ResolveBatch({.train_batch = config.train_batch_size,
                                        .micro_batch = config.micro_batch_per_rank,
                                        .accumulation = config.gradient_accumulation_steps},
                                       world, /*default_micro_batch=*/1));
   json["gradient_accumulation_steps"] = sizes.accumulation;
+  const bool says_batch = config.train_batch_size.has_value() || config.micro_batch_per_rank.has_value();
+  json["micro_batch_size"] = says_batch ? Json(sizes.micro_batch) : Json();
   add("clip", config.gradient_clipping);
   add("host_memory", config.penstock.host_memory_budget_bytes);
   add("optimizer_states", config.penstock.optimizer_states);
@@ -364,6 +385,18 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
                      zero::MakeSchedule(*config.scheduler, config.optimizer.lr.value_or(1e-3),
                                         total_steps > 0 ? total_steps : std::numeric_limits<int32_t>::max()));
     json["schedule"] = schedule.ToJson();
+  }
+  return json;
+}
+
+absl::StatusOr<Json> ElasticBatchAsJson(const std::string& text, int world) {
+  ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, zero::ParseConfig(text));
+  const zero::ElasticityConfig& config = parsed.config.elasticity;
+  ASSIGN_OR_RETURN(const zero::ElasticBatch batch, zero::ComputeElasticBatch(config));
+  Json json = {{"train_batch", batch.train_batch}, {"ranks", batch.ranks}, {"micro_batch", nullptr}};
+  if (world > 0) {
+    ASSIGN_OR_RETURN(const int64_t micro, zero::ElasticMicroBatch(config, batch, world));
+    json["micro_batch"] = micro;
   }
   return json;
 }

@@ -46,6 +46,8 @@ struct GivenOptions {
   std::string restore_from;      // the checkpoint that the run is made of; empty: none
   GivenImport imported;          // likewise, of DeepSpeed's
   bool input_gradients = false;  // ModelGraph's
+  bool breaks_down = false;      // the time of each step: wall_clock_breakdown
+  bool logs_exchanges = false;   // comms_logger
 };
 // From a JSON object; the keys are python/penstock/_engine/_engine.py's. kInvalidArgument names one that is
 // wrong. comm: the other ranks, or null.
@@ -54,6 +56,10 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& options, std::shared
 // The same keys, as far as a DeepSpeed configuration gives them to `world` ranks; and "notes" and "filled",
 // for people.
 absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps, int world);
+
+// What an `elasticity` section chooses, as JSON: train_batch, the numbers of `ranks`, and for `world` of them
+// (0: nobody asks) the micro_batch of each. kInvalidArgument: they cannot share it.
+absl::StatusOr<nlohmann::json> ElasticBatchAsJson(const std::string& text, int world);
 
 // Of a live engine, for people and tests.
 nlohmann::json InfoOf(const zero::Engine& engine);

@@ -14,6 +14,7 @@ void BindKernels(nb::module_& module);
 void BindOptim(nb::module_& module);
 void BindPrograms(nb::module_& module);
 void BindRanks(nb::module_& module);
+void BindState(nb::module_& module);
 void BindWatch(nb::module_& module);
 }  // namespace penstock::python
 
@@ -28,5 +29,6 @@ NB_MODULE(_core, module) {
   penstock::python::BindKernels(module);
   penstock::python::BindOptim(module);
   penstock::python::BindPrograms(module);
+  penstock::python::BindState(module);
   penstock::python::BindWatch(module);
 }

@@ -7,15 +7,24 @@
 
 namespace penstock::python {
 
-void RunWatch::Attach(zero::EngineOptions* options) {
-  report_.Start(*options, PENSTOCK_VERSION, options->world());
-  options->hooks.committed = [this](const zero::StepResult& result) {
+void RunWatch::Attach(GivenOptions* given) {
+  zero::EngineOptions& options = given->engine;
+  report_.Start(options, PENSTOCK_VERSION, options.world());
+  if (given->breaks_down) breakdown_.emplace();
+  if (given->logs_exchanges) exchanges_.emplace();
+  options.hooks.committed = [this](const zero::StepResult& result) {
     committed_.store(result.step);
     return absl::OkStatus();
   };
-  options->hooks.observer = [this](tiering::OpId, const tiering::Op& op, double start_seconds,
-                                   double end_seconds) {
+  options.hooks.observer = [this](tiering::OpId, const tiering::Op& op, double start_seconds,
+                                  double end_seconds) {
     if (prediction_ != nullptr) prediction_->Observe(op, start_seconds, end_seconds);
+    if (breakdown_.has_value() && trains_.load()) breakdown_->Observe(op, start_seconds, end_seconds);
+    if (exchanges_.has_value()) exchanges_->Observe(op, start_seconds, end_seconds);
+  };
+  if (!given->breaks_down) return;
+  options.hooks.stall_observer = [this](tiering::Stall cause, double start_seconds, double end_seconds) {
+    if (trains_.load()) breakdown_->ObserveStall(cause, start_seconds, end_seconds);
   };
 }
 
@@ -35,6 +44,7 @@ void RunWatch::Planned(const zero::Engine& engine, const std::string& run_id) {
 void RunWatch::Stepped(const zero::Engine& engine, const zero::StepResult& result, int64_t tokens,
                        double flops) {
   report_.Stepped(engine, result, tokens);
+  if (breakdown_.has_value()) breakdown_line_ = breakdown_->Line(result.step, result.seconds);
   report_.Computes(flops);
   if (prediction_->Stepped()) report_.Predicted(prediction_->prediction());
 }

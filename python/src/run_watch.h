@@ -1,15 +1,19 @@
 // What a driven training tells of itself: the report (zero/engine/report.h), with what its own steps predict,
 // and which step was committed last. An engine from Python measures no machine before it begins: there is a
-// prediction when the first steps are over.
+// prediction when the first steps are over. Also what DeepSpeed's wall_clock_breakdown and comms_logger tell.
 #ifndef PENSTOCK_PYTHON_RUN_WATCH_H_
 #define PENSTOCK_PYTHON_RUN_WATCH_H_
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "engine_options.h"
 #include "tiering/simulate/run_prediction.h"
+#include "tools/penstock/comms_log.h"
+#include "tools/penstock/step_breakdown.h"
 #include "zero/engine/engine.h"
 #include "zero/engine/report.h"
 
@@ -18,20 +22,30 @@ namespace penstock::python {
 class RunWatch {
  public:
   // Hooks that call back here: the watch outlives the engine.
-  void Attach(zero::EngineOptions* options);
+  void Attach(GivenOptions* given);
   // The engine is made. `run_id`: as the run's record has it.
   void Planned(const zero::Engine& engine, const std::string& run_id);
+  // A pass begins.
+  void Begins(bool trains) { trains_.store(trains); }
   // A training step of `tokens` (0: not known) that computed `flops` in matrix products (0: not known). On
   // the engine's thread.
   void Stepped(const zero::Engine& engine, const zero::StepResult& result, int64_t tokens, double flops);
   // JSON, of all steps so far.
   std::string Report(const zero::Engine& engine);
   int64_t committed() const { return committed_.load(); }
+  // Where the time of the last training step went; empty: nobody asked. On the engine's thread.
+  const std::string& breakdown() const { return breakdown_line_; }
+  // A table of what this rank exchanged; empty: nobody asked.
+  std::string Exchanges() const { return exchanges_.has_value() ? exchanges_->Text() : ""; }
 
  private:
   zero::Report report_;
   std::unique_ptr<tiering::RunPrediction> prediction_;
   std::atomic<int64_t> committed_ = 0;
+  std::atomic<bool> trains_ = false;               // the pass that is open, or was the last
+  std::optional<tools::StepBreakdown> breakdown_;  // empty: nobody asked
+  std::optional<tools::CommsLog> exchanges_;       // likewise
+  std::string breakdown_line_;
 };
 
 }  // namespace penstock::python

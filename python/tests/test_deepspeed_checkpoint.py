@@ -238,7 +238,7 @@ def test_half_a_checkpoint_is_refused_and_the_old_run_stays(tmp_path):
     second.rename(first)
     second.write_bytes(whole)
     (checkpoint / "global_step4" / "mp_rank_00_model_states.pt").unlink()
-    refused(r"no \*_model_states.pt")
+    refused(r"no \*_model_states.pt", FileNotFoundError)
     # Between load_checkpoint and the first forward, too.
     shutil.rmtree(checkpoint)
     with initialize(gpt(), "zero1", state_dir=state, overwrite=True) as engine:

@@ -947,8 +947,8 @@ def test_a_deepspeed_configuration(tmp_path):
         penstock.initialize(model=net(), config={"train_micro_batch_size_per_gpu": "many"})
     with pytest.raises(ValueError, match="state_dir"):
         penstock.initialize(model=net())
-    with pytest.warns(UserWarning, match="wall_clock_breakdown: of no effect from Python"):
-        penstock.initialize(model=net(), config={**CONFIG, "wall_clock_breakdown": True}, state_dir=str(tmp_path / "t"))
+    with pytest.warns(UserWarning, match="autotuning"):
+        penstock.initialize(model=net(), config={**CONFIG, "autotuning": {"enabled": True}}, state_dir=str(tmp_path / "t"))
 
 
 def test_resume_goes_on_with_the_same_bits(tmp_path):

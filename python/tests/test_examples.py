@@ -35,3 +35,23 @@ def test_the_engine_goes_on(directory):
     assert len(run(3)) == 3
     later = run(5)
     assert [line.split(":")[0] for line in later] == ["step 4", "step 5"]
+
+
+@pytest.mark.skipif(not os.path.isdir(EXAMPLES), reason="needs examples/python of the repository")
+def test_over_and_back(directory):
+    """What it exports is the universal format, and it goes on from there with `load_universal`, as DeepSpeed does."""
+    pytest.importorskip("transformers")
+    back = os.path.join(directory, "back")
+
+    def losses(*arguments):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "penstock.run", os.path.join(EXAMPLES, "over_and_back.py"), *arguments], capture_output=True,
+            text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+
+    whole = losses("--until", "6")
+    assert losses("--until", "4", "--save", back) == whole[:4]
+    assert os.path.exists(os.path.join(back, "latest_universal"))
+    assert losses("--until", "6", "--load", back) == whole[4:]

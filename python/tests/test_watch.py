@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 
 import penstock  # noqa: E402
 from engine_models import batches, net, step  # noqa: E402
-from penstock._engine import _progress  # noqa: E402
+from penstock._engine import _progress, _watch  # noqa: E402
+from penstock._engine._report import Report  # noqa: E402
 
 
 def make(model, directory, **options):
@@ -304,8 +305,29 @@ def test_flops_are_counted_where_they_are_asked_for(tmp_path, capsys):
     # Of a layer 2 x (64 x 128 + 128 x 64) a token, four layers, and the head of 50 words; backward is twice that.
     assert report["model_flops_per_step"] == 3 * 32 * (4 * 2 * 2 * 64 * 128 + 2 * 64 * 50)
     assert report["model_flops_per_second"] > 0
+    share = report["model_flops_per_second"] / report["product_flops_per_second"]
+    assert report["mfu"] == pytest.approx(share) if share <= 1 else report["mfu"] is None
     told = capsys.readouterr().err
-    assert told.count("flops_profiler: step 2") == 1 and "of a product of 1024 x 1024" in told
+    assert told.count("flops_profiler: step 2") == 1 and "of a product of 1024 x 1024" in told and "never reached" not in told
+    with make(net(width=64), tmp_path / "short", config=config) as engine:
+        run(engine, batches(1))
+    assert "flops_profiler.profile_step: step 2 was never reached, the last one was 1: no profile was made" in capsys.readouterr().err
+
+
+def test_no_step_is_faster_than_the_machine(capsys):
+    report = {"world_size": 2, "model_flops_per_second": 8.0, "totals": {}}
+    assert Report.of(json.dumps(report), None, 16.0)["mfu"] == 0.25
+    assert Report.of(json.dumps(report), None, 1.0)["mfu"] is None
+    assert "mfu" not in Report.of(json.dumps(report))
+    settings = types.SimpleNamespace(
+        dtype="fp32", flops_profiler={"enabled": True, "profile_step": 1, "output_file": ""}, monitors=False, wandb=None, progress=False
+    )
+    settings.device = torch.device("cpu")
+    watch = _watch.Watch(None, settings, "run", False, [], 0, types.SimpleNamespace(rank=0, world=1))
+    watch._rate = 10.0
+    watch._profile({"step": 1}, 40.0, 1.0)
+    told = capsys.readouterr().err
+    assert "400" not in told and "other work disturbed what it is held against" in told
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -348,3 +370,114 @@ def test_who_looks_on_and_fails_costs_no_step(tmp_path, monkeypatch):
     assert len(heard) == 2 and "flops_profiler" in heard[0] and "no network" in heard[1]
     assert engine.report()["steps"][-1]["step"] == 5
     assert len(lines(tmp_path)) - 1 == 5  # each step once
+
+
+def test_the_breakdown_of_each_step(tmp_path, capfd):
+    config = {"train_micro_batch_size_per_gpu": 4, "wall_clock_breakdown": True}
+    with make(net(), tmp_path, config=config) as engine:
+        run(engine, batches(3))
+        assert "breakdown" not in engine.last_step
+    lines = [line for line in capfd.readouterr().err.splitlines() if "time (ms)" in line]
+    assert [line.split()[1] for line in lines] == ["1", "2", "3"]
+    for line in lines:
+        parts = dict(part.strip().split(": ") for part in line.split("|")[1:])
+        assert {"fwd", "bwd", "step", "all"} <= set(parts) and 0 < float(parts["fwd"]) < float(parts["all"]) and float(parts["bwd"]) > 0
+
+
+def test_what_ranks_exchanged(tmp_path, on_ranks, capfd):
+    config = {"train_micro_batch_size_per_gpu": 4, "comms_logger": {"enabled": True}}
+    told = on_ranks(
+        """
+        import json, sys
+        sys.path.insert(0, sys.argv[2])
+        import penstock, torch
+        from engine_models import batches, net, step
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with penstock.initialize(model=model, optimizer=optimizer, config=json.loads(sys.argv[3]), state_dir=sys.argv[1])[0] as engine:
+            for batch in batches(2):
+                step(engine, batch)
+        """,
+        2,
+        tmp_path,
+        os.path.dirname(__file__),
+        json.dumps(config),
+    )
+    assert [status for status, _, _ in told] == [0, 0], told
+    assert "exchanges of this rank" in told[0][2] and "exchanges" not in told[1][2]
+    with make(net(), tmp_path / "alone", config=config) as engine:
+        run(engine, batches(1))
+    assert "exchanges between ranks: none" in capfd.readouterr().err
+
+
+def test_a_budget_of_wear_is_told_and_kept(tmp_path):
+    data = batches(12)
+
+    def limited(terabytes, **options):
+        return make(net(), tmp_path / "run", config={"penstock": {"wear_budget_tb": terabytes}}, **options)
+
+    with make(net(), tmp_path / "run") as engine:
+        run(engine, data[:4])
+        a_step = engine.plan()["nvme_write_bytes_per_step"]
+        written = engine.last_step["written_bytes"]
+    assert a_step > 0 and written >= 3 * a_step
+    budget = (written + 3.5 * a_step) * 1e-12
+    with limited(budget, resume=True) as engine:
+        with pytest.warns(UserWarning, match="penstock.wear_budget_tb: a step writes .* are used up 3 steps from here"):
+            step(engine, data[4])
+        with pytest.raises(RuntimeError, match=r"after step \d+, which is committed: .*has written .* TB to its drives, of .*raise the budget"):
+            run(engine, data[5:])
+        stopped = engine.global_steps
+        assert 5 < stopped < 12
+        with pytest.raises(RuntimeError, match=f"after step {stopped}, which is committed"):
+            step(engine, data[0])
+        engine.save_checkpoint(tmp_path / "kept")
+        with torch.no_grad():
+            engine.eval()
+            engine(**data[0])
+    with limited(budget, resume=True) as engine:
+        with pytest.raises(RuntimeError, match=f"after step {stopped}, which is committed"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(engine, data[0])
+    with limited(2 * budget, resume=True) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(engine, data[0])
+        assert engine.global_steps == stopped + 1
+
+
+def test_what_is_stuck_is_named(tmp_path, in_child):
+    script = """
+        import json, sys, time
+        sys.path.insert(0, sys.argv[2])
+        import penstock, torch
+        from engine_models import batches, net, step
+
+        class Slow(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear, self.seconds = torch.nn.Linear(32, 32), 0.0
+
+            def forward(self, x):
+                time.sleep(self.seconds)
+                return self.linear(x)
+
+        model = net()
+        model.norm = slow = Slow()
+        config = {"penstock": json.loads(sys.argv[3])}
+        optimizer = torch.optim.AdamW(model.parameters())
+        with penstock.initialize(model=model, optimizer=optimizer, config=config, state_dir=sys.argv[1])[0] as engine:
+            for batch in batches(2):
+                step(engine, batch)
+            slow.seconds = float(sys.argv[4])
+            step(engine, batches(1)[0])
+            print(engine.global_steps, [line for line in engine.log() if "stuck" in line])
+    """
+    status, out, err = in_child(script, tmp_path / "a", os.path.dirname(__file__), json.dumps({"watchdog_seconds": 0.3}), 1.5)
+    assert status == 0, err
+    assert "penstock: stuck: forward of block" in err and "without a sign of life" in err
+    assert "; the run waits (penstock.watchdog_abort_seconds would end it)" in err
+    assert "no longer stuck: forward of block" in err and out.startswith("3 ['penstock: stuck: forward")
+    status, out, err = in_child(script, tmp_path / "b", os.path.dirname(__file__), json.dumps({"watchdog_abort_seconds": 0.6}), 60, timeout=50)
+    assert status == 1 and not out and "ended by penstock.watchdog_abort_seconds: the last commit stands, and resume=True" in err
+    status, out, err = in_child(script.replace("state_dir=sys.argv[1]", "state_dir=sys.argv[1], resume=True"), tmp_path / "b", os.path.dirname(__file__), "{}", 0)
+    assert status == 0 and out.startswith("5 []"), err

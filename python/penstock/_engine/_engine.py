@@ -26,6 +26,7 @@ from torch import nn
 from .. import _core
 from .._buffers import truth, whole_number
 from . import _deepspeed_checkpoint as deepspeeds
+from . import _parameters
 from ._accumulation import Accumulation
 from ._blocks import Block, check_memory, find_blocks
 from ._device import choose_device, has_own_memory
@@ -48,7 +49,8 @@ from ._whole import Whole
 
 _LATEST = "latest"
 _STEP = "step-%08d"  # a checkpoint's name (swap/checkpoint_files.cc)
-_REPLACED = ".%s.replaced"
+#: A checkpoint of this name that another is about to replace.
+REPLACED = ".%s.replaced"
 _MARK = "_penstock_engine"
 _MOST_BUFFERS = 24 << 10  # bytes, in every commit
 _MOST_KEPT = 56 << 10  # with all else; the store takes 64 KiB (swap/format.h)
@@ -153,6 +155,7 @@ class Engine:
         self.global_steps = 0
         self.skipped_steps = 0
         self._samples = 0  # before this process
+        self._written_before = 0  # likewise: bytes, by all ranks
         self._result: Dict[str, Any] = {}
         self._begun_rates: List[Any] = []
         self._rng = ""
@@ -474,13 +477,16 @@ class Engine:
                     warnings.warn(f"load_checkpoint: {note}", stacklevel=2)
             watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples, self._ranks)
             weights = Weights(self._blocks, DTYPES[settings.dtype], places, self.device, core.arena(), has_own_memory(self.device))
+            trains = [[trains for trains, _ in mark] for mark in marks]
+            self._layout = _parameters.describe(self.module, self._blocks, places, trains, self._info()["model"])
+            if settings.state_dirs and self._ranks.rank == 0:
+                _parameters.write(self._own_dirs()[0], _parameters.with_buffers(self._layout, self._buffers))
         except BaseException:
             core.close()  # or the state stays locked, by ourselves
             self._core = None
             self._made = not options["resume"]
             raise
         weights.hide_all()
-        trains = [[trains for trains, _ in mark] for mark in marks]
         self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains, self._input_gradients)
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
@@ -492,6 +498,7 @@ class Engine:
         Whole(self.module, self._blocks, self._runtime.replaced, self._value_of)
         self._watch = watch
         self._watch.again(self._watched)
+        self._tell_of_wear()
         self._runtime.flops_of = self._watch.flops
         seconds = [use.seconds for use in uses]
         if sum(seconds) > 0:
@@ -585,6 +592,7 @@ class Engine:
         self.skipped_steps = kept.get("skipped", 0)
         self._watched = kept.get("watched")
         self._samples = kept.get("samples", 0)
+        self._written_before = kept.get("written", 0)
         given = kept.get("given")
         if self.lr_scheduler is not None and kept.get("scheduler") is not None and same_scheduler(given, self._identity):
             self.lr_scheduler.load_state_dict(kept["scheduler"])
@@ -623,6 +631,8 @@ class Engine:
 
     def _begin(self, reads_ahead: bool = True) -> None:
         runtime = self._ready()
+        if not runtime.is_open:
+            self._refuse_wear()
         if runtime.is_open and runtime.gradient_came:
             runtime.give_up("no step")
             lost = "the backward before this forward had no engine.step(), and its gradients"
@@ -683,6 +693,39 @@ class Engine:
         self._describe()
         if self._watch is not None:
             self._watch.complain()
+        self._refuse_wear()
+
+    def _written_bytes(self) -> int:
+        return self._written_before + int(self._result.get("written_bytes", 0))
+
+    # penstock.wear_budget_tb: over it, what was made is committed, and nothing more is trained. Of all ranks, which know the same.
+    def _refuse_wear(self) -> None:
+        most, written = self._settings.wear_budget, self._written_bytes()
+        if not most or written <= most:
+            return
+        self._core.flush()
+        raise RuntimeError(
+            f"after step {self.global_steps}, which is committed: penstock.wear_budget_tb: the run has written {written * 1e-12:.4g} TB to its "
+            f"drives, of {most * 1e-12:.4g} TB that it may: raise the budget and go on with resume=True, or from engine.save_checkpoint"
+        )
+
+    # Before the first step: how far the budget goes.
+    def _tell_of_wear(self) -> None:
+        most = self._settings.wear_budget
+        if not most or self._runtime is None or not self._runtime.trains:
+            return
+        step = self._ranks.world * self._info()["nvme_write_bytes_per_step"]
+        if not step:
+            return
+        left = max(0, int((most - self._written_bytes()) / step))
+        schedule = json.loads(self._settings.schedule)["params"] if self._settings.schedule else {}
+        if schedule.get("total_num_steps") is not None and schedule["total_num_steps"] <= self.global_steps + left:
+            return
+        warnings.warn(
+            f"penstock.wear_budget_tb: a step writes {step * 1e-12:.4g} TB, so that {most * 1e-12:.4g} TB are used up {left} steps from here: the "
+            'run stops then. optimizer_states "8bit", durability "checkpoint", more host_memory and larger steps write less',
+            stacklevel=2,
+        )
 
     def _step(self) -> None:
         runtime = self._ready()
@@ -761,6 +804,7 @@ class Engine:
             "ranks": [self._ranks.rank, self._ranks.world],
             "watched": self._watched,
             "samples": self._samples if self._watch is None else self._watch.samples,
+            "written": self._written_bytes(),
         }
         if self._partly_written:
             kept["partly_written"] = True
@@ -771,6 +815,8 @@ class Engine:
         if self._accumulation is None or not self._accumulation.under_way or self._kept_buffers is None:
             self._kept_buffers = {name: buffer.detach().clone() for name, buffer in self._changed_buffers().items()}
         kept["buffers"] = self._kept_buffers
+        if self._told_of_buffers:
+            kept["large_buffers"] = True
         text = json.dumps(encode(kept), allow_nan=False)
         if len(text) > _MOST_KEPT:
             raise ValueError(
@@ -859,6 +905,11 @@ class Engine:
 
     def gradient_accumulation_steps(self) -> int:
         return self._settings.micro_batches
+
+    @property
+    def micro_batch_size(self) -> Optional[int]:
+        """Samples of a micro-batch, as the configuration says it; None: it does not."""
+        return self._settings.micro_batch_size or None
 
     @property
     def world_size(self) -> int:
@@ -1027,7 +1078,7 @@ class Engine:
                 raise
         self._describe()
         path = self._checkpoint(os.fspath(save_dir), replaces_others)
-        self._ranks.on_first("the checkpoint's name", lambda: _name_checkpoint(os.fspath(save_dir), os.path.basename(path), link))
+        self._ranks.on_first("the checkpoint's name", lambda: self._name_checkpoint(path, link))
         return str(path)
 
     # ValueError: a name that is none, or a checkpoint's own. Before the checkpoint is written, which takes its time.
@@ -1040,10 +1091,15 @@ class Engine:
             raise FileExistsError(errno.EEXIST, "something else than a checkpoint's tag has this name", link)
         return link
 
+    def _name_checkpoint(self, path: str, link: Optional[str]) -> None:
+        described = _parameters.with_buffers(self._layout, self._buffers)
+        _parameters.write(_core.rank_directories([path], 0)[0] if self._ranks.world > 1 else path, described)
+        _name_checkpoint(os.path.dirname(path), os.path.basename(path), link)
+
     # One of this engine's that is there already stands until the new one does.
     def _checkpoint(self, parent: str, replaces_others: bool) -> str:
         name = _STEP % self.global_steps
-        old, aside = os.path.join(parent, name), os.path.join(parent, _REPLACED % name)
+        old, aside = os.path.join(parent, name), os.path.join(parent, REPLACED % name)
         try:
             path = self._core.checkpoint(parent)
         except FileExistsError as error:
@@ -1092,7 +1148,7 @@ class Engine:
             if not tag:
                 raise ValueError(f"{os.path.join(directory, _LATEST)} is empty: name the checkpoint, with tag=")
         path = os.path.realpath(os.path.join(directory, tag))
-        aside = os.path.join(os.path.dirname(path), _REPLACED % os.path.basename(path))
+        aside = os.path.join(os.path.dirname(path), REPLACED % os.path.basename(path))
         if not os.path.isdir(path) and os.path.isdir(aside):
             path = aside  # it was about to be replaced when its process was killed
         if not os.path.isdir(path):
@@ -1228,7 +1284,7 @@ class Engine:
         return self._report_of(self._ready())
 
     def _report_of(self, runtime: Runtime) -> Report:
-        return Report.of(self._core.report(), runtime.device_report())
+        return Report.of(self._core.report(), runtime.device_report(), self._watch.product_flops_per_second if self._watch is not None else 0.0)
 
     def log(self) -> List[str]:
         """What the engine had to say since the last call."""

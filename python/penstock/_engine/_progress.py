@@ -59,6 +59,11 @@ class Progress:
             self._drawn = now
             self._draw()
 
+    def tell(self, text: str) -> None:
+        """A line that stays, also where none is drawn anew."""
+        self._write(f"\r\x1b[K{text}\n" if self._open else f"{text}\n")
+        self._open = False
+
     def finish(self) -> None:
         """The line stays as it is, with the newest figures."""
         if self._newest is not None:

@@ -29,9 +29,16 @@ class Report(Dict[str, Any]):
     """
 
     @staticmethod
-    def of(text: str, device: Optional[Dict[str, Any]] = None) -> "Report":
-        """device: what a device says of itself (DeviceMemory.report); None: the model is computed in the engine's memory."""
+    def of(text: str, device: Optional[Dict[str, Any]] = None, product_flops_per_second: float = 0.0) -> "Report":
+        """device: what a device says of itself (DeviceMemory.report); None: the model is computed in the engine's memory.
+
+        product_flops_per_second: what the best product of matrices reached on a rank; 0: not measured.
+        """
         told = json.loads(text)
+        if product_flops_per_second > 0:
+            share = told.get("model_flops_per_second", 0.0) / (product_flops_per_second * told["world_size"])
+            told["product_flops_per_second"] = product_flops_per_second
+            told["mfu"] = share if 0 < share <= 1 else None  # the product was disturbed, or no step is over
         if device is not None:
             copied = ("h2d_bytes", "d2h_bytes")
             told.update({name: value for name, value in device.items() if name not in copied})

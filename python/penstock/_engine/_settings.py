@@ -39,6 +39,8 @@ class Settings:
     nothing_trains: bool = False  # no parameter required a gradient when initialize was called
     schedule: Optional[str] = None
     train_batch_size: int = 0  # samples of a step, where the configuration says it
+    micro_batch_size: int = 0  # samples of a micro-batch, likewise
+    wear_budget: float = 0.0  # bytes that the run may write to drives in all; 0: any
     monitors: bool = False  # csv_monitor or tensorboard
     wandb: Optional[Dict[str, Any]] = None
     flops_profiler: Dict[str, Any] = field(default_factory=lambda: {"enabled": False})
@@ -147,6 +149,10 @@ def resolve(
         settings.state_dirs = parsed["state_dirs"]
         settings.offload = parsed["offload"] or ("nvme" if parsed["state_dirs"] or state_dir else "none")
         settings.train_batch_size = parsed["train_batch_size"] or 0
+        settings.micro_batch_size = parsed["micro_batch_size"] or 0
+        if parsed["elastic"] and micro_batches is not None:
+            raise ValueError("gradient_accumulation_steps: elasticity chooses it; leave it out, or set elasticity.enabled to false")
+        settings.wear_budget = parsed["wear_budget_bytes"]
         settings.monitors = parsed["monitors"]
         settings.flops_profiler = parsed["flops_profiler"]
         settings.schedule = None if parsed["schedule"] is None else json.dumps(parsed["schedule"])

@@ -1,4 +1,4 @@
-"""Who looks on while a model trains: the progress line, DeepSpeed's monitors, the count of FLOPs."""
+"""Who looks on while a model trains: the progress line, DeepSpeed's monitors, the count of FLOPs, where the time went."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ from ._settings import DTYPES, Settings
 
 
 def _product_rate(dtype: torch.dtype, size: int, device: torch.device) -> float:
-    """FLOPs a second of the best product of two matrices of size x size, in a third of a second."""
+    """FLOPs a second of the best product of two matrices of size x size.
+
+    As long as they become faster other work is in their way: a third of a second where nothing is, two at the most.
+    """
     first, second = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    best, end = math.inf, time.perf_counter() + 0.3
+    best = settled = math.inf
+    start = settled_at = now = time.perf_counter()
     with torch.no_grad():
-        while time.perf_counter() < end:
+        while now - settled_at < 0.3 and now - start < 2:
             begin = time.perf_counter()
             torch.mm(first, second)
             if device.type != "cpu":
                 torch.cuda.synchronize(device)
-            best = min(best, time.perf_counter() - begin)
+            now = time.perf_counter()
+            best = min(best, now - begin)
+            if best < 0.98 * settled:
+                settled, settled_at = best, now
     return 2 * size**3 / best
 
 
@@ -81,12 +88,18 @@ class Watch:
         #: Of a forward, by time: what backward comes to.
         self.backward_share = 1.0
         self._rate = 0.0
+        self._profiled = False
         self._size = 1024 if settings.device.type == "cpu" else 8192  # of the matrices of a product that says what the device can
 
     def counts_flops(self, flops: float, units: int) -> None:
         """flops: of a forward's matrix products over `units` (tokens where they are known, else samples)."""
         self.forward_flops = flops / max(1, units)
         self._rate = self._world * _product_rate(DTYPES[self._settings.dtype], self._size, self._settings.device)
+
+    @property
+    def product_flops_per_second(self) -> float:
+        """Of the best product of matrices on a rank; 0: not measured."""
+        return self._rate / self._world
 
     def flops(self, tokens: int, samples: int) -> float:
         """Of a step: its forwards, and twice that for backward of what that comes to. 0: not known."""
@@ -109,6 +122,9 @@ class Watch:
             self._tell(self._core.committed_step)
         now = time.perf_counter()
         seconds, self._ended = now - self._ended, now
+        breakdown = result.pop("breakdown", "")
+        if breakdown and self._first:
+            self._progress.tell(breakdown)
         self._show(result, tokens, self.flops(tokens, samples), seconds)
         self._profile(result, self.flops(tokens, samples), seconds)
         return entry
@@ -119,7 +135,7 @@ class Watch:
         parts = [(0, f"step {result['step']}"), (1, f"loss {result['loss']:.4f}")]
         if tokens:
             parts.append((2, f"{count(tokens / seconds)} tok/s"))
-        if flops and self._rate:
+        if flops and self._rate and flops / seconds <= self._rate:
             parts.append((3, f"MFU {flops / seconds / self._rate:.0%}"))
         for name, key in (("read", "nvme_read_bytes"), ("write", "nvme_write_bytes")):
             if result[key]:
@@ -132,9 +148,13 @@ class Watch:
         wanted = self._settings.flops_profiler
         if not flops or not self._first or result["step"] != wanted["profile_step"]:
             return
+        self._profiled = True
+        # Nothing is faster than the machine: where a step seems to be, the measure was wrong.
+        share = flops / seconds / self._rate
+        told = f"{share:.1%}" if share <= 1 else "and other work disturbed what it is held against, the best"
         text = (
             f"flops_profiler: step {result['step']}: {count(flops)}FLOP in matrix products (forward, and twice that for backward) in "
-            f"{seconds:.3f} s: {count(flops / seconds)}FLOP/s, {flops / seconds / self._rate:.1%} of a product of {self._size} x {self._size} in "
+            f"{seconds:.3f} s: {count(flops / seconds)}FLOP/s, {told} of a product of {self._size} x {self._size} in "
             f"{self._settings.dtype} ({count(self._rate)}FLOP/s)\n"
         )
         try:
@@ -176,6 +196,15 @@ class Watch:
         """The last step is committed."""
         self._tell(self._core.committed_step)
         self._progress.finish()
+        wanted, last = self._settings.flops_profiler, self._core.committed_step
+        if wanted["enabled"] and self._first and not self._profiled and last < wanted["profile_step"]:
+            self._progress.tell(
+                f"flops_profiler.profile_step: step {wanted['profile_step']} was never reached, the last one was {last}: "
+                "no profile was made; name a step that is"
+            )
+        exchanges = self._core.exchanges()
+        if exchanges and self._first:
+            self._progress.tell(exchanges.rstrip("\n"))
         try:
             if self._wandb is not None:
                 self._wandb.close()

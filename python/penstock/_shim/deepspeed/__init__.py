@@ -10,6 +10,7 @@ from penstock._deepspeed import DeepSpeedEngine, init_distributed, initialize
 from penstock.deepspeed import VERSION
 
 from . import accelerator, checkpoint, comm, ops, runtime, utils, zero
+from .runtime.activation_checkpointing import checkpointing as checkpointing
 
 __version__ = VERSION
 __git_hash__: Optional[str] = None

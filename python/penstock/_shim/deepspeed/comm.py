@@ -24,3 +24,10 @@ def get_world_size(group: Any = None) -> int:
 def barrier(*args: Any, **kwargs: Any) -> None:
     if is_initialized():
         dist.barrier(*args, **kwargs)
+
+
+# all_reduce, all_gather and the others, which are torch's own.
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):  # torch's __path__ would make its modules ours
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(dist, name)

@@ -1,0 +1,87 @@
+"""Which parameters a state has, and where: a file beside its store, which knows numbers alone. Who has no model reads them by it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ._blocks import Block
+from ._json import encode
+
+FILE = "parameters.json"
+_MOST_BUFFERS = 16 << 20  # bytes, of all together
+
+
+def describe(
+    model: nn.Module, blocks: Sequence[Block], places: Sequence[Sequence[int]], trains: Sequence[Sequence[bool]], identity: Mapping[str, Any]
+) -> Dict[str, Any]:
+    """As JSON. places, trains: of each parameter of each block. identity: of the model, as the store has it."""
+    named = {
+        id(parameter): name
+        for block, offsets, marks in zip(blocks, places, trains)
+        for (name, parameter), _, _ in zip(block.parameters, offsets, marks)
+    }
+    parameters = [
+        [name, list(parameter.shape), number, offset, mark]
+        for number, (block, offsets, marks) in enumerate(zip(blocks, places, trains))
+        for (name, parameter), offset, mark in zip(block.parameters, offsets, marks)
+    ]
+    tied = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for short, parameter in module._parameters.items():
+            name = f"{prefix}.{short}" if prefix else short
+            if parameter is not None and named.get(id(parameter), name) != name:
+                tied[name] = named[id(parameter)]
+    return {"model": dict(identity), "parameters": parameters, "tied": tied}
+
+
+def with_buffers(described: Mapping[str, Any], buffers: Mapping[str, Tuple[nn.Module, str, Any, Any]]) -> Dict[str, Any]:
+    """The same with what persistent buffers hold just now, and the names of those that take too much."""
+    kept: Dict[str, torch.Tensor] = {}
+    left, size = [], 0
+    for name, (module, short, _, _) in buffers.items():
+        buffer = module._buffers[short]
+        if buffer is None:
+            continue
+        size += buffer.numel() * buffer.element_size()
+        if size > _MOST_BUFFERS:
+            left.append(name)
+        else:
+            kept[name] = buffer
+    return {**described, "buffers": encode(kept), "large_buffers": left}
+
+
+def write(directory: str, described: Mapping[str, Any]) -> None:
+    """OSError: it cannot be written."""
+    path = os.path.join(directory, FILE)
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(described, file, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def read(directory: str, identity: Mapping[str, Any]) -> Optional[Dict[str, Any]]:
+    """What was written for that very model; None: nothing was. ValueError: the file is damaged."""
+    path = os.path.join(directory, FILE)
+    try:
+        with open(path, encoding="utf-8") as file:
+            described = json.load(file)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(described, dict) or described.get("model") != dict(identity):
+        return None  # of a run that was there before
+    return described

@@ -1,0 +1,328 @@
+"""The fp32 weights of a checkpoint, without its model: DeepSpeed's zero_to_fp32, of Penstock's checkpoints and state directories and of
+DeepSpeed's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import warnings
+from collections import OrderedDict
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import nn
+
+from . import _core
+from ._buffers import byte_size, truth
+from ._engine import _parameters
+from ._engine._deepspeed_checkpoint import is_deepspeeds
+from ._engine._engine import REPLACED
+from ._engine._json import decode
+from ._engine._settings import PathLike
+from ._files import save
+
+_LATEST = "latest"
+# What checkpoints, DeepSpeed's and ours, are made of.
+_IS_READ = re.compile(r"(_states\.pt|/zero/.*\.pt|/penstock\.store|/parameters\.json)$")
+_SAFE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class _Weights:
+    """Names, with shape and type, and their values one by one."""
+
+    def __init__(self) -> None:
+        self.kinds: Dict[str, Tuple[List[int], torch.dtype]] = {}
+        self.tied: Dict[str, str] = {}  # names -> the one of kinds that has their values
+        self.frozen: List[str] = []
+
+    def read(self, name: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    def names(self, exclude_frozen: bool) -> List[str]:
+        left_out = set(self.frozen) if exclude_frozen else set()
+        return [name for name in (*self.kinds, *self.tied) if self.tied.get(name, name) not in left_out]
+
+    def kind_of(self, name: str) -> Tuple[List[int], torch.dtype]:
+        return self.kinds[self.tied.get(name, name)]
+
+
+class _OfDeepSpeed(_Weights):
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self._core = _core.DeepSpeedMasters(directory)
+        said = json.loads(self._core.said)
+        self._numbers = {name: number for number, name, _, _ in said["weights"]}
+        self.kinds = {name: (shape, getattr(torch, dtype)) for _, name, shape, dtype in said["weights"]}
+        self.frozen, self.tied = said["frozen"], said["tied"]
+        if said["unread"]:
+            warnings.warn(f"{said['directory']}: left out: {', '.join(said['unread'])}", stacklevel=5)
+
+    def read(self, name: str) -> torch.Tensor:
+        shape, dtype = self.kinds[name]
+        value = torch.empty(shape, dtype=dtype)
+        self._core.read(self._numbers[name], value.data_ptr())
+        return value
+
+
+class _OfPenstock(_Weights):
+    def __init__(self, directories: List[str]) -> None:
+        super().__init__()
+        self._core = _core.StateMasters(directories)
+        path, model = self._core.path, json.loads(self._core.identity).get("model", {})
+        if model.get("architecture") != "driven":
+            raise ValueError(f"{path} is a run of `penstock train`: `penstock export`, of a penstock that is built from source, writes its weights")
+        described = next((found for found in (_parameters.read(directory, model) for directory in (path, *directories)) if found), None)
+        if described is None:
+            raise ValueError(
+                f"{path} has no {_parameters.FILE} that names its parameters, as an older Penstock wrote it: load it "
+                "(resume=True, or engine.load_checkpoint) and take model.state_dict()"
+            )
+        self._places = {name: (block, offset) for name, _, block, offset, _ in described["parameters"]}
+        self.kinds = {name: (shape, torch.float32) for name, shape, _, _, _ in described["parameters"]}
+        self.frozen = [name for name, _, _, _, trains in described["parameters"] if not trains]
+        self.tied = described["tied"]
+        step = decode((json.loads(self._core.payload) or {}).get("step")) or {}
+        if step.get("partly_written"):
+            raise RuntimeError(f"{path} holds values of two states: its process ended within load_state_dict. Take a checkpoint of before")
+        self._buffers = {**decode(described["buffers"]), **step.get("buffers", {})}
+        self._buffers = {name: value.float() if value.is_floating_point() else value for name, value in self._buffers.items()}
+        self.kinds.update({name: (list(value.shape), value.dtype) for name, value in self._buffers.items()})
+        told = [f"{name} is too large" for name in described["large_buffers"]]
+        if step.get("large_buffers"):
+            told.append("buffers that training changed are as they were when the file was written")
+        if told:
+            warnings.warn(f"{path}: of its buffers {', '.join(told)}: model.state_dict() has all of them", stacklevel=5)
+
+    def read(self, name: str) -> torch.Tensor:
+        if name in self._buffers:
+            return self._buffers[name]  # type: ignore[no-any-return]
+        value = torch.empty(self.kinds[name][0], dtype=torch.float32)
+        block, offset = self._places[name]
+        self._core.read(block, offset, value.numel(), value.data_ptr())
+        return value
+
+
+def _tag_in(directory: str) -> Optional[str]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with open(os.path.join(directory, _LATEST), encoding="utf-8") as file:
+            return file.read().strip() or None
+    return None
+
+
+def _open(checkpoint_dir: Union[PathLike, Sequence[PathLike]], tag: Optional[str]) -> _Weights:
+    given = [checkpoint_dir] if isinstance(checkpoint_dir, (str, os.PathLike)) else list(checkpoint_dir)
+    directories = [os.fspath(directory) for directory in given]
+    if len(directories) == 1:
+        directory = directories[0]
+        if tag is not None and not os.path.isdir(os.path.join(directory, str(tag))):
+            raise FileNotFoundError(f"no checkpoint {os.path.join(directory, str(tag))}")
+        if is_deepspeeds(directory, tag):
+            return _OfDeepSpeed(directory if tag is None else os.path.join(directory, tag))
+        tag = tag or _tag_in(directory)
+        if tag is not None:
+            path = os.path.realpath(os.path.join(directory, str(tag)))
+            aside = os.path.join(os.path.dirname(path), REPLACED % os.path.basename(path))
+            if not os.path.isdir(path) and os.path.isdir(aside):
+                path = aside
+            if not os.path.isdir(path):
+                raise FileNotFoundError(f"no checkpoint {path}, which {os.path.join(directory, _LATEST)} names: give tag=")
+            directories = [path]
+    elif tag is not None:
+        raise ValueError(f"tag is {tag!r}: several directories are those of one state, which has no tags")
+    return _OfPenstock(directories)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Union[PathLike, Sequence[PathLike]], tag: Optional[str] = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> "OrderedDict[str, torch.Tensor]":
+    """DeepSpeed's: the fp32 masters of a checkpoint, by the module's names, with its persistent buffers. No model and no engine is needed.
+
+    checkpoint_dir: what ``save_checkpoint`` was given, Penstock's or DeepSpeed's; one checkpoint; or a state directory that no training
+    has just now (all of them, where there are several). tag: which checkpoint; by default what ``latest`` names. Of buffers those of
+    floating point become fp32. All of it is in memory, also with lazy_mode: ``convert_zero_checkpoint_to_fp32_state_dict`` passes it on
+    piece by piece. OSError: no checkpoint. ValueError: one that does not name its parameters.
+    """
+    weights = _open(checkpoint_dir, tag)
+    state: "OrderedDict[str, torch.Tensor]" = OrderedDict()
+    for name in weights.names(truth(exclude_frozen_parameters, "exclude_frozen_parameters")):
+        held = weights.tied.get(name, name)
+        state[name] = state[held] if held in state else weights.read(held)
+    return state
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: PathLike, tag: Optional[str] = None) -> nn.Module:
+    """DeepSpeed's: the model, on the processor, with the values of a checkpoint. For one that no engine has."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def _size_of(most: Union[int, str, None]) -> Optional[int]:
+    if most is None:
+        return None
+    if isinstance(most, str):
+        # transformers' sizes: "5GB" is 5 * 10^9.
+        decimal = re.fullmatch(r"(\d+)\s*([KMGT]?)B", most.strip(), re.IGNORECASE)
+        if decimal:
+            most = int(decimal.group(1)) * 1000 ** " KMGT".index(decimal.group(2).upper() or " ")
+    size = byte_size(most, "max_shard_size")
+    if size < 1:
+        raise ValueError(f"max_shard_size is {most}: bytes, or '5GB'; None for one file")
+    return size
+
+
+def _bytes_of(weights: _Weights, name: str) -> int:
+    shape, dtype = weights.kind_of(name)
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements * torch.empty(0, dtype=dtype).element_size()
+
+
+def _shards(weights: _Weights, names: Sequence[str], most: Optional[int]) -> List[List[str]]:
+    shards: List[List[str]] = [[]]
+    size = 0
+    for name in names:
+        own = _bytes_of(weights, name)
+        if shards[-1] and most is not None and size + own > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += own
+    return shards
+
+
+@contextlib.contextmanager
+def _whole_file(path: str) -> Iterator[Any]:
+    """A file that takes path's place when it is whole and durable."""
+    temporary = os.path.join(os.path.dirname(path) or ".", f".{os.path.basename(path)}.{os.getpid()}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+# One value at a time is in memory.
+def _write_safetensors(path: str, weights: _Weights, names: Sequence[str]) -> None:
+    header: Dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in names:
+        shape, dtype = weights.kind_of(name)
+        end = at + _bytes_of(weights, name)
+        header[name] = {"dtype": _SAFE_NAMES[dtype], "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with _whole_file(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            value = weights.read(weights.tied.get(name, name)).contiguous()
+            if value.numel():
+                file.write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _write_torch(path: str, weights: _Weights, names: Sequence[str]) -> None:
+    state: "OrderedDict[str, torch.Tensor]" = OrderedDict()
+    for name in names:
+        held = weights.tied.get(name, name)
+        state[name] = state[held] if held in state else weights.read(held)
+    save(state, path)
+
+
+def write_weights(
+    checkpoint_dir: Union[PathLike, Sequence[PathLike]],
+    output: PathLike,
+    max_shard_size: Union[int, str, None] = "5GB",
+    safe_serialization: bool = False,
+    tag: Optional[str] = None,
+    exclude_frozen_parameters: bool = False,
+    overwrite: bool = True,
+) -> List[str]:
+    """As convert_zero_checkpoint_to_fp32_state_dict. Returns the paths that were written. FileExistsError: without overwrite."""
+    most = _size_of(max_shard_size)
+    weights = _open(checkpoint_dir, tag)
+    names = weights.names(truth(exclude_frozen_parameters, "exclude_frozen_parameters"))
+    out, ending = os.fspath(output), ".safetensors" if safe_serialization else ".bin"
+    # Older ones of DeepSpeed's, and Lightning's, give a file.
+    one_file = os.path.splitext(out)[1] in (".safetensors", ".bin", ".pt", ".pth", ".ckpt") and not os.path.isdir(out)
+    shards = _shards(weights, names, None if one_file else most)
+    base = "model" if safe_serialization else "pytorch_model"
+    if one_file:
+        safe_serialization = out.endswith(".safetensors")
+        files = [out]
+    else:
+        several = len(shards) > 1
+        files = [f"{base}-{number:05d}-of-{len(shards):05d}{ending}" if several else base + ending for number in range(1, len(shards) + 1)]
+        files = [os.path.join(out, name) for name in files]
+        os.makedirs(out, exist_ok=True)
+    index = os.path.join(out, f"{base}{ending}.index.json")
+    # Whichever of the two an earlier one left, the model would be loaded from.
+    other = os.path.join(out, base + ending) if len(files) > 1 else index
+    for path in files if one_file else [*files, index, other]:
+        if os.path.exists(path) and _IS_READ.search(os.path.realpath(path)):
+            raise ValueError(f"{path} is a checkpoint's own file: give another name")
+        if not overwrite and os.path.lexists(path):
+            raise FileExistsError(f"{path} is there already: --overwrite replaces it")
+    for _, dtype in weights.kinds.values() if safe_serialization else ():
+        if dtype not in _SAFE_NAMES:
+            raise ValueError(f"a buffer of {dtype} has no type in safetensors: write .bin")
+    for path, shard in zip(files, shards):
+        (_write_safetensors if safe_serialization else _write_torch)(path, weights, shard)
+    if len(files) > 1:
+        places = {name: os.path.basename(path) for path, shard in zip(files, shards) for name in shard}
+        total = sum(_bytes_of(weights, name) for name in names)
+        with _whole_file(index) as file:
+            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode())
+        files.append(index)
+    if not one_file:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(other)
+    return files
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Union[PathLike, Sequence[PathLike]],
+    output_dir: PathLike,
+    max_shard_size: Union[int, str, None] = "5GB",
+    safe_serialization: bool = False,
+    tag: Optional[str] = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """DeepSpeed's: writes the fp32 weights of a checkpoint as ``pytorch_model.bin``, or with safe_serialization ``model.safetensors``.
+
+    checkpoint_dir, tag: as for ``get_fp32_state_dict_from_zero_checkpoint``. output_dir: a directory, made where it is missing; or a file
+    (``.bin``, ``.pt``, ``.safetensors``). max_shard_size: larger ones become several files and an index; None: one file. Each file appears
+    whole or not at all. Memory: a shard; with safe_serialization the largest parameter. A tied parameter is there under all of its names.
+    """
+    write_weights(checkpoint_dir, output_dir, max_shard_size, truth(safe_serialization, "safe_serialization"), tag, exclude_frozen_parameters)
+
+
+def checkpoint_files(checkpoint_dir: PathLike, pattern: str) -> List[str]:
+    """Of DeepSpeed's own checkpoint, for who opens its files. FileNotFoundError: it is Penstock's, which has no such files."""
+    directory = os.fspath(checkpoint_dir)
+    found = sorted(os.path.join(directory, name) for name in os.listdir(directory) if re.search(pattern, name))
+    if not found:
+        raise FileNotFoundError(
+            f"{directory} has no such file of DeepSpeed's: a checkpoint of Penstock's is read by get_fp32_state_dict_from_zero_checkpoint, and its "
+            "client_state given back by engine.load_checkpoint"
+        )
+    return found

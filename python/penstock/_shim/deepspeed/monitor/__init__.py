@@ -1,0 +1,1 @@
+from . import monitor as monitor

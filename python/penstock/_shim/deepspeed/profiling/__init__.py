@@ -1,0 +1,1 @@
+from . import flops_profiler as flops_profiler

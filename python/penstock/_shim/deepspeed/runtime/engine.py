@@ -1,0 +1,1 @@
+from penstock._deepspeed import DeepSpeedEngine as DeepSpeedEngine

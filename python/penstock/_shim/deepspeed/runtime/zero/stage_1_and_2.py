@@ -1,0 +1,2 @@
+from penstock._deepspeed import estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold
+from penstock._deepspeed import estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live

@@ -1,0 +1,204 @@
+"""What scripts import of DeepSpeed besides its engine: served by Penstock, or refused in words when it is called."""
+
+import importlib
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import penstock.deepspeed as deepspeed  # noqa: E402
+from engine_models import all_names, batches, net, plain_losses, step  # noqa: E402
+from torch import nn  # noqa: E402
+
+ABSENT = [
+    ("deepspeed.monitor.monitor", "MonitorMaster", "SummaryWriter"),
+    ("deepspeed.elasticity", "DSElasticAgent", "torchrun"),
+    ("deepspeed.pipe", "PipelineModule", "torch.nn.Sequential"),
+    ("deepspeed.pipe", "LayerSpec", "block by block"),
+    ("deepspeed.moe.layer", "MoE", "experts as modules"),
+    ("deepspeed.ops.lamb", "FusedLamb", "AdamW is served"),
+    ("deepspeed", "init_inference", "penstock generate"),
+    ("deepspeed.runtime.utils", "clip_grad_norm_", "gradient_clipping"),
+]
+
+
+@pytest.mark.parametrize("module, name, instead", ABSENT)
+def test_what_is_absent_is_imported_and_says_what_to_use_instead(module, name, instead):
+    found = getattr(importlib.import_module(module), name)
+    with pytest.raises(NotImplementedError, match=instead):
+        found(object(), 1)
+
+
+def test_the_name_is_penstocks():
+    assert importlib.import_module("deepspeed.git_version_info").version == deepspeed.__version__
+    assert importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine is deepspeed.DeepSpeedEngine
+    assert importlib.import_module("deepspeed.comm").all_reduce is torch.distributed.all_reduce
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("deepspeed.no_such_module")
+
+
+def engine_of(tmp_path, **options):
+    options.setdefault("config", {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0})
+    config = {**options.pop("config"), "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    model = net()
+    optimizer = options.pop("optimizer", lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))(model.parameters())
+    scheduler = options.pop("scheduler", lambda optimizer: None)(optimizer)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler, **options)[0]
+
+
+def test_elasticity(tmp_path, monkeypatch):
+    elasticity = importlib.import_module("deepspeed.elasticity")
+    section = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "min_gpus": 1, "max_gpus": 10000, "version": 0.1}
+    batch, ranks = elasticity.compute_elastic_config({"elasticity": section}, "0.18.9")
+    assert batch == 1680 and 1 in ranks and 840 in ranks and 17 not in ranks  # as DeepSpeed's documentation has it
+    assert elasticity.compute_elastic_config({"elasticity": section}, "0.18.9", world_size=4) == (batch, ranks, 6)
+    assert elasticity.compute_elastic_config({"elasticity": section}, "0.18.9", return_microbatch=True)[2] == 6
+    with pytest.raises(elasticity.ElasticityIncompatibleWorldSize, match="17 ranks cannot share"):
+        elasticity.compute_elastic_config({"elasticity": section}, "0.18.9", world_size=17)
+    for wrong in ({}, {"elasticity": {"enabled": False}}, {"elasticity": {"enabled": True, "micro_batch_sizes": [2]}}):
+        with pytest.raises(elasticity.ElasticityConfigError):
+            elasticity.compute_elastic_config(wrong, "0.18.9")
+    assert elasticity.elasticity_enabled({"elasticity": section}) and not elasticity.elasticity_enabled({})
+
+
+def test_an_engine_takes_the_elastic_batch(tmp_path):
+    section = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [4], "max_gpus": 4, "version": 0.1}
+    with pytest.warns(UserWarning, match="elasticity: 8 sequences a step, for 1, 2 ranks; the script gives each of 1 in a step 2 micro-batches of 4"):
+        engine = engine_of(tmp_path, config={"elasticity": section, "gradient_clipping": 1.0})
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (8, 4, 2)
+    data = batches(4)
+    made = [step(engine, batch) for batch in data]
+    assert engine.global_steps == 2
+    expected, _ = plain_losses(net(), all_names(net()), [data[:2], data[2:]])
+    assert [(made[0] + made[1]) / 2, (made[2] + made[3]) / 2] == pytest.approx(expected, abs=1e-5)
+    engine.destroy()
+    with pytest.raises(ValueError, match="elasticity: 1 rank cannot share the batch of .* evenly; start 2"):
+        engine_of(tmp_path, config={"elasticity": {**section, "min_gpus": 2}})
+
+
+def test_schedules_are_those_of_the_configuration(tmp_path):
+    schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
+    parameters = {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "warmup_type": "linear"}
+    data = batches(6)
+
+    def rates(**options):
+        engine = engine_of(tmp_path, **options)
+        told = []
+        for batch in data:
+            told.append(engine.get_lr()[0])
+            step(engine, batch)
+        engine.destroy()
+        return told
+
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0}
+    named = rates(config={**config, "scheduler": {"type": "WarmupDecayLR", "params": {**parameters, "total_num_steps": 6}}})
+    assert rates(scheduler=lambda optimizer: schedules.WarmupDecayLR(optimizer, 6, **parameters)) == named and len(set(named)) > 3
+    optimizer = torch.optim.AdamW(net().parameters(), lr=1e-2)
+    later = schedules.WarmupDecayLR(optimizer, total_num_steps=6, last_batch_iteration=2, **parameters)
+    assert later.get_last_lr() == [pytest.approx(named[3])] and later.last_batch_iteration == 2
+    placed = schedules.WarmupDecayLR(optimizer, 6, **parameters)
+    placed.step(2)
+    assert placed.get_last_lr() == later.get_last_lr() and placed.state_dict() == {"last_batch_iteration": 2}
+    placed.load_state_dict({"last_batch_iteration": 0})
+    assert placed.get_last_lr() == [pytest.approx(named[1])]
+    with pytest.raises(ValueError, match="warmup_kind"):
+        schedules.WarmupLR(optimizer, warmup_kind="linear")
+    for made in (schedules.WarmupCosineLR(optimizer, 6), schedules.OneCycle(optimizer, 1e-4, 1e-2), schedules.LRRangeTest(optimizer, 1e-3)):
+        made.step()
+        made.step()
+        assert made.get_last_lr()[0] > 0
+
+
+def test_fused_adam_is_the_engines(tmp_path):
+    from deepspeed.ops.adam import FusedAdam
+
+    data = batches(3)
+    engine = engine_of(tmp_path, optimizer=lambda parameters: FusedAdam(parameters, lr=1e-2, weight_decay=0.01))
+    made = [step(engine, batch) for batch in data]
+    engine.destroy()
+    expected, _ = plain_losses(net(), all_names(net()), [[batch] for batch in data])
+    assert made == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(NotImplementedError, match="AdamW"):
+        FusedAdam(net().parameters()).step()
+
+
+def test_states_are_set(tmp_path):
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    engine = engine_of(tmp_path)
+    step(engine, batches(1)[0])
+    weight = engine.module.norm.weight
+    for get, put in (
+        (safe_get_full_fp32_param, safe_set_full_fp32_param),
+        (lambda p: safe_get_full_optimizer_state(p, "exp_avg"), lambda p, v: safe_set_full_optimizer_state(p, v, "exp_avg")),
+    ):
+        value = get(weight) + 1
+        put(weight, value)
+        assert torch.equal(get(weight), value)
+    with pytest.raises(ValueError, match="no optimizer state 'exp'"):
+        safe_set_full_optimizer_state(weight, value, "exp")
+    engine.destroy()
+
+
+def test_the_profile_of_a_model(capsys):
+    profiler = importlib.import_module("deepspeed.profiling.flops_profiler")
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).train()
+    flops, macs, parameters = profiler.get_model_profile(model, input_shape=(3, 8), as_string=False)
+    assert (flops, macs, parameters) == (2 * 3 * (8 * 16 + 16 * 4), 3 * (8 * 16 + 16 * 4), 8 * 16 + 16 + 16 * 4 + 4) and model.training
+    assert "flops_profiler: step 1: 212 parameters, 1.2kFLOPs" in capsys.readouterr().out
+    told = profiler.get_model_profile(model, args=[torch.ones(3, 8)], print_profile=False)
+    assert told == ("1.2kFLOPs", "576MACs", "212") and not capsys.readouterr().out
+    with pytest.raises(ValueError, match="input_shape, args or kwargs"):
+        profiler.get_model_profile(model)
+    counted = profiler.FlopsProfiler(model)
+    counted.start_profile()
+    model(torch.ones(3, 8)).sum().backward()
+    counted.stop_profile()
+    assert counted.get_total_flops() > flops and counted.get_total_duration() > 0
+    counted.end_profile()
+    assert counted.get_total_flops() == 0
+
+
+def test_checkpointing_computes(tmp_path):
+    assert deepspeed.checkpointing.is_configured()
+    deepspeed.checkpointing.configure(None, partition_activations=True)
+    assert deepspeed.checkpointing.checkpoint(lambda a, b: a + b, 1, 2) == 3
+
+
+def test_estimates_and_reports_print(capfd, tmp_path):
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
+
+    estimate_zero3_model_states_mem_needs_all_live(net(), num_gpus_per_node=2)
+    assert "per CPU" in capfd.readouterr().out
+    with pytest.raises(ValueError):
+        importlib.import_module("deepspeed.runtime.zero.stage_1_and_2").estimate_zero2_model_states_mem_needs_all_cold(-1)
+    capfd.readouterr()
+    assert importlib.import_module("deepspeed.env_report").main(arguments=["--dir", str(tmp_path)]) == 0
+    out = capfd.readouterr().out
+    assert "torch" in out and torch.__version__.split("+")[0] in out and "io_uring" in out
+
+
+def test_ds_report_is_penstock_env(capfd, monkeypatch, tmp_path):
+    from penstock import _programs
+
+    assert _programs.report_environment(["--hide_operator_status", "--json", "--dir", str(tmp_path)]) == 0
+    assert json.loads(capfd.readouterr().out)
+
+
+def test_memory_is_told(caplog):
+    import logging
+
+    caplog.set_level(logging.INFO, logger="penstock")
+    importlib.import_module("deepspeed.runtime.utils").see_memory_usage("here", force=True)
+    importlib.import_module("deepspeed.utils").log_dist("there", ranks=[0])
+    importlib.import_module("deepspeed.utils").log_dist("nowhere", ranks=[3])
+    assert "here: " in caplog.text and "there" in caplog.text and "nowhere" not in caplog.text
+
+
+def test_torchs_own_modules_do_not_become_deepspeeds():
+    import deepspeed.comm
+
+    assert deepspeed.comm.all_reduce is torch.distributed.all_reduce
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("deepspeed.comm.distributed_c10d")

@@ -1,0 +1,276 @@
+"""DeepSpeed's zero_to_fp32 over checkpoints and state directories, the engine's and DeepSpeed's."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import penstock  # noqa: E402
+import penstock._fp32  # noqa: E402
+import penstock.deepspeed  # noqa: E402, F401  # from here on deepspeed is found
+from deepspeed.utils.zero_to_fp32 import (  # noqa: E402
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    get_model_state_file,
+    load_state_dict_from_zero_checkpoint,
+)
+from engine_models import batches, make, net, step  # noqa: E402
+from penstock import _programs  # noqa: E402
+from torch import nn  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Normed(nn.Module):
+    """With buffers that training changes, one that it does not, and a frozen layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+        self.register_buffer("scale", torch.arange(3.0).half() + 1)
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+        self.first.requires_grad_(False)
+
+    def forward(self, x, targets):
+        return nn.functional.cross_entropy(self.last(self.norm(self.first(x))) * self.scale.float(), targets)
+
+
+def normed_batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(16, 8, generator=generator), "targets": torch.randint(0, 3, (16,), generator=generator)}
+
+
+def masters(engine):
+    return {name: engine.read_state(parameter) for name, parameter in engine.module.named_parameters()}
+
+
+def check(state, expected):
+    for name, value in expected.items():
+        assert state[name].dtype == torch.float32 and torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checkpoint_gives_its_masters(tmp_path, dtype):
+    with make(net(), tmp_path / "run", dtype=DTYPES[dtype], config={"penstock": {"optimizer_states": "8bit"}} if dtype == "fp32" else None) as engine:
+        for batch in batches(3):
+            step(engine, batch)
+        engine.save_checkpoint(tmp_path / "kept")
+        expected = masters(engine)
+        step(engine, batches(1, seed=2)[0])
+        engine.save_checkpoint(tmp_path / "kept", "last")
+        newer = masters(engine)
+        with pytest.raises(OSError, match="in use by a training: close its engine"):
+            get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")
+    for where, tag in ((tmp_path / "kept", "step-00000003"), (tmp_path / "kept" / "step-00000003", None)):
+        state = get_fp32_state_dict_from_zero_checkpoint(where, tag)
+        check(state, expected)
+        assert set(state) == {*expected, "head.weight"}  # the tied one
+        assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    for where, tag in ((tmp_path / "kept", None), (tmp_path / "kept", "last"), (tmp_path / "run", None)):
+        check(get_fp32_state_dict_from_zero_checkpoint(where, tag), newer)
+    model = load_state_dict_from_zero_checkpoint(net(seed=7), tmp_path / "kept")
+    check(model.state_dict(), newer)
+
+
+def test_state_in_memory_stripes_and_a_run_that_was_loaded(tmp_path):
+    with make(net(), tmp_path / "no", offload="none") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(tmp_path / "kept")
+        expected = masters(engine)
+    check(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept"), expected)
+    dirs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with penstock.initialize(model=model, optimizer=optimizer, state_dir=dirs, gradient_clipping=1.0)[0] as engine:
+        engine.load_checkpoint(tmp_path / "kept")
+        step(engine, batches(1, seed=3)[0])
+        expected = masters(engine)
+    check(get_fp32_state_dict_from_zero_checkpoint(dirs), expected)
+    with pytest.raises(ValueError, match="several directories"):
+        get_fp32_state_dict_from_zero_checkpoint(dirs, "tag")
+
+
+def test_buffers_and_what_is_frozen(tmp_path):
+    torch.manual_seed(0)
+    model = Normed()
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+    with make(model, tmp_path / "run", optimizer=optimizer) as engine:
+        for seed in range(3):
+            step(engine, normed_batch(seed))
+        engine.save_checkpoint(tmp_path / "kept")
+        expected = {name: value.clone() for name, value in engine.state_dict().items()}
+    for where in (tmp_path / "kept", tmp_path / "run"):
+        state = get_fp32_state_dict_from_zero_checkpoint(where)
+        assert set(state) == set(expected)
+        for name, value in expected.items():
+            assert torch.equal(state[name], value.float() if value.is_floating_point() else value), name
+        assert state["norm.num_batches_tracked"] == 3 and state["scale"].dtype == torch.float32
+        left = get_fp32_state_dict_from_zero_checkpoint(where, exclude_frozen_parameters=True)
+        assert set(expected) - set(left) == {"first.weight", "first.bias"}
+
+
+def test_several_ranks_are_one(tmp_path, on_ranks):
+    told = on_ranks(
+        """
+        import sys
+        sys.path.insert(0, sys.argv[2])
+        import torch
+        from engine_models import batches, make, net, step
+        engine = make(net(), sys.argv[1] + "/run")
+        for batch in batches(2):
+            step(engine, batch)
+        engine.save_checkpoint(sys.argv[1] + "/kept")
+        state = {name: engine.read_state(parameter) for name, parameter in engine.module.named_parameters()}
+        if engine.global_rank == 0:
+            torch.save(state, sys.argv[1] + "/expected")
+        engine.close()
+        """,
+        2,
+        tmp_path,
+        os.path.dirname(__file__),
+    )
+    assert [status for status, _, _ in told] == [0, 0], told
+    expected = torch.load(tmp_path / "expected")
+    for where in ("kept", "run"):
+        check(get_fp32_state_dict_from_zero_checkpoint(tmp_path / where), expected)
+
+
+def test_files_are_what_transformers_loads(tmp_path):
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(tmp_path / "kept")
+        expected = {**masters(engine), "head.weight": masters(engine)["embed.weight"]}
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", tmp_path / "one")
+    assert os.listdir(tmp_path / "one") == ["pytorch_model.bin"]
+    check(torch.load(tmp_path / "one" / "pytorch_model.bin"), expected)
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", tmp_path / "file.pt")  # Lightning's
+    check(torch.load(tmp_path / "file.pt"), expected)
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", tmp_path / "shards", max_shard_size="10KB", safe_serialization=True)
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(expected) and index["metadata"]["total_size"] == sum(4 * value.numel() for value in expected.values())
+    assert sorted({*index["weight_map"].values(), "model.safetensors.index.json"}) == sorted(os.listdir(tmp_path / "shards"))
+    safetensors = pytest.importorskip("safetensors.torch")
+    for file in set(index["weight_map"].values()):
+        there = safetensors.load_file(tmp_path / "shards" / file)
+        assert sum(4 * value.numel() for value in there.values()) <= 10_000
+        assert set(there) == {name for name, place in index["weight_map"].items() if place == file}
+        check(there, {name: expected[name] for name in there})
+    with pytest.raises(ValueError, match="max_shard_size"):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", tmp_path / "no", max_shard_size="many")
+    # What another form left would be loaded in its place.
+    shards = tmp_path / "shards"
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", shards, safe_serialization=True)
+    assert not (shards / "model.safetensors.index.json").exists() and (shards / "model.safetensors").exists()
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", shards, max_shard_size="10KB", safe_serialization=True)
+    assert (shards / "model.safetensors.index.json").exists() and not (shards / "model.safetensors").exists()
+
+
+def test_a_checkpoint_is_not_written_over(tmp_path):
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(tmp_path / "kept")
+    store = next(os.path.join(place, "penstock.store") for place, _, names in os.walk(tmp_path / "kept") if "penstock.store" in names)
+    os.symlink(store, tmp_path / "other.bin")
+    deepspeeds = tmp_path / "mp_rank_00_model_states.pt"
+    deepspeeds.write_bytes(b"values")
+    for place in (tmp_path / "other.bin", deepspeeds):
+        with pytest.raises(ValueError, match="own file"):
+            penstock._fp32.write_weights(tmp_path / "kept", place)
+    assert deepspeeds.read_bytes() == b"values"
+    assert len(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")) > 1
+
+
+def test_a_buffer_that_safetensors_does_not_have(tmp_path):
+    model = net()
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+    with make(model, tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(tmp_path / "kept")
+    with pytest.raises(ValueError, match="complex64"):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", tmp_path / "no", safe_serialization=True)
+    assert torch.equal(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")["turns"], model.turns)
+
+
+def test_what_is_no_checkpoint_names_the_way_out(tmp_path):
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(tmp_path / "kept")
+    with pytest.raises(FileNotFoundError, match="no checkpoint .*other"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept", "other")
+    with pytest.raises(OSError, match="neither a state directory nor a checkpoint"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match="get_fp32_state_dict_from_zero_checkpoint"):
+        get_model_state_file(tmp_path / "kept", 3)
+    named = tmp_path / "kept" / "step-00000001" / "parameters.json"
+    text = named.read_text()
+    named.write_text(text[:-9])
+    with pytest.raises(ValueError, match="parameters.json is damaged"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")
+    # Of a run that was there before.
+    named.write_text(text.replace('"fingerprint": "', '"fingerprint": "0'))
+    with pytest.raises(ValueError, match=r"no parameters.json that names its parameters.*model.state_dict\(\)"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")
+    named.unlink()
+    with pytest.raises(ValueError, match="engine.load_checkpoint"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")
+    with make(net(), tmp_path / "new") as engine:  # it is a checkpoint all the same
+        engine.load_checkpoint(tmp_path / "kept")
+        step(engine, batches(1)[0])
+        assert engine.global_steps == 2
+
+
+def test_a_checkpoint_that_was_about_to_be_replaced(tmp_path):
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(tmp_path / "kept")
+        expected = masters(engine)
+    (tmp_path / "kept" / "step-00000001").rename(tmp_path / "kept" / ".step-00000001.replaced")
+    check(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept"), expected)
+
+
+@pytest.mark.parametrize("case", ["zero1", "zero2", "zero3", "universal"])
+def test_deepspeeds_own(tmp_path, case):
+    deepspeeds = pytest.importorskip("test_deepspeed_checkpoint")
+    if case not in deepspeeds.golden["cases"]:
+        pytest.skip(f"no golden checkpoint {case}")
+    checkpoint = deepspeeds.unpack(case, tmp_path / "theirs")
+    with deepspeeds.initialize(deepspeeds.gpt(), case, state_dir=tmp_path / "state") as engine:
+        engine.load_checkpoint(checkpoint)
+        deepspeeds.look(engine)
+        expected = masters(engine)
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint)
+    check(state, expected)
+    assert state["lm_head.weight"] is not None and torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
+    tag = next(name for name in os.listdir(checkpoint) if os.path.isdir(checkpoint / name))
+    check(get_fp32_state_dict_from_zero_checkpoint(checkpoint, tag), expected)
+    assert get_model_state_file(checkpoint / tag, 3).endswith("_model_states.pt")
+    shutil.rmtree(checkpoint / tag)
+    with pytest.raises(FileNotFoundError, match="no checkpoint .*global_step4.*give tag="):
+        get_fp32_state_dict_from_zero_checkpoint(checkpoint)
+
+
+def test_the_program(tmp_path, capsys, monkeypatch):
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        expected = masters(engine)
+
+    def program(*arguments):
+        monkeypatch.setattr("sys.argv", ["penstock", "zero_to_fp32", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            _programs.penstock()
+        return (ended.value.code, *capsys.readouterr())
+
+    status, out, err = program(tmp_path / "run", tmp_path / "out")
+    assert (status, out, err) == (0, f"{tmp_path / 'out' / 'model.safetensors'}\n", "")
+    safetensors = pytest.importorskip("safetensors.torch")
+    check(safetensors.load_file(tmp_path / "out" / "model.safetensors"), expected)
+    status, out, err = program(tmp_path / "run", tmp_path / "out")
+    assert status == 1 and not out and "--overwrite" in err
+    assert program(tmp_path / "run", tmp_path / "out", "--overwrite")[0] == 0
+    status, out, err = program(tmp_path, tmp_path / "out", "--overwrite")
+    assert status == 1 and len(err.strip().splitlines()) == 1 and "neither a state directory" in err
