@@ -149,16 +149,19 @@ void Arena::CheckHugePages() {
   std::ifstream smaps("/proc/self/smaps");
   const uint64_t begin = reinterpret_cast<uint64_t>(data_);
   uint64_t huge_bytes = 0;
-  bool inside = false;
-  for (std::string line; std::getline(smaps, line);) {
+  bool inside = false, passed = false;
+  for (std::string line; !passed && std::getline(smaps, line);) {
     unsigned long long from = 0, to = 0, kib = 0;
     if (sscanf(line.c_str(), "%llx-%llx ", &from, &to) == 2) {
+      // In the order of addresses, and the kernel looks at every page of what is read: a process with
+      // gigabytes would pay for all of them.
+      passed = from >= begin + bytes_;
       inside = from < begin + bytes_ && to > begin;
     } else if (inside && sscanf(line.c_str(), "AnonHugePages: %llu kB", &kib) == 1) {
       huge_bytes += kib * kKiB;
     }
   }
-  if (!smaps.eof() || huge_bytes >= bytes_) return;
+  if ((!passed && !smaps.eof()) || huge_bytes >= bytes_) return;
   if (huge_bytes < bytes_ / 2) page_kind_ = PageKind::kSmall;
   notes_.push_back(absl::StrCat("transparent huge pages back ", FormatBytes(huge_bytes), " of ",
                                 FormatBytes(bytes_),
