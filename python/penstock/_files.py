@@ -7,7 +7,7 @@ import ctypes
 import errno
 import os
 import secrets
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any, BinaryIO, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -139,6 +139,26 @@ def _new_file(path: str) -> Tuple[int, Optional[str]]:
 def _beside(path: str) -> str:
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name[:200]}.{secrets.token_hex(6)}")
+
+
+@contextlib.contextmanager
+def whole_file(path: str) -> Iterator[BinaryIO]:
+    """A file that takes path's place when all of it is written and on the drive (fsync); until then, and where that fails, path is as it was.
+
+    For small ones: they go through the page cache, and the directory is not synced.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}.{os.getpid()}.partial")  # of a killed process that had our number it is written over
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 @contextlib.contextmanager

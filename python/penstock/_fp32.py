@@ -9,21 +9,20 @@ import os
 import re
 import warnings
 from collections import OrderedDict
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
 
 from . import _core
 from ._buffers import byte_size, truth
+from ._engine import _checkpoint_names as checkpoint_names
 from ._engine import _parameters
 from ._engine._deepspeed_checkpoint import is_deepspeeds
-from ._engine._engine import REPLACED
 from ._engine._json import decode
 from ._engine._settings import PathLike
-from ._files import save
+from ._files import save, whole_file
 
-_LATEST = "latest"
 # What checkpoints, DeepSpeed's and ours, are made of.
 _IS_READ = re.compile(r"(_states\.pt|/zero/.*\.pt|/penstock\.store|/parameters\.json)$")
 _SAFE_NAMES = {
@@ -115,13 +114,6 @@ class _OfPenstock(_Weights):
         return value
 
 
-def _tag_in(directory: str) -> Optional[str]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        with open(os.path.join(directory, _LATEST), encoding="utf-8") as file:
-            return file.read().strip() or None
-    return None
-
-
 def _open(checkpoint_dir: Union[PathLike, Sequence[PathLike]], tag: Optional[str]) -> _Weights:
     given = [checkpoint_dir] if isinstance(checkpoint_dir, (str, os.PathLike)) else list(checkpoint_dir)
     directories = [os.fspath(directory) for directory in given]
@@ -131,14 +123,14 @@ def _open(checkpoint_dir: Union[PathLike, Sequence[PathLike]], tag: Optional[str
             raise FileNotFoundError(f"no checkpoint {os.path.join(directory, str(tag))}")
         if is_deepspeeds(directory, tag):
             return _OfDeepSpeed(directory if tag is None else os.path.join(directory, tag))
-        tag = tag or _tag_in(directory)
-        if tag is not None:
-            path = os.path.realpath(os.path.join(directory, str(tag)))
-            aside = os.path.join(os.path.dirname(path), REPLACED % os.path.basename(path))
-            if not os.path.isdir(path) and os.path.isdir(aside):
-                path = aside
-            if not os.path.isdir(path):
-                raise FileNotFoundError(f"no checkpoint {path}, which {os.path.join(directory, _LATEST)} names: give tag=")
+        with contextlib.suppress(NotADirectoryError):
+            tag = tag or checkpoint_names.newest(directory)
+        if tag:
+            try:
+                path = checkpoint_names.place_of(directory, str(tag))
+            except FileNotFoundError as error:
+                latest = os.path.join(directory, checkpoint_names.LATEST)
+                raise FileNotFoundError(f"{error}, which {latest} names: give tag=") from None
             directories = [path]
     elif tag is not None:
         raise ValueError(f"tag is {tag!r}: several directories are those of one state, which has no tags")
@@ -205,22 +197,6 @@ def _shards(weights: _Weights, names: Sequence[str], most: Optional[int]) -> Lis
     return shards
 
 
-@contextlib.contextmanager
-def _whole_file(path: str) -> Iterator[Any]:
-    """A file that takes path's place when it is whole and durable."""
-    temporary = os.path.join(os.path.dirname(path) or ".", f".{os.path.basename(path)}.{os.getpid()}.partial")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
 # One value at a time is in memory.
 def _write_safetensors(path: str, weights: _Weights, names: Sequence[str]) -> None:
     header: Dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -232,7 +208,7 @@ def _write_safetensors(path: str, weights: _Weights, names: Sequence[str]) -> No
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with _whole_file(path) as file:
+    with whole_file(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             value = weights.read(weights.tied.get(name, name)).contiguous()
@@ -290,7 +266,7 @@ def write_weights(
     if len(files) > 1:
         places = {name: os.path.basename(path) for path, shard in zip(files, shards) for name in shard}
         total = sum(_bytes_of(weights, name) for name in names)
-        with _whole_file(index) as file:
+        with whole_file(index) as file:
             file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode())
         files.append(index)
     if not one_file:

@@ -303,9 +303,9 @@ absl::StatusOr<std::string> DeepSpeedsOwn(const ExportFlags& flags) {
                            : flags.max_shard.has_value() ? "--max-shard"
                                                          : nullptr;
   if (ours != nullptr) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        ours, ": ", directory,
-        " is a checkpoint of DeepSpeed's, of which one file is written: ", "leave the flag out"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(ours, ": ", directory,
+                     " is a checkpoint of DeepSpeed's, of which one file is written: leave the flag out"));
   }
   return flags.tag.empty() ? directory : directory + "/" + flags.tag;
 }

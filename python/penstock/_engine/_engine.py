@@ -25,6 +25,8 @@ from torch import nn
 
 from .. import _core
 from .._buffers import truth, whole_number
+from .._files import whole_file
+from . import _checkpoint_names as checkpoint_names
 from . import _deepspeed_checkpoint as deepspeeds
 from . import _parameters
 from ._accumulation import Accumulation
@@ -47,10 +49,7 @@ from ._watch import Watch
 from ._weights import Weights
 from ._whole import Whole
 
-_LATEST = "latest"
 _STEP = "step-%08d"  # a checkpoint's name (swap/checkpoint_files.cc)
-#: A checkpoint of this name that another is about to replace.
-REPLACED = ".%s.replaced"
 _MARK = "_penstock_engine"
 _MOST_BUFFERS = 24 << 10  # bytes, in every commit
 _MOST_KEPT = 56 << 10  # with all else; the store takes 64 KiB (swap/format.h)
@@ -1099,7 +1098,7 @@ class Engine:
     # One of this engine's that is there already stands until the new one does.
     def _checkpoint(self, parent: str, replaces_others: bool) -> str:
         name = _STEP % self.global_steps
-        old, aside = os.path.join(parent, name), os.path.join(parent, REPLACED % name)
+        old, aside = os.path.join(parent, name), os.path.join(parent, checkpoint_names.REPLACED % name)
         try:
             path = self._core.checkpoint(parent)
         except FileExistsError as error:
@@ -1137,22 +1136,15 @@ class Engine:
         if deepspeeds.is_deepspeeds(directory, tag):
             return self._load_deepspeeds(directory if tag is None else os.path.join(directory, tag), deepspeeds.names_of(names), options)
         if tag is None:
-            try:
-                with open(os.path.join(directory, _LATEST), encoding="utf-8") as file:
-                    tag = file.read().strip()
-            except FileNotFoundError:
+            tag = checkpoint_names.newest(directory)
+            if tag is None:
                 if names is not None:
-                    raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=") from None
-                warnings.warn(f"{directory} holds no checkpoint (no file `{_LATEST}`): the run begins anew", stacklevel=2)
+                    raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
+                warnings.warn(f"{directory} holds no checkpoint (no file `{checkpoint_names.LATEST}`): the run begins anew", stacklevel=2)
                 return None, {}
             if not tag:
-                raise ValueError(f"{os.path.join(directory, _LATEST)} is empty: name the checkpoint, with tag=")
-        path = os.path.realpath(os.path.join(directory, tag))
-        aside = os.path.join(os.path.dirname(path), REPLACED % os.path.basename(path))
-        if not os.path.isdir(path) and os.path.isdir(aside):
-            path = aside  # it was about to be replaced when its process was killed
-        if not os.path.isdir(path):
-            raise FileNotFoundError(f"no checkpoint {path}")
+                raise ValueError(f"{os.path.join(directory, checkpoint_names.LATEST)} is empty: name the checkpoint, with tag=")
+        path = checkpoint_names.place_of(directory, tag)
         if names is not None:
             raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
         self._restore_from, self._found = path, None
@@ -1369,17 +1361,14 @@ def _closed_forward(*_: Any, **__: Any) -> Any:
 # Beside its own name, and as the newest.
 # link: where the tag is to stand beside the checkpoint's own name.
 def _name_checkpoint(directory: str, name: str, link: Optional[str]) -> None:
-    temporary = os.path.join(directory, f".{_LATEST}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # of a killed process that had our number
     if link is not None and os.path.basename(link) != name:
+        temporary = os.path.join(directory, f".{checkpoint_names.LATEST}.{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)  # of a killed process that had our number
         os.symlink(name, temporary)
         os.replace(temporary, link)
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(name)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, os.path.join(directory, _LATEST))
+    with whole_file(os.path.join(directory, checkpoint_names.LATEST)) as file:
+        file.write(name.encode())
 
 
 # Functions of a scheduler are its program's, and not kept.
@@ -1387,7 +1376,7 @@ def _name_checkpoint(directory: str, name: str, link: Optional[str]) -> None:
 def _is_tag(tag: Any) -> bool:
     if not isinstance(tag, str) or not tag or tag.startswith("."):
         return False
-    return "/" not in tag and "\0" not in tag and tag not in (_LATEST, "latest_universal")
+    return "/" not in tag and "\0" not in tag and tag not in (checkpoint_names.LATEST, "latest_universal")
 
 
 # Whether save_checkpoint gives such names itself.

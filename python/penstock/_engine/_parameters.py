@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
@@ -10,6 +9,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
+from .._files import whole_file
 from ._blocks import Block
 from ._json import encode
 
@@ -21,17 +21,11 @@ def describe(
     model: nn.Module, blocks: Sequence[Block], places: Sequence[Sequence[int]], trains: Sequence[Sequence[bool]], identity: Mapping[str, Any]
 ) -> Dict[str, Any]:
     """As JSON. places, trains: of each parameter of each block. identity: of the model, as the store has it."""
-    named = {
-        id(parameter): name
-        for block, offsets, marks in zip(blocks, places, trains)
-        for (name, parameter), _, _ in zip(block.parameters, offsets, marks)
-    }
-    parameters = [
-        [name, list(parameter.shape), number, offset, mark]
-        for number, (block, offsets, marks) in enumerate(zip(blocks, places, trains))
-        for (name, parameter), offset, mark in zip(block.parameters, offsets, marks)
-    ]
-    tied = {}
+    named, parameters, tied = {}, [], {}
+    for number, (block, offsets, marks) in enumerate(zip(blocks, places, trains)):
+        for (name, parameter), offset, mark in zip(block.parameters, offsets, marks):
+            named[id(parameter)] = name
+            parameters.append([name, list(parameter.shape), number, offset, mark])
     for prefix, module in model.named_modules(remove_duplicate=False):
         for short, parameter in module._parameters.items():
             name = f"{prefix}.{short}" if prefix else short
@@ -58,18 +52,8 @@ def with_buffers(described: Mapping[str, Any], buffers: Mapping[str, Tuple[nn.Mo
 
 def write(directory: str, described: Mapping[str, Any]) -> None:
     """OSError: it cannot be written."""
-    path = os.path.join(directory, FILE)
-    temporary = f"{path}.{os.getpid()}"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(described, file, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with whole_file(os.path.join(directory, FILE)) as file:
+        file.write(json.dumps(described, allow_nan=False).encode())
 
 
 def read(directory: str, identity: Mapping[str, Any]) -> Optional[Dict[str, Any]]:

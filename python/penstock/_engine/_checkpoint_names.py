@@ -1,0 +1,30 @@
+"""Where an engine's checkpoints lie in their directory: which is the newest, and what stands in for one that is being replaced."""
+
+from __future__ import annotations
+
+import os
+from typing import Optional
+
+LATEST = "latest"
+#: A checkpoint of this name that another is about to replace.
+REPLACED = ".%s.replaced"
+
+
+def newest(directory: str) -> Optional[str]:
+    """What `latest` says, which may be nothing; None: there is no such file. OSError: it cannot be read."""
+    try:
+        with open(os.path.join(directory, LATEST), encoding="utf-8") as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return None
+
+
+def place_of(directory: str, tag: str) -> str:
+    """The directory of a checkpoint. FileNotFoundError: there is none."""
+    path = os.path.realpath(os.path.join(directory, tag))
+    aside = os.path.join(os.path.dirname(path), REPLACED % os.path.basename(path))
+    if not os.path.isdir(path) and os.path.isdir(aside):
+        path = aside  # it was about to be replaced when its process was killed
+    if not os.path.isdir(path):
+        raise FileNotFoundError(f"no checkpoint {path}")
+    return path
