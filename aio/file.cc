@@ -172,15 +172,6 @@ absl::StatusOr<std::string> DeviceOfPath(const std::string& path) {
   return DeviceName(S_ISBLK(info.st_mode) ? info.st_rdev : info.st_dev);
 }
 
-absl::Status SyncDirectory(const std::string& directory) {
-  const int fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) return Failure("open", directory, errno);
-  const int result = fsync(fd);
-  const int error = errno;
-  close(fd);
-  return result == 0 ? absl::OkStatus() : Failure("fsync", directory, error);
-}
-
 absl::StatusOr<std::unique_ptr<File>> File::Open(const FileOptions& options) {
   if (options.path.empty()) return absl::InvalidArgumentError("open: no path given");
   for (const uint32_t alignment : {options.offset_alignment, options.memory_alignment}) {

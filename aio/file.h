@@ -25,6 +25,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/directory.h"
 #include "base/process_mark.h"
 
 namespace penstock::aio {
@@ -140,8 +141,7 @@ class File {
   std::vector<FileUser*> users_;
 };
 
-// fsync of a directory: makes the creation, renaming or removal of its entries durable.
-absl::Status SyncDirectory(const std::string& directory);
+using penstock::SyncDirectory;
 
 // The nearest existing directory at or above `directory`.
 std::string NearestExisting(const std::string& directory);

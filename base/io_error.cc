@@ -1,4 +1,4 @@
-#include "aio/io_error.h"
+#include "base/io_error.h"
 
 #include <cerrno>
 #include <charconv>
@@ -7,7 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace penstock::aio {
+namespace penstock {
 namespace {
 
 // What the reader can do about it; empty where the message says it all.
@@ -140,4 +140,4 @@ bool IsTransientError(int error) {
   return error == EINTR || error == EAGAIN || error == EBUSY || error == ENOMEM;
 }
 
-}  // namespace penstock::aio
+}  // namespace penstock

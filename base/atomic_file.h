@@ -1,0 +1,70 @@
+// A file that is replaced whole: a reader sees the old content or the new one, and so does the next start
+// after a kill, a power cut or a full disk.
+#ifndef PENSTOCK_BASE_ATOMIC_FILE_H_
+#define PENSTOCK_BASE_ATOMIC_FILE_H_
+
+#include <sys/types.h>
+
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/process_mark.h"
+
+namespace penstock {
+
+struct AtomicFileOptions {
+  mode_t mode = 0666;     // of a new file, less the umask
+  bool keep_mode = true;  // a regular file that is replaced hands its mode on
+  bool replace = true;    // false: Commit fails with kAlreadyExists where `path` names something
+  bool durable = true;    // fsync of the file before it gets its name, and of its directory afterwards
+};
+
+// A new file beside its destination, under a random name that nothing else has: ".NAME.<16 hex digits>.new".
+// Commit() gives it its name in one step. Without a Commit() that succeeded, the destructor removes it, and
+// the destination is as it was. Symbolic links are not followed: one at the destination is itself replaced.
+//
+// Threads: one. A forked child's copy removes nothing. Errors name operation, path and errno;
+// kResourceExhausted: the disk is full.
+class AtomicFile {
+ public:
+  static absl::StatusOr<AtomicFile> Create(const std::string& path, const AtomicFileOptions& options = {});
+  AtomicFile(AtomicFile&& other) noexcept;
+  AtomicFile& operator=(AtomicFile&&) = delete;
+  ~AtomicFile();
+
+  // Open for writing until Commit(); owned by this object.
+  int fd() const { return fd_; }
+  const std::string& path() const { return path_; }
+  // Where the new content is until Commit().
+  const std::string& temporary_path() const { return temporary_; }
+
+  // Appends all of `bytes`.
+  absl::Status Write(std::string_view bytes);
+
+  // Syncs and closes the file, gives it its name, and syncs the directory. Must be called once. An error
+  // before the name was given leaves the destination as it was. An error of the last sync says so: the new
+  // content stands under its name, and a power cut may still bring the old one back.
+  absl::Status Commit();
+
+ private:
+  AtomicFile(std::string path, const AtomicFileOptions& options);
+
+  ProcessMark made_in_;
+  std::string path_;
+  std::string temporary_;  // empty: nothing to remove
+  AtomicFileOptions options_;
+  int fd_ = -1;
+};
+
+// Puts `text` in place of what `path` holds, as above.
+absl::Status ReplaceFile(const std::string& path, std::string_view text,
+                         const AtomicFileOptions& options = {});
+
+// ".NAME.<16 hex digits>" + `suffix` beside `path`: a name that nobody can guess or already has.
+std::string RandomNameBeside(const std::string& path, std::string_view suffix);
+
+}  // namespace penstock
+
+#endif  // PENSTOCK_BASE_ATOMIC_FILE_H_
