@@ -30,6 +30,19 @@ uint64_t RandomNumber() {
   return (uint64_t{device()} << 32) | device();
 }
 
+std::string OwnDescriptor(int fd) { return absl::StrCat("/proc/self/fd/", fd); }
+
+// A descriptor of a file without a name, which one can be given later; -1: not here.
+int OpenNameless(const std::string& path, mode_t mode) {
+  int fd = -1;
+  do {
+    fd = ::open(DirectoryOf(path).c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, mode);
+  } while (fd < 0 && errno == EINTR);
+  // Without /proc there is no way to name it.
+  if (fd >= 0 && ::access(OwnDescriptor(fd).c_str(), F_OK) != 0) ::close(std::exchange(fd, -1));
+  return fd;
+}
+
 }  // namespace
 
 std::string RandomNameBeside(const std::string& path, std::string_view suffix) {
@@ -64,16 +77,21 @@ absl::StatusOr<AtomicFile> AtomicFile::Create(const std::string& path, const Ato
   if (!there && errno != ENOENT) return Failed("stat", path, errno);
   if (there && S_ISDIR(old.st_mode)) return Failed("replace", path, EISDIR);
   if (there && !options.replace) return Failed("create", path, EEXIST);
+  file.fd_ = OpenNameless(path, options.mode);
   while (file.fd_ < 0) {
     std::string name = RandomNameBeside(path, ".new");
     file.fd_ = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, options.mode);
     if (file.fd_ >= 0) file.temporary_ = std::move(name);
-    if (file.fd_ < 0 && errno != EEXIST && errno != EINTR) return Failed("create", name, errno);
+    if (file.fd_ < 0 && errno != EEXIST && errno != EINTR) return Failed("create", path, errno);
   }
   if (there && S_ISREG(old.st_mode) && options.keep_mode && ::fchmod(file.fd_, old.st_mode & 07777) != 0) {
-    return Failed("chmod", file.temporary_, errno);
+    return Failed("chmod", path, errno);
   }
   return file;
+}
+
+std::string AtomicFile::temporary_path() const {
+  return temporary_.empty() ? OwnDescriptor(fd_) : temporary_;
 }
 
 absl::Status AtomicFile::Write(std::string_view bytes) {
@@ -86,23 +104,126 @@ absl::Status AtomicFile::Write(std::string_view bytes) {
   return absl::OkStatus();
 }
 
-absl::Status AtomicFile::Commit() {
+absl::Status AtomicFile::Sync() {
   int synced = 0;
   do {
-    synced = options_.durable ? ::fsync(fd_) : 0;
+    synced = ::fsync(fd_);
   } while (synced != 0 && errno == EINTR);
-  const int sync_error = synced != 0 ? errno : 0;
+  return synced == 0 ? absl::OkStatus() : Failed("fsync", path_, errno);
+}
+
+absl::Status AtomicFile::Settle() {
+  if (options_.durable) RETURN_IF_ERROR(Sync());
+  while (temporary_.empty()) {
+    std::string name = RandomNameBeside(path_, ".new");
+    if (::linkat(AT_FDCWD, OwnDescriptor(fd_).c_str(), AT_FDCWD, name.c_str(), AT_SYMLINK_FOLLOW) == 0) {
+      temporary_ = std::move(name);
+    } else if (errno != EEXIST && errno != EINTR) {
+      return Failed("create", path_, errno);
+    }
+  }
   // NFS and quotas tell of a full disk here; the descriptor is gone either way.
-  const int close_error = ::close(std::exchange(fd_, -1)) != 0 && errno != EINTR ? errno : 0;
-  if (sync_error != 0) return Failed("fsync", path_, sync_error);
-  if (close_error != 0) return Failed("close", path_, close_error);
+  if (::close(std::exchange(fd_, -1)) != 0 && errno != EINTR) return Failed("close", path_, errno);
+  return absl::OkStatus();
+}
+
+absl::Status AtomicFile::Move() {
   // link() fails where the name is taken, whoever took it meanwhile; rename() replaces.
   const int moved = options_.replace ? ::rename(temporary_.c_str(), path_.c_str())
                                      : ::link(temporary_.c_str(), path_.c_str());
   if (moved != 0) return Failed(options_.replace ? "rename to" : "create", path_, errno);
   if (!options_.replace) (void)::unlink(temporary_.c_str());
   temporary_.clear();
+  return absl::OkStatus();
+}
+
+absl::Status AtomicFile::Commit() {
+  RETURN_IF_ERROR(Settle());
+  RETURN_IF_ERROR(Move());
   return options_.durable ? SyncDirectory(DirectoryOf(path_)) : absl::OkStatus();
+}
+
+namespace {
+
+// Old files that are out of the way until it is known whether they are still needed.
+class SetAside {
+ public:
+  // Where there is nothing, nothing is moved.
+  absl::Status Take(const std::string& path) {
+    std::string name = RandomNameBeside(path, ".old");
+    if (::rename(path.c_str(), name.c_str()) == 0) {
+      moved_.emplace_back(path, std::move(name));
+    } else if (errno != ENOENT) {
+      return Failed("rename", path, errno);
+    }
+    return absl::OkStatus();
+  }
+  absl::Status Remove() {
+    for (; !moved_.empty(); moved_.pop_back()) {
+      const std::string& name = moved_.back().second;
+      if (::unlink(name.c_str()) != 0) return Failed("remove", name, errno);
+    }
+    return absl::OkStatus();
+  }
+  // Those that were taken first, which are read first, get their names last.
+  absl::Status Restore() {
+    absl::Status status;
+    for (; !moved_.empty(); moved_.pop_back()) {
+      const auto& [path, name] = moved_.back();
+      if (::rename(name.c_str(), path.c_str()) != 0)
+        status.Update(Failed("rename back", absl::StrCat(name, " to ", path), errno));
+    }
+    return status;
+  }
+  bool empty() const { return moved_.empty(); }
+
+ private:
+  std::vector<std::pair<std::string, std::string>> moved_;
+};
+
+absl::Status Remove(const std::string& path) {
+  return ::unlink(path.c_str()) == 0 || errno == ENOENT ? absl::OkStatus() : Failed("remove", path, errno);
+}
+
+}  // namespace
+
+absl::Status AtomicFile::CommitTogether(std::vector<AtomicFile> files, const std::vector<std::string>& keys) {
+  for (AtomicFile& file : files) RETURN_IF_ERROR(file.Settle());
+  const std::string key = files.back().path_, directory = DirectoryOf(key);
+  SetAside old;
+  std::vector<std::string> named;
+  const auto commit = [&]() -> absl::Status {
+    // One file takes the place of an old state in one step.
+    const bool alone = files.size() == 1;
+    for (const std::string& path : keys) {
+      if (!alone) RETURN_IF_ERROR(old.Take(path));
+    }
+    if (!old.empty()) RETURN_IF_ERROR(SyncDirectory(directory));
+    for (AtomicFile& file : files) {
+      const bool last = &file == &files.back();
+      if (file.options_.replace && !alone && !last) RETURN_IF_ERROR(old.Take(file.path_));
+      if (last && !alone) RETURN_IF_ERROR(SyncDirectory(directory));
+      RETURN_IF_ERROR(file.Move());
+      if (!alone) named.push_back(file.path_);
+    }
+    return absl::OkStatus();
+  };
+  if (absl::Status status = commit(); !status.ok()) {
+    for (const std::string& path : named) status.Update(Remove(path));
+    if (const absl::Status restored = old.Restore(); !restored.ok()) {
+      return absl::Status(status.code(), absl::StrCat(status.message(),
+                                                      "; the old files could not be given "
+                                                      "their names again: ",
+                                                      restored.message()));
+    }
+    return status;
+  }
+  RETURN_IF_ERROR(SyncDirectory(directory));
+  RETURN_IF_ERROR(old.Remove());
+  for (const std::string& path : keys) {
+    if (path != key) RETURN_IF_ERROR(Remove(path));
+  }
+  return SyncDirectory(directory);
 }
 
 absl::Status ReplaceFile(const std::string& path, std::string_view text, const AtomicFileOptions& options) {

@@ -7,6 +7,7 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -21,9 +22,11 @@ struct AtomicFileOptions {
   bool durable = true;    // fsync of the file before it gets its name, and of its directory afterwards
 };
 
-// A new file beside its destination, under a random name that nothing else has: ".NAME.<16 hex digits>.new".
-// Commit() gives it its name in one step. Without a Commit() that succeeded, the destructor removes it, and
-// the destination is as it was. Symbolic links are not followed: one at the destination is itself replaced.
+// A new file in the directory of its destination. It has no name until Commit() where the file system can do
+// that (O_TMPFILE), so that a kill leaves nothing; elsewhere a random one that nothing else has,
+// ".NAME.<16 hex digits>.new". Commit() gives it its name in one step. Without a Commit() that succeeded, the
+// destructor removes it, and the destination is as it was. Symbolic links are not followed: one at the
+// destination is itself replaced.
 //
 // Threads: one. A forked child's copy removes nothing. Errors name operation, path and errno;
 // kResourceExhausted: the disk is full.
@@ -37,23 +40,41 @@ class AtomicFile {
   // Open for writing until Commit(); owned by this object.
   int fd() const { return fd_; }
   const std::string& path() const { return path_; }
-  // Where the new content is until Commit().
-  const std::string& temporary_path() const { return temporary_; }
+  // A path at which this process finds the new content until Commit().
+  std::string temporary_path() const;
 
   // Appends all of `bytes`.
   absl::Status Write(std::string_view bytes);
+
+  // Makes what was written durable. Commit() does so too: this is for files that are committed later.
+  absl::Status Sync();
 
   // Syncs and closes the file, gives it its name, and syncs the directory. Must be called once. An error
   // before the name was given leaves the destination as it was. An error of the last sync says so: the new
   // content stands under its name, and a power cut may still bring the old one back.
   absl::Status Commit();
 
+  // Commits files of one directory that only mean something together: whoever begins to read at one of
+  // `keys`, at any moment and after a kill or a power cut at any moment, finds all the old files, all the new
+  // ones, or no key. The last of `files` is the one to begin with, and its path one of `keys`; the other keys
+  // are what an older state may begin with, and are gone afterwards.
+  //
+  // No file gets its name before all of them are durable under temporary names: a full disk leaves everything
+  // as it was. Then the keys are moved away, the files renamed, the last one last, and the old files removed.
+  // An error before the last one has its name leaves everything as it was, or says which old file could not
+  // be given its name again. A kill in that moment leaves the old files under names that begin with a dot.
+  static absl::Status CommitTogether(std::vector<AtomicFile> files, const std::vector<std::string>& keys);
+
  private:
   AtomicFile(std::string path, const AtomicFileOptions& options);
+  // Durable, closed, and under a temporary name.
+  absl::Status Settle();
+  // Under its own name, which is not durable yet.
+  absl::Status Move();
 
   ProcessMark made_in_;
   std::string path_;
-  std::string temporary_;  // empty: nothing to remove
+  std::string temporary_;  // empty: it has no name, or its own
   AtomicFileOptions options_;
   int fd_ = -1;
 };

@@ -12,9 +12,11 @@
 
 #include "base/atomic_file.h"
 #include "base/directory.h"
+#include "base/lines.h"
 #include "base/small_file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/tampered_call.h"
 
 namespace penstock {
 namespace {
@@ -125,7 +127,7 @@ TEST_F(FilesTest, WithoutACommitNothingHasChanged) {
     ASSERT_TRUE(file.ok()) << file.status();
     ASSERT_TRUE(file->Write("new").ok());
     AtomicFile moved = *std::move(file);
-    EXPECT_EQ(Names().size(), 2U);
+    EXPECT_EQ(ReadSmallFile(moved.temporary_path()).value(), "new");
   }
   EXPECT_EQ(ReadSmallFile(Path("f")).value(), "old");
   EXPECT_THAT(Names(), ElementsAre("f"));
@@ -139,6 +141,55 @@ TEST_F(FilesTest, LinksAreReplacedAndNotFollowed) {
   EXPECT_EQ(LinkKindOf(Path("f")).value(), PathKind::kRegular);
 }
 
+TEST_F(FilesTest, AKillLeavesNothingBesideTheFile) {
+  Put("f", "old");
+  const Tampered ran = RunTampered({.calls = {SYS_write}, .at = 0},
+                                   [&] { return ReplaceFile(Path("f"), "new").ok() ? 0 : 1; });
+  if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+  EXPECT_TRUE(ran.reached);
+  EXPECT_EQ(ReadSmallFile(Path("f")).value(), "old");
+  EXPECT_THAT(Names(), ElementsAre("f"));
+}
+
+// Whoever may write into the directory may have put links there.
+TEST_F(FilesTest, NoNameThatCanBeGuessedIsWritten) {
+  Put("victim", "mine");
+  const std::string pid = std::to_string(::getpid());
+  for (const char* name : {"f.partial", "f.part", "f.new"})
+    ASSERT_EQ(::symlink("victim", Path(name).c_str()), 0);
+  for (const char* before : {"f.", "f.new-"}) ASSERT_EQ(::symlink("victim", Path(before + pid).c_str()), 0);
+  ASSERT_TRUE(ReplaceFile(Path("f"), "new").ok());
+  EXPECT_EQ(ReadSmallFile(Path("victim")).value(), "mine");
+}
+
+TEST_F(FilesTest, EveryWholeLineIsSeenAndATornOneIsNot) {
+  const std::string longest(200'000, 'l');
+  Put("f", "a\n\n" + longest + "\ntorn");
+  const int fd = ::open(Path("f").c_str(), O_RDONLY | O_CLOEXEC);
+  std::vector<std::string> lines;
+  const auto take = [&](std::string_view line) {
+    lines.emplace_back(line);
+    return true;
+  };
+  EXPECT_EQ(ForEachLine(fd, Path("f"), take).value(), 200'004U);
+  EXPECT_THAT(lines, ElementsAre("a", "", longest));
+  EXPECT_EQ(ForEachLine(fd, Path("f"), [](std::string_view line) { return !line.empty(); }).value(), 2U);
+  ::close(fd);
+}
+
+TEST_F(FilesTest, AReadOfLinesThatFailsIsNoEnd) {
+  Put("f", std::string(70'000, 'x') + "\n" + std::string(70'000, 'y') + "\n");
+  for (size_t at = 0; at < 4; ++at) {
+    const Tampered ran = RunTampered({.calls = {SYS_pread64}, .at = at, .error = EIO}, [&] {
+      const int fd = ::open(Path("f").c_str(), O_RDONLY | O_CLOEXEC);
+      const auto bytes = ForEachLine(fd, Path("f"), [](std::string_view) { return true; });
+      return absl::IsDataLoss(bytes.status()) ? 0 : 1;
+    });
+    if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+    EXPECT_TRUE(ran.reached && ran.code == 0) << at << ": " << ran.code;
+  }
+}
+
 TEST_F(FilesTest, WhatMustNotBeReplacedIsNot) {
   Put("f", "old");
   EXPECT_TRUE(absl::IsAlreadyExists(ReplaceFile(Path("f"), "new", {.replace = false})));
@@ -150,6 +201,92 @@ TEST_F(FilesTest, WhatMustNotBeReplacedIsNot) {
   EXPECT_EQ(ReadSmallFile(Path("g")).value(), "theirs");
   EXPECT_FALSE(ReplaceFile(directory_, "new").ok());
   EXPECT_TRUE(absl::IsNotFound(ReplaceFile(Path("none/f"), "new")));
+}
+
+// A state of three files, of which a reader begins at the index.
+class FilesTogetherTest : public FilesTest {
+ protected:
+  static constexpr const char* kNames[] = {"config", "part-1", "part-2", "index"};
+  void PutState(const std::string& state) const {
+    for (const char* name : kNames) Put(name, state);
+  }
+  absl::Status Replace(const std::string& state, const AtomicFileOptions& options = {}) const {
+    std::vector<AtomicFile> files;
+    for (const char* name : kNames) {
+      absl::StatusOr<AtomicFile> file = AtomicFile::Create(Path(name), options);
+      if (!file.ok()) return file.status();
+      if (absl::Status status = file->Write(state); !status.ok()) return status;
+      files.push_back(*std::move(file));
+    }
+    return AtomicFile::CommitTogether(std::move(files), {Path("single"), Path("index")});
+  }
+  // What a reader finds: the one state of all files, "" for no key, "mixed".
+  std::string Found() const {
+    if (absl::StatusOr<std::string> single = ReadSmallFile(Path("single")); single.ok()) return *single;
+    const absl::StatusOr<std::string> index = ReadSmallFile(Path("index"));
+    if (!index.ok()) return "";
+    for (const char* name : kNames) {
+      if (ReadSmallFile(Path(name)).value_or("") != *index) return "mixed";
+    }
+    return *index;
+  }
+};
+
+TEST_F(FilesTogetherTest, FilesThatBelongTogetherAreReplacedTogether) {
+  ASSERT_TRUE(Replace("one").ok());
+  EXPECT_EQ(Found(), "one");
+  Put("single", "older");
+  ASSERT_TRUE(Replace("two").ok());
+  EXPECT_EQ(Found(), "two");
+  EXPECT_THAT(Names(), ElementsAre("config", "index", "part-1", "part-2"));
+  EXPECT_TRUE(absl::IsAlreadyExists(Replace("three", {.replace = false})));
+  EXPECT_EQ(Found(), "two");
+  EXPECT_THAT(Names(), ElementsAre("config", "index", "part-1", "part-2"));
+}
+
+TEST_F(FilesTogetherTest, AKillAtAnyMomentLeavesTheOldOnesTheNewOnesOrNoKey) {
+  for (const bool single : {false, true}) {
+    bool reached = true;
+    for (size_t at = 0; reached; ++at) {
+      for (const std::string& name : Names()) std::filesystem::remove(Path(name));
+      if (single) {
+        Put("single", "old");
+        Put("config", "old");
+      } else {
+        PutState("old");
+      }
+      const Tampered ran =
+          RunTampered({.calls = NamingCalls(), .at = at}, [&] { return Replace("new").ok() ? 0 : 1; });
+      if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+      reached = ran.reached;
+      const std::string found = Found();
+      EXPECT_TRUE(found == "old" || found == "new" || found.empty()) << at << ": " << found;
+      if (reached) continue;
+      EXPECT_EQ(ran.code, 0);
+      EXPECT_EQ(found, "new");
+      EXPECT_GE(at, 10U);
+    }
+  }
+}
+
+TEST_F(FilesTogetherTest, AFailureAtAnyMomentLeavesTheOldOnesWhole) {
+  std::vector<uint64_t> calls = NamingCalls();
+  calls.push_back(SYS_fsync);
+  bool reached = true;
+  for (size_t at = 0; reached; ++at) {
+    for (const std::string& name : Names()) std::filesystem::remove(Path(name));
+    PutState("old");
+    const Tampered ran = RunTampered({.calls = calls, .at = at, .error = ENOSPC}, [&] {
+      const absl::Status status = Replace("new");
+      return status.ok() ? 0 : absl::IsResourceExhausted(status) ? 1 : 2;
+    });
+    if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+    reached = ran.reached;
+    const std::string found = Found();
+    EXPECT_TRUE(found == "old" || found == "new") << at << ": " << found;
+    EXPECT_EQ(ran.code, reached ? 1 : 0) << at;
+    EXPECT_TRUE(found == "new" || Names().size() == 4U) << at;
+  }
 }
 
 TEST_F(FilesTest, ManyAtOnceNeverMix) {
