@@ -40,7 +40,7 @@ class Builder : public nlohmann::json_sax<Json> {
   }
   bool parse_error(std::size_t position, const std::string& /*token*/,
                    const nlohmann::detail::exception& /*error*/) override {
-    if (refusal_.empty()) refusal_ = absl::StrCat("malformed at byte ", position);
+    if (refusal_.empty()) refusal_ = absl::StrCat("is malformed at byte ", position);
     return false;
   }
 
@@ -108,8 +108,8 @@ absl::StatusOr<Json> ParseJson(std::string_view text, std::string_view name, con
                                       /*strict=*/true, /*ignore_comments=*/options.comments);
   if (!parsed) {
     const std::string& why = builder.refusal();
-    return absl::InvalidArgumentError(
-        absl::StrCat(OneLine(name), ": JSON ", why.empty() ? "is malformed" : why));
+    return absl::InvalidArgumentError(absl::StrCat(OneLine(name), name.empty() ? "" : ": ", "the JSON ",
+                                                   why.empty() ? "is malformed" : why));
   }
   return std::move(builder.root());
 }
@@ -117,7 +117,10 @@ absl::StatusOr<Json> ParseJson(std::string_view text, std::string_view name, con
 absl::StatusOr<Json> ParseJsonObject(std::string_view text, std::string_view name,
                                      const JsonOptions& options) {
   ASSIGN_OR_RETURN(Json json, ParseJson(text, name, options));
-  if (!json.is_object()) return absl::InvalidArgumentError(absl::StrCat(OneLine(name), ": no JSON object"));
+  if (!json.is_object()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(OneLine(name), name.empty() ? "" : ": ", "is no JSON object"));
+  }
   return json;
 }
 

@@ -22,7 +22,7 @@ struct JsonOptions {
 };
 
 // Returns the value that `text` spells. kInvalidArgument: malformed, or beyond the bounds; the message begins
-// with `name` and says at which byte. Never throws.
+// with `name` (of a file, usually; empty: with nothing) and says at which byte. Never throws.
 absl::StatusOr<nlohmann::json> ParseJson(std::string_view text, std::string_view name,
                                          const JsonOptions& options = {});
 

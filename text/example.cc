@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "text/strings.h"
 
@@ -237,8 +238,7 @@ absl::StatusOr<Example> ExampleOfText(std::string_view text, const Tokenizer& to
 
 absl::StatusOr<Example> ExampleOfLine(std::string_view line, const Tokenizer& tokenizer,
                                       std::optional<ChatTemplate> chat) {
-  const json parsed = json::parse(line, nullptr, /*allow_exceptions=*/false);
-  if (parsed.is_discarded()) return Bad("it is no JSON");
+  ASSIGN_OR_RETURN(const json parsed, ParseJson(line, ""));
   if (!parsed.is_object()) return Bad("it is no object");
   if (parsed.contains("messages")) {
     if (!chat.has_value())

@@ -1,16 +1,15 @@
 #include "text/tokenizer.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <limits>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "base/directory.h"
+#include "base/json.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "text/strings.h"
 #include "text/tokenizer_impl.h"
@@ -23,28 +22,8 @@ namespace {
 using nlohmann::json;
 
 constexpr size_t kLongestText = size_t{1} << 30;
-constexpr uintmax_t kLargestFile = uintmax_t{1} << 30;
-
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  std::error_code error;
-  const uintmax_t bytes = std::filesystem::file_size(path, error);
-  if (error) {
-    const std::string what = Cat(path, ": cannot be read: ", error.message(), " (errno ", error.value(), ")");
-    return error == std::errc::no_such_file_or_directory ? absl::NotFoundError(what)
-                                                         : absl::InvalidArgumentError(what);
-  }
-  if (bytes > kLargestFile)
-    return absl::InvalidArgumentError(Cat(path, ": is ", bytes, " bytes long; such files have a few MB"));
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  std::string text(static_cast<size_t>(bytes), '\0');
-  if (!file.read(text.data(), static_cast<std::streamsize>(bytes))) {
-    const int number = errno;
-    return absl::InvalidArgumentError(
-        Cat(path, ": cannot be read: ", std::strerror(number), " (errno ", number, ")"));
-  }
-  return text;
-}
+// Vocabularies of 262,144 tokens make a tokenizer.json of 33 MB.
+constexpr uint64_t kLongestTokenizer = uint64_t{128} << 20;
 
 }  // namespace
 
@@ -175,13 +154,11 @@ absl::Status Tokenizer::Impl::ReadSpecialIds(const std::filesystem::path& direct
   for (const char* const name :
        {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}) {
     const std::string path = (directory / name).string();
-    absl::StatusOr<std::string> text = ReadFile(path);
-    if (absl::IsNotFound(text.status())) continue;
-    RETURN_IF_ERROR(text.status());
-    const json parsed = json::parse(*text, nullptr, /*allow_exceptions=*/false);
-    if (!parsed.is_object()) return absl::InvalidArgumentError(Cat(path, ": is no JSON object"));
-    RETURN_IF_ERROR(name == std::string_view("generation_config.json") ? NumberSpecialIds(path, parsed)
-                                                                       : NameSpecialIds(path, parsed));
+    const absl::StatusOr<json> parsed = ReadJsonObject(path);
+    if (absl::IsNotFound(parsed.status())) continue;
+    RETURN_IF_ERROR(parsed.status());
+    RETURN_IF_ERROR(name == std::string_view("generation_config.json") ? NumberSpecialIds(path, *parsed)
+                                                                       : NameSpecialIds(path, *parsed));
   }
   return absl::OkStatus();
 }
@@ -190,10 +167,10 @@ Tokenizer::Tokenizer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Tokenizer::~Tokenizer() = default;
 
 absl::StatusOr<std::unique_ptr<Tokenizer>> Tokenizer::Open(const std::string& path) {
-  std::error_code error;
   std::filesystem::path file = path;
-  if (std::filesystem::is_directory(file, error)) file /= "tokenizer.json";
-  ASSIGN_OR_RETURN(const std::string text, ReadFile(file.string()));
+  ASSIGN_OR_RETURN(const bool directory, IsDirectory(path));
+  if (directory) file /= "tokenizer.json";
+  ASSIGN_OR_RETURN(const std::string text, ReadSmallFile(file.string(), kLongestTokenizer));
   absl::StatusOr<std::unique_ptr<Impl>> impl = Impl::Create(text);
   if (!impl.ok())
     return absl::Status(impl.status().code(), Cat(file.string(), ": ", impl.status().message()));

@@ -9,6 +9,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "text/strings.h"
 #include "text/utf8.h"
@@ -21,6 +22,8 @@ using nlohmann::json;
 constexpr std::string_view kGpt2Pattern =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 constexpr int kDeepest = 8;  // sequences in sequences
+// 262,144 tokens and 580,000 merges, each a list of two, are 2 million values.
+constexpr uint64_t kMostValues = 4'000'000;
 
 // `what` goes on with the place (".merges[3]", ": twice") or is a predicate ("is no object").
 absl::Status Bad(std::string_view where, std::string_view what) {
@@ -469,8 +472,7 @@ absl::Status ReadDecoder(const Section& section, int depth, DecoderOrder& order,
 }  // namespace
 
 absl::StatusOr<TokenizerParts> ParseTokenizerJson(std::string_view text) {
-  const json parsed = json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (parsed.is_discarded()) return absl::InvalidArgumentError("is no JSON");
+  ASSIGN_OR_RETURN(const json parsed, ParseJson(text, "", {.max_values = kMostValues}));
   const Section root(parsed, "the file");
   RETURN_IF_ERROR(root.CheckObject());
   RETURN_IF_ERROR(root.OnlyKeys({"version", "truncation", "padding", "added_tokens", "normalizer",

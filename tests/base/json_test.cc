@@ -33,7 +33,9 @@ TEST(JsonTest, MalformedTextIsNamedWithItsPlace) {
     EXPECT_TRUE(absl::IsInvalidArgument(json.status())) << text << ": " << json.status();
     EXPECT_THAT(std::string(json.status().message()), HasSubstr("/models/config.json"));
   }
-  EXPECT_THAT(std::string(ParseJson("[1,]", "f").status().message()), HasSubstr("byte 4"));
+  EXPECT_THAT(std::string(ParseJson("[1,]", "f").status().message()),
+              HasSubstr("f: the JSON is malformed at byte 4"));
+  EXPECT_EQ(ParseJson("[1,]", "").status().message(), "the JSON is malformed at byte 4");
 }
 
 TEST(JsonTest, NestingIsBounded) {
@@ -64,7 +66,7 @@ TEST(JsonTest, CommentsAndKeysThatStandTwiceAreAChoice) {
 
 TEST(JsonTest, AnObjectIsAskedFor) {
   EXPECT_TRUE(ParseJsonObject("{}", "f").ok());
-  EXPECT_THAT(std::string(ParseJsonObject("[]", "f").status().message()), HasSubstr("no JSON object"));
+  EXPECT_THAT(std::string(ParseJsonObject("[]", "f").status().message()), HasSubstr("f: is no JSON object"));
   EXPECT_TRUE(absl::IsNotFound(ReadJsonObject("none/of/it.json").status()));
 }
 

@@ -128,7 +128,7 @@ TEST_F(ExampleTest, OfMessagesTheAssistantIsLearned) {
 
 TEST_F(ExampleTest, WhatIsWrongWithALineIsNamed) {
   const std::pair<const char*, const char*> wrong[] = {
-      {"{", "no JSON"},
+      {"{", "the JSON is malformed at byte 2"},
       {"[1]", "no object"},
       {R"({"txt": "x"})", "none of text, messages, or prompt and completion"},
       {R"({"text": 7})", "text is no text"},
@@ -139,7 +139,7 @@ TEST_F(ExampleTest, WhatIsWrongWithALineIsNamed) {
       {R"({"messages": [{"role": "user"}]})", "messages[0] has no content"},
       {R"({"messages": [{"role": "tool", "content": "x"}]})", "messages[0] is of role \"tool\""},
       {R"({"messages": [{"role": "user", "content": "x"}]})", "nothing to learn"},
-      {"{\"text\": \"\xFF\"}", "no JSON"},
+      {"{\"text\": \"\xFF\"}", "the JSON is malformed at byte 11"},
   };
   for (const auto& [line, text] : wrong) {
     const auto example = ExampleOfLine(line, *tokenizer_, ChatTemplate::kChatMl);

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/hostile_files.h"
 #include "text/regex.h"
 #include "text/utf8.h"
 
@@ -133,7 +134,26 @@ TEST(TokenizerTest, WhatIsNotServedIsRefusedByName) {
               HasSubstr("\"<e>\" has the id 9, and Hugging Face's tokenizers gives it 7"));
   EXPECT_THAT(refusal([](json& d) { d["added_tokens"][0].erase("special"); }),
               HasSubstr("added_tokens[0].special is missing"));
-  EXPECT_THAT(std::string(Tokenizer::Parse("{\"model\": ").status().message()), HasSubstr("is no JSON"));
+  EXPECT_THAT(std::string(Tokenizer::Parse("{\"model\": ").status().message()),
+              HasSubstr("the JSON is malformed at byte 11"));
+}
+
+TEST(TokenizerTest, FilesOfStrangersAreRefusedWithoutWaitingForThem) {
+  const std::filesystem::path directory = std::filesystem::path(testing::TempDir()) / "hostile_tokenizer";
+  std::filesystem::remove_all(directory);
+  std::filesystem::create_directories(directory);
+  for (const std::string name :
+       {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}) {
+    std::ofstream(directory / "tokenizer.json") << Small().dump();
+    for (const hostile::Maker& maker : hostile::Makers()) {
+      hostile::Remove(directory / name);
+      ASSERT_TRUE(maker.make(directory / name)) << maker.name;
+      const auto opened = Tokenizer::Open(directory);
+      ASSERT_FALSE(opened.ok()) << maker.name;
+      EXPECT_THAT(std::string(opened.status().message()), HasSubstr(directory / name)) << maker.name;
+    }
+    hostile::Remove(directory / name);
+  }
 }
 
 TEST(TokenizerTest, PatternsThatMeanSomethingElseToPcreAreRewrittenOrRefused) {
