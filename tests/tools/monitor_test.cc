@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -9,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/tampered_call.h"
 #include "tools/monitor/csv_monitor.h"
 #include "tools/monitor/event_file.h"
 #include "tools/monitor/monitors.h"
@@ -17,6 +19,7 @@
 namespace penstock::tools {
 namespace {
 
+using testing::AnyOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::SizeIs;
@@ -59,9 +62,10 @@ class MonitorTest : public testing::Test {
     }
     return paths;
   }
-  std::vector<int64_t> Steps() const {
+  std::vector<int64_t> Steps() const { return StepsIn(EventFiles().at(0)); }
+  static std::vector<int64_t> StepsIn(const std::string& path) {
     std::vector<int64_t> steps;
-    const std::string all = Read(EventFiles().at(0));
+    const std::string all = Read(path);
     for (std::string_view rest = all; !rest.empty();) {
       const auto record = ReadEventRecord(rest);
       EXPECT_TRUE(record.ok()) << record.status();
@@ -154,7 +158,7 @@ TEST(EventFile, DamageIsSeen) {
     std::string damaged = record;
     damaged[i] = static_cast<char>(damaged[i] ^ 0x10);
     EXPECT_TRUE(absl::IsDataLoss(ReadEventRecord(damaged).status())) << i;
-    EXPECT_TRUE(absl::IsDataLoss(ReadEventRecord(record.substr(0, i)).status())) << i;
+    EXPECT_TRUE(absl::IsOutOfRange(ReadEventRecord(record.substr(0, i)).status())) << i;
     // Whatever the message is, it is read or refused.
     (void)ReadEvent(std::string_view(damaged).substr(12, damaged.size() - 16));
     (void)ReadEvent(std::string_view(record).substr(12, i));
@@ -169,6 +173,67 @@ TEST_F(MonitorTest, AnEventFileIsGoneOnWithFromItsLastWholeRecord) {
   ASSERT_TRUE(Run<EventFile>({.run_id = "mine", .resumes = true}, 16, {16, 24, 32}).ok());
   EXPECT_THAT(EventFiles(), ElementsAre(path));
   EXPECT_THAT(Steps(), ElementsAre(8, 16, 24, 32));
+}
+
+// Any bit, but in the last record: a file that is damaged is not taken for one that a kill cut short.
+TEST_F(MonitorTest, AnEventFileWithAFlippedBitStaysAsItIsAndAnotherIsBegun) {
+  ASSERT_TRUE(Run<EventFile>({.run_id = "mine"}, 0, {8, 16, 24, 32}).ok());
+  const std::string path = EventFiles().at(0), whole = Read(path);
+  for (size_t byte = 0; byte < whole.size(); byte += 5) {
+    std::string damaged = whole;
+    damaged[byte] = static_cast<char>(damaged[byte] ^ 0x04);
+    Write(path, damaged);
+    // Twice: the new file is the one that is gone on with.
+    ASSERT_TRUE(Run<EventFile>({.run_id = "mine", .resumes = true}, 32, {40, 48}).ok()) << byte;
+    ASSERT_TRUE(Run<EventFile>({.run_id = "mine", .resumes = true}, 40, {48, 56}).ok()) << byte;
+    EXPECT_EQ(Read(path), damaged) << byte;
+    std::vector<std::string> files = EventFiles();
+    std::sort(files.begin(), files.end());
+    ASSERT_THAT(files, SizeIs(2)) << byte;
+    EXPECT_EQ(files[0], path);
+    EXPECT_THAT(StepsIn(files[1]), ElementsAre(40, 48, 56)) << byte;
+    std::filesystem::remove(files[1]);
+  }
+}
+
+TEST_F(MonitorTest, WhatCannotBeReadIsNeitherCutNorTakenForNothing) {
+  ASSERT_TRUE(Run<EventFile>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
+  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
+  const std::string path = EventFiles().at(0), events = Read(path), lines = Read(Lr());
+  const MonitorOwner resumed{.run_id = "mine", .resumes = true};
+  const std::string right = lines.substr(0, lines.find("24,"));
+  for (const bool csv : {false, true}) {
+    bool reached = true;
+    for (size_t at = 0; reached; ++at) {
+      Write(path, events);
+      Write(Lr(), lines);
+      const Tampered ran = RunTampered(
+          {.calls = {SYS_read, SYS_pread64, SYS_readv, SYS_getdents64, SYS_openat}, .at = at, .error = EIO},
+          [&] {
+            return (csv ? Run<CsvMonitor>(resumed, 16, {}) : Run<EventFile>(resumed, 16, {})).ok() ? 0 : 1;
+          });
+      if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+      reached = ran.reached;
+      EXPECT_EQ(ran.code, reached ? 1 : 0) << at;
+      if (csv) {
+        EXPECT_THAT(Read(Lr()), AnyOf(lines, right)) << at;
+      } else {
+        EXPECT_EQ(Read(path) == events, reached) << at;
+      }
+      EXPECT_THAT(EventFiles(), SizeIs(1)) << at;
+    }
+  }
+}
+
+// 96 for a 16: all behind it would go.
+TEST_F(MonitorTest, AFlippedDigitOfASampleCutsNothing) {
+  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine"}, 0, {8, 16, 24, 32}).ok());
+  std::string damaged = Read(Lr());
+  damaged[damaged.find("16,")] = '9';
+  Write(Lr(), damaged);
+  const absl::Status status = Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 24, {32});
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_EQ(Read(Lr()), damaged);
 }
 
 TEST_F(MonitorTest, ALongEventFileIsReadInPieces) {

@@ -7,6 +7,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "tests/tampered_call.h"
+
 namespace penstock::tools {
 namespace {
 
@@ -51,7 +53,7 @@ TEST_F(TrainLogTest, EveryLineHasTheRunsIdAndAnotherRunsLogIsLeftAlone) {
   EXPECT_EQ(Read(),
             "{\"step\": 1, \"loss\": 0.5, \"run_id\": \"mine\"}\n"
             "{\"step\": 1, \"loss\": 0.25, \"windows\": 3, \"run_id\": \"mine\"}\n");
-  EXPECT_EQ(TrainLog::RunIdIn(path_), "mine");
+  EXPECT_EQ(TrainLog::RunIdIn(path_).value(), "mine");
   EXPECT_FALSE(Try({.run_id = "mine"}).ok()) << "a new run needs a log of its own";
   EXPECT_FALSE(Try({.run_id = "other", .resumes = true}).ok());
   EXPECT_TRUE(Try({.run_id = "mine", .resumes = true}).ok());
@@ -74,6 +76,47 @@ TEST_F(TrainLogTest, WhatStandsAsideIsNoStepAndIsCutWithTheStepsBehindIt) {
   EXPECT_TRUE(Try(owner).ok());
   ASSERT_TRUE((*log)->CutAfter(1).ok());
   EXPECT_EQ(Read(), kept);
+}
+
+TEST_F(TrainLogTest, ALogThatCannotBeReadIsNeverCut) {
+  std::string lines;
+  for (int step = 1; step <= 3000; ++step)
+    lines += "{\"step\": " + std::to_string(step) + ", \"loss\": 0.5, \"run_id\": \"mine\"}\n";
+  bool reached = true;
+  for (size_t at = 0; reached; ++at) {
+    Write(lines + "{\"step\": 30");
+    const Tampered ran =
+        RunTampered({.calls = {SYS_read, SYS_pread64, SYS_readv}, .at = at, .error = EIO}, [&] {
+          auto log = TrainLog::Open(path_, {.run_id = "mine", .resumes = true});
+          absl::Status status = log.status();
+          if (status.ok()) status = (*log)->Begin();
+          if (status.ok()) status = (*log)->CutAfter(2990);
+          if (!status.ok()) return status.message().find(path_) != std::string::npos ? 1 : 2;
+          return (*log)->last_step() == 2990 ? 0 : 3;
+        });
+    if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+    reached = ran.reached;
+    EXPECT_EQ(ran.code, reached ? 1 : 0) << at;
+    EXPECT_TRUE(!reached || Read().substr(0, lines.size()) == lines) << at;
+  }
+  EXPECT_EQ(Read(), lines.substr(0, lines.find("{\"step\": 2991")));
+}
+
+// 6 for a 2: all behind it would go.
+TEST_F(TrainLogTest, AFlippedDigitOfAStepCutsNothing) {
+  const std::string damaged =
+      "{\"step\": 1, \"run_id\": \"mine\"}\n"
+      "{\"step\": 6, \"run_id\": \"mine\"}\n"
+      "{\"step\": 3, \"run_id\": \"mine\"}\n"
+      "{\"step\": 4, \"run_id\": \"mine\"}\n";
+  Write(damaged);
+  auto log = TrainLog::Open(path_, {.run_id = "mine", .resumes = true});
+  ASSERT_TRUE(log.ok()) << log.status();
+  ASSERT_TRUE((*log)->Begin().ok());
+  const absl::Status status = (*log)->CutAfter(3);
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_NE(status.message().find("line 2"), std::string::npos) << status;
+  EXPECT_EQ(Read(), damaged);
 }
 
 TEST_F(TrainLogTest, ATornLineOfAnotherRunStaysAndOnesOwnGoes) {

@@ -54,7 +54,7 @@ absl::Status AppendFile::Append(std::string_view bytes) {
   return absl::OkStatus();
 }
 
-absl::Status AppendFile::Cut(int64_t bytes) {
+absl::Status AppendFile::Cut(int64_t bytes) const {
   if (ftruncate(fd_, bytes) != 0) return Failed("cut off what comes again");
   return absl::OkStatus();
 }
@@ -67,10 +67,10 @@ absl::StatusOr<int64_t> AppendFile::Size() const {
 
 absl::StatusOr<int64_t> AppendFile::Walk(
     const std::function<absl::StatusOr<int64_t>(std::string_view)>& take) const {
-  constexpr size_t kPiece = 1 << 16, kMost = 1 << 20;  // the most that one unit may have
+  constexpr size_t kPiece = 1 << 16;
   std::string seen;
   int64_t read = 0, taken = 0;
-  while (seen.size() < kMost) {
+  while (seen.size() < static_cast<size_t>(kMostUnitBytes)) {
     const size_t before = seen.size();
     seen.resize(before + kPiece);
     const ssize_t n = pread(fd_, seen.data() + before, kPiece, read);

@@ -25,12 +25,13 @@ class AppendFile {
   // Whole, by one write where the kernel takes it so.
   absl::Status Append(std::string_view bytes);
   // Leaves the first `bytes`.
-  absl::Status Cut(int64_t bytes);
+  absl::Status Cut(int64_t bytes) const;
   absl::StatusOr<int64_t> Size() const;
 
   // Reads from the beginning, a piece at a time. `take` is shown what comes next and says how many bytes of
-  // that make one unit: kMore, it needs to see more; kStop, the rest is not wanted. Returns the bytes of all
-  // units; what the file's end leaves without a unit is none.
+  // that make one unit: kMore, it needs to see more, up to kMostUnitBytes; kStop, the rest is not wanted.
+  // Returns the bytes of all units; what the file's end leaves without a unit is none.
+  static constexpr int64_t kMostUnitBytes = 1 << 20;
   static constexpr int64_t kMore = 0, kStop = -1;
   absl::StatusOr<int64_t> Walk(const std::function<absl::StatusOr<int64_t>(std::string_view)>& take) const;
 

@@ -4,15 +4,15 @@
 #include <cmath>
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <system_error>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "base/directory.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "tools/base/whole_file.h"
 
@@ -28,15 +28,13 @@ std::string NameOf(const std::string& tag) {
 }
 
 // The files of scalars in there, whoever made them.
-std::vector<std::string> FilesIn(const std::string& directory) {
+absl::StatusOr<std::vector<std::string>> FilesIn(const std::string& directory) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory));
   std::vector<std::string> paths;
-  std::error_code error;
-  for (std::filesystem::directory_iterator it(directory, error), end; !error && it != end;
-       it.increment(error)) {
-    const std::string name = it->path().filename();
-    if (absl::StartsWith(name, "Train_") && absl::EndsWith(name, ".csv")) paths.push_back(it->path());
+  for (const std::string& name : names) {
+    if (absl::StartsWith(name, "Train_") && absl::EndsWith(name, ".csv"))
+      paths.push_back((std::filesystem::path(directory) / name).string());
   }
-  std::sort(paths.begin(), paths.end());
   return paths;
 }
 
@@ -68,9 +66,11 @@ absl::StatusOr<std::unique_ptr<CsvMonitor>> CsvMonitor::Open(const std::string& 
 }
 
 absl::StatusOr<bool> CsvMonitor::Owns() const {
-  if (FilesIn(directory_).empty()) return true;
-  std::string mark;
-  std::getline(std::ifstream(directory_ + "/" + kMark), mark);
+  ASSIGN_OR_RETURN(const std::vector<std::string> files, FilesIn(directory_));
+  if (files.empty()) return true;
+  const absl::StatusOr<std::string> text = ReadSmallFile(directory_ + "/" + kMark);
+  if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
+  const std::string mark = text.ok() ? text->substr(0, text->find('\n')) : "";
   if (mark == owner_.run_id && owner_.resumes) return true;
   if (mark.empty() && owner_.resumes) return false;
   if (!mark.empty() && owner_.replaces.count(mark) > 0) return true;
@@ -82,17 +82,31 @@ absl::StatusOr<bool> CsvMonitor::Owns() const {
 
 absl::Status CsvMonitor::Take(const std::string& path, int64_t samples, bool keeps, File* file) const {
   file->last = -1;
+  int64_t whole = 0;
+  bool behind = false;
   const auto take = [&](std::string_view text) -> absl::StatusOr<int64_t> {
     const size_t end = text.find('\n');
     if (end == std::string_view::npos) return AppendFile::kMore;  // or torn
     ASSIGN_OR_RETURN(const int64_t at, SamplesOf(path, std::string(text.substr(0, end))));
-    if (at > samples) return AppendFile::kStop;
-    file->last = std::max(file->last, at);
-    return static_cast<int64_t>(end) + 1;
+    const int64_t bytes = static_cast<int64_t>(end) + 1;
+    behind |= at > samples;
+    if (!behind) {
+      file->last = std::max(file->last, at);
+      whole += bytes;
+    } else if (at >= 0 && at <= samples) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          kCsvMonitor, ": ", path, " is damaged: it has sample ", at, " behind a later one than ", samples,
+          ", where this run goes on; nothing of it was cut: move it away"));
+    }
+    return bytes;
   };
-  ASSIGN_OR_RETURN(const int64_t whole, file->file->Walk(take));
+  RETURN_IF_ERROR(file->file->Walk(take).status());
   ASSIGN_OR_RETURN(const int64_t size, file->file->Size());
   if (whole == size) return absl::OkStatus();
+  if (!behind && size - whole >= AppendFile::kMostUnitBytes)  // no line that a kill cut short
+    return absl::FailedPreconditionError(absl::StrCat(kCsvMonitor, ": ", path,
+                                                      " is no file of scalars from byte ", whole,
+                                                      " on: move it away, or give another job_name"));
   if (!keeps) return file->file->Cut(whole);
   return absl::FailedPreconditionError(
       absl::StrCat(kCsvMonitor, ": ", path, " has lines behind sample ", samples,
@@ -104,7 +118,8 @@ absl::Status CsvMonitor::Begin(int64_t samples) {
   ASSIGN_OR_RETURN(const bool own, Owns());
   files_.clear();
   const bool replaces = own && !owner_.resumes;
-  for (const std::string& path : FilesIn(directory_)) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> paths, FilesIn(directory_));
+  for (const std::string& path : paths) {
     File file;
     ASSIGN_OR_RETURN(file.file, AppendFile::Open(kCsvMonitor, path));
     if (replaces) {

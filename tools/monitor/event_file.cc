@@ -12,8 +12,10 @@
 #include <system_error>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 
 namespace penstock::tools {
@@ -126,17 +128,25 @@ std::string HostName() {
   return name;
 }
 
-// The files of the run in there.
-std::vector<std::string> FilesOf(const std::string& directory, const std::string& run_id) {
+// The files of the run in there, from the first that it began.
+absl::StatusOr<std::vector<std::string>> FilesOf(const std::string& directory, const std::string& run_id) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory));
   std::vector<std::string> paths;
-  std::error_code error;
-  for (std::filesystem::directory_iterator it(directory, error), end; !error && it != end;
-       it.increment(error)) {
-    const std::string name = it->path().filename();
-    if (absl::StartsWith(name, kPrefix) && absl::EndsWith(name, "." + run_id)) paths.push_back(it->path());
+  for (const std::string& name : names) {
+    if (absl::StartsWith(name, kPrefix) && absl::EndsWith(name, "." + run_id))
+      paths.push_back((std::filesystem::path(directory) / name).string());
   }
-  std::sort(paths.begin(), paths.end());
   return paths;
+}
+
+// Of a file that is sorted, and read, behind `last`; empty: there is none yet.
+std::string NewName(const std::string& last, const std::string& run_id) {
+  int64_t seconds = static_cast<int64_t>(Now());
+  int64_t before = 0;
+  const size_t prefix = std::string_view(kPrefix).size();
+  if (last.size() > prefix && absl::SimpleAtoi(last.substr(prefix, last.find('.', prefix) - prefix), &before))
+    seconds = std::max(seconds, before + 1);
+  return absl::StrFormat("%s%010d.%s.%s", kPrefix, seconds, HostName(), run_id);
 }
 
 }  // namespace
@@ -161,13 +171,14 @@ std::string ScalarEvent(double wall_time, int64_t step, const Scalar& scalar) {
 }
 
 absl::StatusOr<ReadRecord> ReadEventRecord(std::string_view bytes) {
-  const auto torn = [] { return absl::DataLossError("tensorboard: a record is torn or damaged"); };
-  if (bytes.size() < kFrame) return torn();
+  const auto torn = [] { return absl::OutOfRangeError("tensorboard: a record is torn"); };
+  const auto damaged = [] { return absl::DataLossError("tensorboard: a record is damaged"); };
+  if (bytes.size() < 12) return torn();
   const auto length = FromRaw<uint64_t>(bytes);
-  if (FromRaw<uint32_t>(bytes.substr(8)) != Masked(Crc32c(bytes.substr(0, 8)))) return torn();
-  if (length > bytes.size() - kFrame) return torn();
+  if (FromRaw<uint32_t>(bytes.substr(8)) != Masked(Crc32c(bytes.substr(0, 8)))) return damaged();
+  if (bytes.size() < kFrame || length > bytes.size() - kFrame) return torn();
   const std::string_view message = bytes.substr(12, length);
-  if (FromRaw<uint32_t>(bytes.substr(12 + length)) != Masked(Crc32c(message))) return torn();
+  if (FromRaw<uint32_t>(bytes.substr(12 + length)) != Masked(Crc32c(message))) return damaged();
   return ReadRecord{message, static_cast<size_t>(length) + kFrame};
 }
 
@@ -201,7 +212,8 @@ absl::Status EventFile::Begin(int64_t samples) {
   last_.clear();
   for (const std::string& id : owner_.replaces) {
     if (id.empty()) continue;
-    for (const std::string& path : FilesOf(directory_, id)) {
+    ASSIGN_OR_RETURN(const std::vector<std::string> paths, FilesOf(directory_, id));
+    for (const std::string& path : paths) {
       std::error_code error;
       std::filesystem::remove(path, error);
       if (error)
@@ -209,30 +221,42 @@ absl::Status EventFile::Begin(int64_t samples) {
                                                ": it is of the run that is replaced"));
     }
   }
-  const std::vector<std::string> there = FilesOf(directory_, owner_.run_id);
-  const std::string name =
-      absl::StrFormat("%s%010d.%s.%s", kPrefix, static_cast<int64_t>(Now()), HostName(), owner_.run_id);
-  const std::string path = there.empty() ? (std::filesystem::path(directory_) / name).string() : there.back();
-  ASSIGN_OR_RETURN(file_, AppendFile::Open(kTensorboard, path));
-  return Take(samples);
+  ASSIGN_OR_RETURN(const std::vector<std::string> there, FilesOf(directory_, owner_.run_id));
+  file_ = nullptr;
+  for (const std::string& path : there) {
+    ASSIGN_OR_RETURN(std::unique_ptr<AppendFile> file, AppendFile::Open(kTensorboard, path));
+    ASSIGN_OR_RETURN(const bool whole, Take(samples, *file));
+    file_ = whole ? std::move(file) : nullptr;
+  }
+  if (file_ == nullptr) {
+    const std::string last = there.empty() ? "" : std::filesystem::path(there.back()).filename().string();
+    const std::string name = NewName(last, owner_.run_id);
+    ASSIGN_OR_RETURN(file_,
+                     AppendFile::Open(kTensorboard, (std::filesystem::path(directory_) / name).string()));
+  }
+  ASSIGN_OR_RETURN(const int64_t size, file_->Size());
+  return size > 0 ? absl::OkStatus() : file_->Append(EventRecord(FileVersionEvent(Now())));
 }
 
-absl::Status EventFile::Take(int64_t samples) {
+absl::StatusOr<bool> EventFile::Take(int64_t samples, const AppendFile& file) {
+  bool damaged = false, behind = false;
   const auto take = [&](std::string_view bytes) -> absl::StatusOr<int64_t> {
     const absl::StatusOr<ReadRecord> record = ReadEventRecord(bytes);
-    if (!record.ok()) return AppendFile::kMore;  // or torn, which is known at the file's end
+    if (absl::IsOutOfRange(record.status())) return AppendFile::kMore;  // or torn, which is known at the end
+    damaged = !record.ok();
+    if (damaged) return AppendFile::kStop;
     ASSIGN_OR_RETURN(const auto event, ReadEvent(record->message));
-    if (!event.second.empty() && event.first > samples) return AppendFile::kStop;
+    behind = !event.second.empty() && event.first > samples;
+    if (behind) return AppendFile::kStop;
     if (!event.second.empty()) last_[event.second] = event.first;
     return static_cast<int64_t>(record->bytes);
   };
-  ASSIGN_OR_RETURN(const int64_t whole, file_->Walk(take));
-  ASSIGN_OR_RETURN(const int64_t size, file_->Size());
-  if (whole < size) {
-    RETURN_IF_ERROR(file_->Cut(whole));
-  }
-  if (whole > 0) return absl::OkStatus();
-  return file_->Append(EventRecord(FileVersionEvent(Now())));
+  ASSIGN_OR_RETURN(const int64_t whole, file.Walk(take));
+  ASSIGN_OR_RETURN(const int64_t size, file.Size());
+  // No record of a scalar is so long.
+  if (damaged || (!behind && size - whole >= AppendFile::kMostUnitBytes)) return false;
+  if (whole < size) RETURN_IF_ERROR(file.Cut(whole));
+  return true;
 }
 
 absl::Status EventFile::Append(int64_t samples, const std::vector<Scalar>& scalars) {

@@ -2,8 +2,9 @@
 // CRC-32C, masked), each one protobuf message Event with one scalar.
 //
 // A run has one file, "events.out.tfevents.<seconds>.<host>.<run id>", which a resumed process appends to.
-// Other files of the directory are left alone. The few bytes of protobuf are written by hand: two messages of
-// three fields, against a library and a compiler of its own at build time.
+// Where a record of it is damaged the file stays as it is, and the run begins another; only a record that a
+// kill cut short is cut off. Other files of the directory are left alone. The few bytes of protobuf are
+// written by hand: two messages of three fields, against a library and a compiler of its own at build time.
 #ifndef PENSTOCK_TOOLS_MONITOR_EVENT_FILE_H_
 #define PENSTOCK_TOOLS_MONITOR_EVENT_FILE_H_
 
@@ -33,8 +34,9 @@ class EventFile : public ScalarSink {
  private:
   EventFile(std::string directory, MonitorOwner owner)
       : directory_(std::move(directory)), owner_(std::move(owner)) {}
-  // What is there of the run: up to the first record that is torn or lies behind `samples`.
-  absl::Status Take(int64_t samples);
+  // What `file` has of the run: cut at the first record that is torn or lies behind `samples`. Returns
+  // whether it can be appended to: not where a record is damaged.
+  absl::StatusOr<bool> Take(int64_t samples, const AppendFile& file);
 
   const std::string directory_;
   const MonitorOwner owner_;
@@ -48,8 +50,8 @@ std::string EventRecord(std::string_view message);
 std::string FileVersionEvent(double wall_time);
 std::string ScalarEvent(double wall_time, int64_t step, const Scalar& scalar);
 
-// Of a record at the beginning of `bytes`: its message, and the bytes that it takes. kDataLoss: it is torn or
-// damaged.
+// Of a record at the beginning of `bytes`: its message, and the bytes that it takes. kOutOfRange: it is
+// longer than `bytes`, as far as they go. kDataLoss: it is damaged.
 struct ReadRecord {
   std::string_view message;
   size_t bytes = 0;

@@ -94,6 +94,7 @@ absl::StatusOr<Run> ReadLog(const std::string& path) {
     if (run.run_id.empty()) run.run_id = zero::JsonField<std::string>(entry, "run_id").value_or("");
     AddLine(entry, &run);
   }
+  if (file.bad()) return Wrong(path, absl::StrCat("read failed after line ", number));
   if (run.steps.empty() && run.evaluations.empty()) return Wrong(path, "it is empty, or no log");
   return run;
 }

@@ -5,12 +5,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <fstream>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
+#include "base/lines.h"
 #include "base/status_macros.h"
 
 namespace penstock::tools {
@@ -50,28 +49,32 @@ absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::
 GenerateOutput::~GenerateOutput() { ::close(fd_); }
 
 absl::Status GenerateOutput::ReadDone() {
-  std::ifstream file(path_, std::ios::binary);
   int64_t number = 0;
-  const auto not_ours = [&] {
+  bool ours = true;
+  const auto take = [&](std::string_view line) {
+    ++number;
+    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    ours = json.is_object() && json.contains("index") && json["index"].is_number_integer() &&
+           json.contains("key") && json["key"].is_string();
+    if (ours) keys_[json["index"].get<int64_t>()] = json["key"].get<std::string>();
+    return ours;
+  };
+  const absl::StatusOr<uint64_t> whole = ForEachLine(fd_, path_, take);
+  if (!whole.ok())
+    return absl::Status(whole.status().code(), absl::StrCat("--out: ", whole.status().message()));
+  bytes_ = *whole;
+  if (ours) {  // what follows has no line break: torn, if it is ours
+    ++number;
+    char torn[kBeginning.size()];
+    const ssize_t seen = ::pread(fd_, torn, sizeof(torn), static_cast<off_t>(bytes_));
+    if (seen < 0) return Failed("read", path_, errno);
+    ours = kBeginning.compare(0, static_cast<size_t>(seen), torn, static_cast<size_t>(seen)) == 0;
+  }
+  if (!ours) {
     return absl::InvalidArgumentError(
         absl::StrCat("--out ", path_, ", line ", number,
                      ": not a line of penstock generate: give another file, or --overwrite"));
-  };
-  for (std::string line; std::getline(file, line);) {
-    ++number;
-    if (file.eof()) {  // without a line break: torn, if it is ours
-      const size_t shared = std::min(line.size(), kBeginning.size());
-      if (line.compare(0, shared, kBeginning, 0, shared) != 0) return not_ours();
-      break;
-    }
-    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    const bool ours = json.is_object() && json.contains("index") && json["index"].is_number_integer() &&
-                      json.contains("key") && json["key"].is_string();
-    if (!ours) return not_ours();
-    keys_[json["index"].get<int64_t>()] = json["key"].get<std::string>();
-    bytes_ += line.size() + 1;
   }
-  if (file.bad()) return Failed("read", path_, EIO);
   if (::ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) return Failed("truncate", path_, errno);
   return absl::OkStatus();
 }

@@ -34,11 +34,13 @@ std::string RandomDigits() {
 // A run from before there were ids takes that of the lines it has had since. One that left nothing to go on
 // from starts over, and its log with it, if it is the same run to the last word; where every step is durable
 // nothing can have been lost, and RunJournal says what is wrong.
-std::string LoggedOrNew(const TrainOptions& flags, const TrainSettings& settings) {
+absl::StatusOr<std::string> LoggedOrNew(const TrainOptions& flags, const TrainSettings& settings) {
   const zero::EngineOptions& options = settings.engine;
   const std::string what = WhatItIs(options);
-  const std::string logged =
-      flags.resume && flags.log.has_value() ? TrainLog::RunIdIn(*flags.log) : std::string();
+  std::string logged;
+  if (flags.resume && flags.log.has_value()) {
+    ASSIGN_OR_RETURN(logged, TrainLog::RunIdIn(*flags.log));
+  }
   const bool durable = options.storage.offload == zero::OffloadDevice::kNvme &&
                        options.storage.durability == zero::Durability::kStep;
   const bool same = logged.rfind(what + "-", 0) == 0;
@@ -56,7 +58,7 @@ absl::StatusOr<RunId> IdentifyRun(const TrainOptions& flags, TrainSettings* sett
   if (run.recorded) {
     run.id = recorded["run_id"].get<std::string>();
   } else {
-    run.id = LoggedOrNew(flags, *settings);
+    ASSIGN_OR_RETURN(run.id, LoggedOrNew(flags, *settings));
     if (options.comm != nullptr) {
       ASSIGN_OR_RETURN(std::vector<std::string> all,
                        options.comm->AllTexts(zero::Channel::kSetup, {"the run's id"}, run.id));

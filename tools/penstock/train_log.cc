@@ -6,11 +6,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <fstream>
 #include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
+#include "base/lines.h"
 #include "base/status_macros.h"
 #include "tools/base/cli.h"
 #include "zero/config/json_field.h"
@@ -37,7 +38,7 @@ struct Entry {
   bool evaluates = false;
 };
 
-Entry Parse(const std::string& line) {
+Entry Parse(std::string_view line) {
   Entry entry;
   entry.json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
   if (!entry.json.is_object()) return entry;
@@ -47,17 +48,13 @@ Entry Parse(const std::string& line) {
   return entry;
 }
 
-// Calls `take` with every line that ends with a newline, until it says no. Returns the bytes of those it
-// took.
+// ForEachLine of base/lines.h, whose errors say that it is the log.
 template <typename Take>
-off_t ForEachLine(const std::string& path, Take&& take) {
-  std::ifstream file(path, std::ios::binary);
-  off_t bytes = 0;
-  for (std::string line; std::getline(file, line) && !file.eof();) {
-    if (!take(line)) break;
-    bytes += static_cast<off_t>(line.size()) + 1;
-  }
-  return bytes;
+absl::StatusOr<off_t> ForEachLogLine(int fd, const std::string& path, Take&& take) {
+  const absl::StatusOr<uint64_t> bytes = ForEachLine(fd, path, std::forward<Take>(take));
+  if (bytes.ok()) return static_cast<off_t>(*bytes);
+  return absl::Status(bytes.status().code(),
+                      absl::StrCat("--log: ", bytes.status().message(), ": nothing of it was changed"));
 }
 
 }  // namespace
@@ -81,14 +78,18 @@ absl::Status TrainLog::Begin() {
 
 TrainLog::~TrainLog() { close(fd_); }
 
-std::string TrainLog::RunIdIn(const std::string& path) {
-  struct stat info {};
-  if (stat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return "";
+absl::StatusOr<std::string> TrainLog::RunIdIn(const std::string& path) {
+  ASSIGN_OR_RETURN(const PathKind kind, KindOf(path));
+  if (kind != PathKind::kRegular) return "";
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) return Failed("open", path);
   std::string last;
-  ForEachLine(path, [&](const std::string& line) {
-    last = line;
-    return true;
-  });
+  const absl::Status status = ForEachLogLine(fd, path, [&](std::string_view line) {
+                                last = line;
+                                return true;
+                              }).status();
+  close(fd);
+  RETURN_IF_ERROR(status);
   return Parse(last).run_id;
 }
 
@@ -111,7 +112,7 @@ absl::StatusOr<off_t> TrainLog::Look() {
   }
   absl::Status status;
   int64_t number = 0, nameless = 0;
-  const off_t whole = ForEachLine(path_, [&](const std::string& line) {
+  const auto check = [&](std::string_view line) {
     ++number;
     const Entry entry = Parse(line);
     if (entry.step < 0) {
@@ -135,12 +136,14 @@ absl::StatusOr<off_t> TrainLog::Look() {
     }
     if (status.ok() && !replaces) Note(entry.json);
     return status.ok();
-  });
+  };
+  ASSIGN_OR_RETURN(const off_t whole, ForEachLogLine(fd_, path_, check));
   RETURN_IF_ERROR(status);
   // All of it may be the beginning of a first line, and nothing else.
   constexpr std::string_view kBegins = "{\"step\": ";
   char first[kBegins.size()];
   const ssize_t seen = whole == 0 ? pread(fd_, first, sizeof(first), 0) : 0;
+  if (seen < 0) return Failed("read", path_);
   if (seen > 0 && kBegins.compare(0, static_cast<size_t>(seen), first, static_cast<size_t>(seen)) != 0)
     return Foreign(path_, "is no log of a training");
   return replaces ? 0 : whole;
@@ -176,12 +179,29 @@ absl::Status TrainLog::CutAfter(int64_t step) {
   if (last_step_ <= step) return absl::OkStatus();
   last_step_ = 0;
   last_evaluation_ = -1;
-  const off_t end = ForEachLine(path_, [&](const std::string& line) {
+  off_t end = 0;
+  int64_t number = 0, behind = 0, cut_line = 0, kept_line = 0;
+  const auto look = [&](std::string_view line) {
+    ++number;
     const Entry entry = Parse(line);
-    if (entry.step > step) return false;
-    Note(entry.json);
+    if (cut_line == 0 && entry.step <= step) {
+      Note(entry.json);
+      end += static_cast<off_t>(line.size()) + 1;
+    } else if (cut_line == 0) {
+      cut_line = number;
+      behind = entry.step;
+    } else if (entry.step <= step && !entry.json.contains("stuck")) {
+      kept_line = number;
+      return false;
+    }
     return true;
-  });
+  };
+  RETURN_IF_ERROR(ForEachLogLine(fd_, path_, look).status());
+  if (kept_line != 0) {
+    return Foreign(path_, absl::StrCat("is damaged: line ", cut_line, " is of step ", behind, ", and line ",
+                                       kept_line, " behind it of a step up to ", step,
+                                       ", where this run goes on; nothing of it was cut"));
+  }
   if (ftruncate(fd_, end) != 0) return Failed("cut off steps that come again", path_);
   return absl::OkStatus();
 }

@@ -5,7 +5,7 @@
 // the write leaves it torn: Begin cuts off a torn line, and AddMissing writes the one that the commit record
 // still knows. Where a run goes back to a checkpoint, CutAfter takes away the lines of the steps that will
 // come again. A log belongs to one run: nothing is appended to another's, and nothing of it is cut, but where
-// the user replaces a run and names its log again.
+// the user replaces a run and names its log again. Nothing is cut that could not be read to its end.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_TRAIN_LOG_H_
 #define PENSTOCK_TOOLS_PENSTOCK_TRAIN_LOG_H_
 
@@ -41,7 +41,7 @@ class TrainLog {
   // something else than a log. What is no regular file (a pipe, /dev/null) is written to and never looked at.
   static absl::StatusOr<std::unique_ptr<TrainLog>> Open(const std::string& path, const LogOwner& owner);
   // The run that the last whole line is of; empty: no such file, no line, or one without an id.
-  static std::string RunIdIn(const std::string& path);
+  static absl::StatusOr<std::string> RunIdIn(const std::string& path);
   ~TrainLog();
   TrainLog(const TrainLog&) = delete;
   TrainLog& operator=(const TrainLog&) = delete;
@@ -57,7 +57,8 @@ class TrainLog {
   void AppendAside(nlohmann::json entry) const;
   // Appends `step`, a line from a commit record, unless the log has its step already.
   absl::Status AddMissing(const nlohmann::json& step);
-  // Cuts off the lines of steps after `step`.
+  // Cuts off the lines of steps after `step`. kFailedPrecondition where lines of steps up to it stand behind
+  // them, which no run writes.
   absl::Status CutAfter(int64_t step);
   int64_t last_step() const { return last_step_; }              // 0: no line yet
   int64_t last_evaluation() const { return last_evaluation_; }  // the step of it; -1: none yet
