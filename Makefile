@@ -3,7 +3,7 @@ PRESET  ?= release
 BUILD   := build/$(PRESET)
 JOBS    ?= $(shell nproc)
 
-.PHONY: wheel test-deps test-python help train test check build gpu deps soak sanitize fuzz docs lint format clean asan ubsan tsan
+.PHONY: bench-check suite wheel test-deps test-python help train test check build gpu deps soak sanitize fuzz docs lint format clean asan ubsan tsan
 
 help:
 	@echo "make train   install what is missing, build, train a GPT whose state is several times its memory budget"
@@ -11,6 +11,7 @@ help:
 	@echo "make build   install what is missing, build (PRESET=release|debug|asan|ubsan|tsan)"
 	@echo "make gpu     build for a CUDA device in build/gpu, with nvcc and a LibTorch from PyPI (PIP_LIBTORCH=DIR, 5 GiB)"
 	@echo "make soak    the kill and fault tests, SOAK=20 times as long;  make asan|ubsan|tsan  the suite under a sanitizer"
+	@echo "make bench-check  what judges time: I/O beside a bare loop, planning; for a quiet machine, no part of make test"
 	@echo "make sanitize  I/O engine, store and what reads files, under ASan and UBSan, in minutes: part of every change's check"
 	@echo "make fuzz    what reads files and flags, with clang's libFuzzer, FUZZ_SECONDS=120 each"
 	@echo "make wheel   the Python package as wheels, in build/wheels (PYTHONS=\"python3.10 python3.12\");  make test-python  its tests"
@@ -25,6 +26,11 @@ build: deps
 	@test -f $(BUILD)/build.ninja || cmake --preset $(PRESET)
 	@cmake --build $(BUILD) -j $(JOBS)
 
+# The tests and what they start: without the benchmarks.
+suite: deps
+	@test -f $(BUILD)/build.ninja || cmake --preset $(PRESET)
+	@cmake --build $(BUILD) -j $(JOBS) --target suite
+
 # A LibTorch that has CUDA comes with pip, into a virtual environment; one that is there already is used as it is.
 PIP_LIBTORCH ?= build/pip-libtorch
 gpu: deps
@@ -38,11 +44,11 @@ test-deps: deps
 
 # Threads of tests that have nothing to do do not spin: several programs share the processors.
 test: export OMP_WAIT_POLICY ?= passive
-test: test-deps build
+test: test-deps suite
 	@cd $(BUILD) && ctest --output-on-failure -j $(JOBS)
 
 # The tests that take seconds; what takes longer is labelled slow (tests/CMakeLists.txt).
-check: build
+check: suite
 	@cd $(BUILD) && ctest --output-on-failure -j $(JOBS) -LE slow
 
 # Only what it runs: the tests and the benchmarks are three quarters of a build.
@@ -62,12 +68,19 @@ sanitize: deps
 
 # The kill loops and the fault campaign, SOAK times as long; each prints its seeds.
 SOAK ?= 20
-soak: build
+soak: suite
 	@cd $(BUILD) && for test in swap_kill_test swap_power_cut_test swap_sim_test swap_one_version_test swap_checkpoint_test tiering_program_test \
 	    tiering_device_plan_test tiering_lower_bound_test tiering_policy_test \
 	    zero_kill_test zero_fault_test zero_durability_test zero_combinations_test zero_ranks_test; do \
 	  filter=; test $$test != zero_ranks_test || filter='--gtest_filter=*Kill* --gtest_repeat=$(SOAK)'; \
 	  test ! -x tests/$$test || PENSTOCK_SOAK=$(SOAK) tests/$$test $$filter || exit 1; done
+
+# What judges time: each prints its figures and its bars, and wants a quiet machine. Exit status 1 where one is missed.
+bench-check: deps
+	@test -f $(BUILD)/build.ninja || cmake --preset $(PRESET)
+	@cmake --build $(BUILD) -j $(JOBS) --target bench_check
+	@cd $(BUILD) && failed=; for bars in bars/*_bars; do $$bars --gtest_brief=1 || failed="$$failed $$bars"; done; \
+	  test -z "$$failed" || { echo "bars missed:$$failed" >&2; exit 1; }
 
 # Each target starts from its corpus; what it finds lies in build/fuzz/found afterwards.
 FUZZ_SECONDS ?= 120

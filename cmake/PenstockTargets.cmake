@@ -126,11 +126,17 @@ function(penstock_torch_headers name)
   set_target_properties(${library} PROPERTIES SOURCES "${others};$<TARGET_OBJECTS:${library}_torch>")
 endfunction()
 
+# What `make test` builds: every test, and every program but the benchmarks, which no test starts.
+add_custom_target(suite)
+
 # penstock_program(NAME ds_io SOURCES ... DEPS ...): a program in <build>/bin.
 function(penstock_program)
   cmake_parse_arguments(ARG "" "NAME" "SOURCES;DEPS" ${ARGN})
   add_executable(${ARG_NAME} ${ARG_SOURCES})
   target_link_libraries(${ARG_NAME} PRIVATE penstock_options ${ARG_DEPS})
+  if(NOT ARG_DEPS MATCHES "benchmark::benchmark")
+    add_dependencies(suite ${ARG_NAME})
+  endif()
 endfunction()
 
 # What `make sanitize` builds and runs (ctest -L sanitize): the programs that handle files, bytes and memory by hand.
@@ -148,7 +154,7 @@ endfunction()
 set(PENSTOCK_SLOW_TESTS
   aio_engine_test aio_loop_test aio_refusal_test kernels_on_fibers_test kernels_split_master_test optim_drive_optimizer_test
   swap_checkpoint_lock_test swap_kill_test swap_power_cut_test swap_sim_test tiering_adapters_test tiering_clipped_test
-  tiering_device_plan_test tiering_device_state_test tiering_lower_bound_test tiering_plan_test tiering_planner_speed_test
+  tiering_device_plan_test tiering_device_state_test tiering_lower_bound_test tiering_plan_test tiering_large_models_test
   tiering_policy_test tiering_program_test tiering_sample_test tools_deepspeed_checkpoint_test tools_device_cli_test
   tools_ds_io_test tools_generate_cli_test tools_generate_device_test tools_generate_pass_test tools_generate_test
   tools_llama_golden_test tools_lora_base_test tools_lora_files_test tools_lora_test tools_pack_test tools_penstock_cgroup_test
@@ -179,6 +185,7 @@ endfunction()
 function(penstock_test)
   cmake_parse_arguments(ARG "SERIAL" "NAME;TIMEOUT" "SOURCES;DEPS;LABELS" ${ARGN})
   add_executable(${ARG_NAME} ${ARG_SOURCES})
+  add_dependencies(suite ${ARG_NAME})
   set_target_properties(${ARG_NAME} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
   target_link_libraries(${ARG_NAME} PRIVATE penstock_options ${ARG_DEPS} GTest::gmock GTest::gtest GTest::gtest_main)
   penstock_test_options(${ARG_NAME} ${ARG_DEPS})

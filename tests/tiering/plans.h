@@ -23,6 +23,19 @@ inline ModelGraph Chain(int layers, int64_t elements, double forward = 1e-3) {
   return graph;
 }
 
+// Llama 3 70 B by its shape: 80 layers, and a vocabulary whose embedding and head are two tiles of rows each.
+inline ModelGraph Llama70B() {
+  constexpr int64_t kLayer = 855'654'400, kTile = 525'336'576;
+  ModelGraph graph = Chain(84, kLayer, 30);
+  for (const int end : {0, 1, 82, 83}) graph.blocks[BlockIndex(end)].elements = kTile;
+  for (StageShape& stage : graph.stages) {
+    stage.input_bytes = stage.input_scratch_bytes = 32 << 20;
+    stage.forward_peak_bytes = 1 << 29;
+    stage.backward_peak_bytes = int64_t{2} << 30;
+  }
+  return graph;
+}
+
 // SGD without momentum in fp32: weights and nothing beside them.
 inline const Precision kStateless = {"fp32", {4}, 4};
 

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -15,7 +14,6 @@
 #include "tests/zero/training.h"
 #include "zero/compute/device_gradients.h"
 #include "zero/compute/libtorch/cuda_device.h"
-#include "zero/compute/machine_rates.h"
 
 #ifdef PENSTOCK_TORCH_CUDA
 #include <cuda_runtime_api.h>
@@ -61,40 +59,6 @@ TEST_F(Gpu, CopiesArriveWholeInBothDirections) {
   EXPECT_EQ(device_->traffic().h2d_bytes, kBytes);
   EXPECT_EQ(device_->traffic().d2h_bytes, kBytes);
 }
-
-#ifdef PENSTOCK_TORCH_CUDA
-// Seconds of the fastest of some copies between pinned host memory and the device, and nothing else.
-double BareCopy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-  double best = 1e9;
-  for (int repeat = 0; repeat < 5; ++repeat) {
-    const auto begin = std::chrono::steady_clock::now();
-    EXPECT_EQ(cudaMemcpyAsync(to, from, bytes, kind, nullptr), cudaSuccess);
-    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
-    best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-  }
-  return best;
-}
-
-TEST_F(Gpu, CopiesReachNineTenthsOfABarePinnedOne) {
-  constexpr size_t kBytes = 64 * kMiB;
-  void *host = nullptr, *there = nullptr;
-  ASSERT_EQ(cudaMallocHost(&host, kBytes), cudaSuccess);
-  ASSERT_EQ(cudaMalloc(&there, kBytes), cudaSuccess);
-  const double in = kBytes / BareCopy(there, host, kBytes, cudaMemcpyHostToDevice);
-  const double out = kBytes / BareCopy(host, there, kBytes, cudaMemcpyDeviceToHost);
-  (void)cudaFree(there);
-  (void)cudaFreeHost(host);
-  CopyRates best;
-  for (int repeat = 0; repeat < 5; ++repeat) {
-    const absl::StatusOr<CopyRates> rates = MeasureCopyRates(*device_);
-    ASSERT_TRUE(rates.ok()) << rates.status();
-    best.h2d_bytes_per_s = std::max(best.h2d_bytes_per_s, rates->h2d_bytes_per_s);
-    best.d2h_bytes_per_s = std::max(best.d2h_bytes_per_s, rates->d2h_bytes_per_s);
-  }
-  EXPECT_GE(best.h2d_bytes_per_s, 0.9 * in) << "bare: " << in * 1e-9 << " GB/s";
-  EXPECT_GE(best.d2h_bytes_per_s, 0.9 * out) << "bare: " << out * 1e-9 << " GB/s";
-}
-#endif
 
 // Products of other kernels than the processor's: bounds as derived in engine_test.cc; fp16 has three bits
 // more than bf16.

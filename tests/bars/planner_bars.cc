@@ -1,11 +1,10 @@
-// How long planning takes.
+// How long planning takes, in processor time: part of `make bench-check`.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
 #include <limits>
-#include <string>
 #include <vector>
 
 #include "tests/tiering/plans.h"
@@ -16,7 +15,7 @@
 namespace penstock::tiering {
 namespace {
 
-constexpr int64_t kMiB = int64_t{1} << 20, kGiB = int64_t{1} << 30;
+constexpr int64_t kGiB = int64_t{1} << 30;
 
 TEST(Planner, AThousandBlocksArePlannedWithinSeconds) {
   const ModelGraph graph = Chain(1000, 3 << 18, 1e-3);
@@ -30,23 +29,8 @@ TEST(Planner, AThousandBlocksArePlannedWithinSeconds) {
     seconds = std::min(seconds, static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC);
     ASSERT_TRUE(plan.ok()) << plan.status();
   }
-  RecordProperty("seconds", std::to_string(seconds));
-#if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  std::printf("a thousand blocks: %.2f s\n", seconds);
   EXPECT_LT(seconds, 4.0) << "half a second to two where it was measured, by what else its host does";
-#endif
-}
-
-// Llama 3 70 B by its shape: 80 layers, and a vocabulary whose embedding and head are two tiles of rows each.
-ModelGraph Llama70B() {
-  constexpr int64_t kLayer = 855'654'400, kTile = 525'336'576;
-  ModelGraph graph = Chain(84, kLayer, 30);
-  for (const int end : {0, 1, 82, 83}) graph.blocks[BlockIndex(end)].elements = kTile;
-  for (StageShape& stage : graph.stages) {
-    stage.input_bytes = stage.input_scratch_bytes = 32 * kMiB;
-    stage.forward_peak_bytes = kGiB / 2;
-    stage.backward_peak_bytes = 2 * kGiB;
-  }
-  return graph;
 }
 
 TEST(Planner, SeventyBillionParametersArePlannedAndPredictedWithinSeconds) {
@@ -70,9 +54,7 @@ TEST(Planner, SeventyBillionParametersArePlannedAndPredictedWithinSeconds) {
       std::printf("%d GiB: %d tiles, %.1f s a step, planned in %.2f s\n", static_cast<int>(budget / kGiB),
                   static_cast<int>(plan->tile_count()), prediction->step_seconds, seconds);
     }
-#if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
     EXPECT_LT(seconds, 10.0) << "two to six where it was measured, by what else its host does";
-#endif
   }
 }
 

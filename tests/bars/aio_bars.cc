@@ -1,7 +1,7 @@
 // The engine against a bare loop of raw system calls, in interleaved pairs, on the disk at hand; and how long
-// a disk's measurement takes. Absolute speed is never judged: disks drift and machines are shared. What may
-// not grow is the CPU per byte beside the bare loop's and the number of system calls, and what may not shrink
-// is the ratio.
+// a disk's measurement takes: part of `make bench-check`. Absolute speed is never judged: disks drift and
+// machines are shared. What may not grow is the CPU per byte beside the bare loop's and the number of system
+// calls, and what may not shrink is the ratio.
 //
 // How a shared machine is borne. A neighbour makes both of a pair slower, or one of them by chance; a defect
 // makes the engine slower in every pair. So the time is judged by the pairs in which the engine did best, a
@@ -121,8 +121,7 @@ TEST_P(SpeedTest, KeepsUpWithABareLoop) {
 INSTANTIATE_TEST_SUITE_P(Ops, SpeedTest, testing::Bool(),
                          [](const auto& suite) { return suite.param ? "write" : "read"; });
 
-// The budget is 0.7 s, and as much again where samples differ. Here, as it is the one test of a probe that
-// judges time: nothing else runs beside it. The quickest of three, as a disk may stall.
+// The budget is 0.7 s, and as much again where samples differ. The quickest of three, as a disk may stall.
 TEST(ProbeSpeedTest, ADiskIsMeasuredInAboutItsBudget) {
   ScratchDirectory directory;
   ProbeOptions options;
