@@ -9,12 +9,10 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstdlib>
-#include <deque>
 #include <fstream>
 #include <mutex>
-#include <thread>
+#include <optional>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -26,6 +24,7 @@
 #include "base/status_macros.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "zero/compute/device.h"
+#include "zero/compute/libtorch/cuda_completions.h"
 #include "zero/ranks/comm.h"
 
 namespace penstock::zero {
@@ -44,96 +43,11 @@ constexpr int64_t kReserve = int64_t{512} << 20;
 constexpr tiering::TensorSlack kTensorSlack = {.fixed_bytes = int64_t{2 * 20 + 2 * 2 + 32} << 20,
                                                .gap_bytes = int64_t{8 * 2 * 20} << 20};
 
-absl::Status Check(cudaError_t error, absl::string_view call) {
-  if (error == cudaSuccess) return absl::OkStatus();
-  (void)cudaGetLastError();  // told here: LibTorch, which asks for the last one, must not find it again
-  const std::string text =
-      absl::StrCat(call, ": ", cudaGetErrorString(error), " (", static_cast<int>(error), ")");
-  return error == cudaErrorMemoryAllocation ? absl::ResourceExhaustedError(text) : absl::InternalError(text);
-}
-
-// Calls back when what was enqueued on a stream up to a moment is over, in order, from a thread of its own.
-class Completions {
- public:
-  explicit Completions(int device) : device_(device), thread_([this] { Work(); }) {}
-  ~Completions() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    there_.notify_all();
-    thread_.join();
-    for (cudaEvent_t event : free_) (void)cudaEventDestroy(event);
-  }
-  Completions(const Completions&) = delete;
-  Completions& operator=(const Completions&) = delete;
-
-  void Add(cudaStream_t stream, Device::Done done) {
-    cudaEvent_t event = nullptr;
-    {
-      std::lock_guard lock(mutex_);
-      if (!free_.empty()) {
-        event = free_.back();
-        free_.pop_back();
-      }
-    }
-    absl::Status status;
-    if (event == nullptr) {
-      // The waiting thread sleeps: the cores are wanted for updates.
-      status = Check(cudaEventCreateWithFlags(&event, cudaEventBlockingSync | cudaEventDisableTiming),
-                     "cudaEventCreate");
-    }
-    if (status.ok()) status = Check(cudaEventRecord(event, stream), "cudaEventRecord");
-    if (!status.ok()) {
-      if (event != nullptr) (void)cudaEventDestroy(event);
-      return done(std::move(status));
-    }
-    {
-      std::lock_guard lock(mutex_);
-      waiting_.push_back({event, std::move(done)});
-    }
-    there_.notify_one();
-  }
-
- private:
-  struct Waiting {
-    cudaEvent_t event;
-    Device::Done done;
-  };
-
-  void Work() {
-    (void)cudaSetDevice(device_);  // whoever is called back here may go on with it
-    for (;;) {
-      Waiting next;
-      {
-        std::unique_lock lock(mutex_);
-        there_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
-        if (waiting_.empty()) return;
-        next = std::move(waiting_.front());
-        waiting_.pop_front();
-      }
-      absl::Status status = Check(cudaEventSynchronize(next.event), "the device");
-      {
-        std::lock_guard lock(mutex_);
-        free_.push_back(next.event);
-      }
-      next.done(std::move(status));
-    }
-  }
-
-  const int device_;
-  std::mutex mutex_;
-  std::condition_variable there_;
-  std::deque<Waiting> waiting_;
-  std::vector<cudaEvent_t> free_;
-  bool stopping_ = false;
-  std::thread thread_;
-};
-
 // By the kernel's list of PCI devices; -1: not known.
 int NodeOf(int device) {
   std::array<char, 32> name{};  // "0000:3B:00.0"; there it is in small letters
-  if (!Check(cudaDeviceGetPCIBusId(name.data(), static_cast<int>(name.size()), device), "").ok()) return -1;
+  if (!CheckCuda(cudaDeviceGetPCIBusId(name.data(), static_cast<int>(name.size()), device), "").ok())
+    return -1;
   std::ifstream file(absl::StrCat("/sys/bus/pci/devices/", absl::AsciiStrToLower(name.data()), "/numa_node"));
   int node = -1;
   return file >> node ? node : -1;
@@ -143,14 +57,14 @@ class CudaDevice : public Device {
  public:
   static absl::StatusOr<std::shared_ptr<Device>> Open(int local_rank) {
     int devices = 0;
-    absl::Status status = Check(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
+    absl::Status status = CheckCuda(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
     RETURN_IF_ERROR(status);
     if (devices < 1) return absl::FailedPreconditionError("no CUDA device");
     auto device = std::make_shared<CudaDevice>(static_cast<c10::DeviceIndex>(local_rank % devices));
-    status = Check(cudaSetDevice(device->index_), "cudaSetDevice");
+    status = CheckCuda(cudaSetDevice(device->index_), "cudaSetDevice");
     RETURN_IF_ERROR(status);
     cudaDeviceProp properties{};
-    status = Check(cudaGetDeviceProperties(&properties, device->index_), "cudaGetDeviceProperties");
+    status = CheckCuda(cudaGetDeviceProperties(&properties, device->index_), "cudaGetDeviceProperties");
     RETURN_IF_ERROR(status);
     if (properties.major < 8) {  // DeviceAvailable has looked at the first one
       return absl::FailedPreconditionError(
@@ -167,31 +81,33 @@ class CudaDevice : public Device {
     }
     for (cudaStream_t* stream : {&device->in_, &device->out_, &device->exchange_}) {
       if (status.ok())
-        status = Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
+        status = CheckCuda(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
     }
     // Short, and waited for: before what computes.
     int least = 0, greatest = 0;
     if (status.ok()) {
-      status = Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+      status =
+          CheckCuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
     }
     if (status.ok()) {
-      status = Check(cudaStreamCreateWithPriority(&device->check_, cudaStreamNonBlocking, greatest),
-                     "cudaStreamCreate");
+      status = CheckCuda(cudaStreamCreateWithPriority(&device->check_, cudaStreamNonBlocking, greatest),
+                         "cudaStreamCreate");
     }
     if (status.ok()) {
-      status = Check(cudaEventCreateWithFlags(&device->computed_, cudaEventDisableTiming), "cudaEventCreate");
+      status =
+          CheckCuda(cudaEventCreateWithFlags(&device->computed_, cudaEventDisableTiming), "cudaEventCreate");
     }
     for (cudaEvent_t* event : {&device->exchanged_, &device->checked_}) {
       if (!status.ok()) break;
-      status = Check(cudaEventCreateWithFlags(event, cudaEventBlockingSync | cudaEventDisableTiming),
-                     "cudaEventCreate");
+      status = CheckCuda(cudaEventCreateWithFlags(event, cudaEventBlockingSync | cudaEventDisableTiming),
+                         "cudaEventCreate");
     }
     if (status.ok()) {
-      status = Check(cudaMallocHost(reinterpret_cast<void**>(&device->checksum_), sizeof(uint64_t)),
-                     "cudaMallocHost");
+      status = CheckCuda(cudaMallocHost(reinterpret_cast<void**>(&device->checksum_), sizeof(uint64_t)),
+                         "cudaMallocHost");
     }
     size_t free = 0, total = 0;
-    if (status.ok()) status = Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    if (status.ok()) status = CheckCuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
     RETURN_IF_ERROR(status);
     device->total_ = static_cast<int64_t>(total);
     device->capacity_ = std::max<int64_t>(0, static_cast<int64_t>(free) - kReserve);
@@ -207,9 +123,13 @@ class CudaDevice : public Device {
   }
 
   explicit CudaDevice(c10::DeviceIndex index)
-      : index_(index), copied_in_(index), copied_out_(index), computed_all_(index) {}
+      : index_(index),
+        copied_in_(std::in_place, index),
+        copied_out_(std::in_place, index),
+        computed_all_(std::in_place, index) {}
   ~CudaDevice() override {
     Use();
+    for (std::optional<CudaCompletions>* each : {&copied_in_, &copied_out_, &computed_all_}) each->reset();
     for (cudaStream_t stream : {in_, out_, exchange_, check_}) {
       if (stream == nullptr) continue;
       (void)cudaStreamSynchronize(stream);
@@ -234,13 +154,13 @@ class CudaDevice : public Device {
   absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override {
     Use();
     if (cufile_ != nullptr) cufile_->Cover(nullptr, 0);
-    RETURN_IF_ERROR(Check(cudaFree(std::exchange(arena_, nullptr)), "cudaFree"));
-    absl::Status status = Check(cudaMalloc(&arena_, static_cast<size_t>(std::max<int64_t>(bytes, 1))),
-                                absl::StrCat("cudaMalloc of ", bytes, " bytes"));
+    RETURN_IF_ERROR(CheckCuda(cudaFree(std::exchange(arena_, nullptr)), "cudaFree"));
+    absl::Status status = CheckCuda(cudaMalloc(&arena_, static_cast<size_t>(std::max<int64_t>(bytes, 1))),
+                                    absl::StrCat("cudaMalloc of ", bytes, " bytes"));
     // Padding between parameters is computed with like everything else: it must be numbers.
-    if (status.ok()) status = Check(cudaMemset(arena_, 0, static_cast<size_t>(bytes)), "cudaMemset");
+    if (status.ok()) status = CheckCuda(cudaMemset(arena_, 0, static_cast<size_t>(bytes)), "cudaMemset");
     // Copies do not wait for it.
-    if (status.ok()) status = Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    if (status.ok()) status = CheckCuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     RETURN_IF_ERROR(status);
     if (cufile_ != nullptr) cufile_->Cover(static_cast<std::byte*>(arena_), static_cast<uint64_t>(bytes));
     arena_bytes_ = static_cast<uint64_t>(bytes);
@@ -278,8 +198,8 @@ class CudaDevice : public Device {
 
   absl::Status RegisterHost(void* memory, int64_t bytes) override {
     Use();
-    return Check(cudaHostRegister(memory, static_cast<size_t>(bytes), cudaHostRegisterPortable),
-                 absl::StrCat("cudaHostRegister of ", bytes, " bytes"));
+    return CheckCuda(cudaHostRegister(memory, static_cast<size_t>(bytes), cudaHostRegisterPortable),
+                     absl::StrCat("cudaHostRegister of ", bytes, " bytes"));
   }
   void UnregisterHost(void* memory) override {
     Use();
@@ -291,19 +211,19 @@ class CudaDevice : public Device {
     absl::Status status;
     if (after_compute) {
       std::lock_guard lock(mutex_);
-      status = Check(cudaEventRecord(computed_, ComputeStream()), "cudaEventRecord");
-      if (status.ok()) status = Check(cudaStreamWaitEvent(in_, computed_), "cudaStreamWaitEvent");
+      status = CheckCuda(cudaEventRecord(computed_, ComputeStream()), "cudaEventRecord");
+      if (status.ok()) status = CheckCuda(cudaStreamWaitEvent(in_, computed_), "cudaStreamWaitEvent");
     }
     if (!status.ok()) return done(std::move(status));
-    Copy(to, from, bytes, cudaMemcpyHostToDevice, in_, &copied_in_, &bytes_in_, std::move(done));
+    Copy(to, from, bytes, cudaMemcpyHostToDevice, in_, &*copied_in_, &bytes_in_, std::move(done));
   }
   void CopyOut(void* to, const void* from, int64_t bytes, Done done) override {
     Use();
-    Copy(to, from, bytes, cudaMemcpyDeviceToHost, out_, &copied_out_, &bytes_out_, std::move(done));
+    Copy(to, from, bytes, cudaMemcpyDeviceToHost, out_, &*copied_out_, &bytes_out_, std::move(done));
   }
   void AfterCompute(Done done) override {
     Use();
-    computed_all_.Add(ComputeStream(), std::move(done));
+    computed_all_->Add(absl::OkStatus(), ComputeStream(), std::move(done));
   }
   Traffic traffic() const override { return {bytes_in_.load(), bytes_out_.load()}; }
   void CountCopied(const Traffic& copied) override {
@@ -314,7 +234,7 @@ class CudaDevice : public Device {
   absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override {
     if (cufile_ == nullptr) {
       absl::StatusOr<std::shared_ptr<aio::CuFile>> loaded =
-          aio::CuFile::Load([index = index_] { return Check(cudaSetDevice(index), "cudaSetDevice"); },
+          aio::CuFile::Load([index = index_] { return CheckCuda(cudaSetDevice(index), "cudaSetDevice"); },
                             /*only_past_host=*/true);
       RETURN_IF_ERROR(loaded.status());
       LessWhatOthersTook();
@@ -326,11 +246,9 @@ class CudaDevice : public Device {
   absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) override {
     Use();
     std::lock_guard lock(check_mutex_);
-    const int error = kernels::cuda::Checksum(data, bytes, seed, checksum_, check_);
-    if (error != 0) return absl::InternalError(absl::StrCat("checksum: ", kernels::cuda::ErrorText(error)));
-    absl::Status status = Check(cudaEventRecord(checked_, check_), "cudaEventRecord");
-    if (status.ok()) status = Check(cudaEventSynchronize(checked_), "checksum");
-    RETURN_IF_ERROR(status);
+    const absl::Status enqueued =
+        Enqueued(kernels::cuda::Checksum(data, bytes, seed, checksum_, check_), "checksum");
+    RETURN_IF_ERROR(WaitForStream(enqueued, check_, checked_, "checksum"));
     return *checksum_;
   }
 
@@ -375,14 +293,12 @@ class CudaDevice : public Device {
     if (error == 0) error = kernels::cuda::Convert(DType::kFp32, sums, to, out, n, exchange_);
     if (error == 0 && partials != nullptr)
       error = kernels::cuda::SquarePartials(to, out, n, partials, exchange_);
-    if (error == 0) return Exchanged();
-    return absl::InternalError(absl::StrCat("summing gradients: ", kernels::cuda::ErrorText(error)));
+    return Exchanged(Enqueued(error, "summing gradients"), "summing gradients");
   }
   absl::Status Clear(void* memory, size_t bytes) override {
     Use();
     if (bytes == 0) return absl::OkStatus();
-    absl::Status status = Check(cudaMemsetAsync(memory, 0, bytes, exchange_), "cudaMemset");
-    return status.ok() ? Exchanged() : status;
+    return Exchanged(CheckCuda(cudaMemsetAsync(memory, 0, bytes, exchange_), "cudaMemset"), "cudaMemset");
   }
   std::string link() const override { return NcclThere().ok() ? "NCCL" : ""; }
   absl::StatusOr<std::shared_ptr<Comm>> Connect(const std::shared_ptr<Comm>& host) override {
@@ -399,24 +315,27 @@ class CudaDevice : public Device {
   // Libraries that have just been loaded take memory of their own.
   void LessWhatOthersTook() {
     size_t free = 0, total = 0;
-    if (arena_ != nullptr || !Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo").ok()) return;
+    if (arena_ != nullptr || !CheckCuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo").ok()) return;
     capacity_ = std::clamp<int64_t>(static_cast<int64_t>(free) - kReserve, 0, capacity_);
   }
   cudaStream_t ComputeStream() const { return c10::cuda::getDefaultCUDAStream(index_).stream(); }
+  // Of kernels, one after the other: of the first that could not be enqueued.
+  static absl::Status Enqueued(int error, absl::string_view what) {
+    if (error == 0) return absl::OkStatus();
+    return absl::InternalError(absl::StrCat(what, ": ", kernels::cuda::ErrorText(error)));
+  }
   // Waits, asleep, for what is enqueued to be exchanged. One thread at a time asks.
-  absl::Status Exchanged() {
-    absl::Status status = Check(cudaEventRecord(exchanged_, exchange_), "cudaEventRecord");
-    return status.ok() ? Check(cudaEventSynchronize(exchanged_), "summing gradients") : status;
+  absl::Status Exchanged(absl::Status enqueued, absl::string_view what) {
+    return WaitForStream(std::move(enqueued), exchange_, exchanged_, what);
   }
   static void Throw(int error) { TORCH_CHECK(error == 0, kernels::cuda::ErrorText(error)); }
 
   static void Copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, cudaStream_t stream,
-                   Completions* completions, std::atomic<int64_t>* counter, Done done) {
-    absl::Status status = Check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, stream),
-                                absl::StrCat("copy of ", bytes, " bytes"));
-    if (!status.ok()) return done(std::move(status));
-    *counter += bytes;
-    completions->Add(stream, std::move(done));
+                   CudaCompletions* completions, std::atomic<int64_t>* counter, Done done) {
+    absl::Status status = CheckCuda(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, stream),
+                                    absl::StrCat("copy of ", bytes, " bytes"));
+    if (status.ok()) *counter += bytes;
+    completions->Add(std::move(status), stream, std::move(done));
   }
 
   const c10::DeviceIndex index_;
@@ -434,7 +353,7 @@ class CudaDevice : public Device {
   std::mutex mutex_;  // of computed_
   cudaEvent_t computed_ = nullptr, exchanged_ = nullptr;
   std::atomic<int64_t> bytes_in_{0}, bytes_out_{0};
-  Completions copied_in_, copied_out_, computed_all_;
+  std::optional<CudaCompletions> copied_in_, copied_out_, computed_all_;  // until it goes
 };
 
 }  // namespace
