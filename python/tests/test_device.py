@@ -1,6 +1,7 @@
 """A model that is computed on a device: blocks are copied there, gradients come back, and the losses are plain PyTorch's there.
 
-Without a GPU the device is memory of the processor apart from the engine's, which goes the same ways.
+Without a GPU the device is memory of the processor apart from the engine's, which goes the same ways; and once more with a stand-in for
+CUDA's streams and events that does everything as late as it may (late_cuda.py).
 """
 
 import pytest
@@ -9,21 +10,75 @@ torch = pytest.importorskip("torch")
 
 import penstock  # noqa: E402
 from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
-from penstock._engine import _engine, _weights  # noqa: E402
-from penstock._engine._device import choose_device  # noqa: E402
+from late_cuda import CheckedCore, Late, checked  # noqa: E402
+from penstock._engine import _device, _engine, _weights  # noqa: E402
+from penstock._engine._device import DeviceMemory, choose_device  # noqa: E402
 
 # Products of a GPU have other last bits than those that plain PyTorch makes there with whole batches of kernels.
 BOUND = 2e-5
 
 
-@pytest.fixture(params=["apart", "cuda"])
+@pytest.fixture
+def cuda(monkeypatch):
+    """A stand-in that finds out what is not in order."""
+    late = Late(monkeypatch)
+    core = _engine._core.TrainingEngine
+    monkeypatch.setattr(_device, "cuda_of", lambda device: late)
+    monkeypatch.setattr(_engine, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(_weights, "DeviceMemory", checked(DeviceMemory, late))
+    monkeypatch.setattr(_engine._core, "TrainingEngine", lambda *arguments: CheckedCore(core(*arguments), late))
+    yield late
+    late.synchronize()
+    assert late.wrong == []
+    assert late.registered == {}
+
+
+@pytest.fixture(params=["apart", "late", "cuda"])
 def device(request, monkeypatch):
+    if request.param == "late":
+        request.getfixturevalue("cuda")
+        return torch.device("cpu")
     if request.param == "apart":
         monkeypatch.setattr(_engine, "has_own_memory", lambda device: True)
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU here")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+class Blocks:
+    """Weights of some blocks in "the engine's memory", and a DeviceMemory that brings them; what computes is late too."""
+
+    def __init__(self, cuda, count=3, size=64):
+        cuda.computes_at_once = False
+        self.cuda = cuda
+        self.size = size
+        self.arena = torch.zeros(count * size, dtype=torch.uint8)
+        for block in range(count):
+            self.place(block).fill_(block + 1)
+        self.memory = DeviceMemory(torch.device("cpu"), size, (self.arena.data_ptr(), self.arena.numel()))
+
+    def place(self, block):
+        return self.arena[block * self.size : (block + 1) * self.size]
+
+    def bring(self, block):
+        return self.memory.bring(block, self.place(block).data_ptr(), self.size)
+
+    def kernel(self, memory):
+        """Reads the memory on the current stream; returns a list that has its values when the kernel is over."""
+        read = []
+        self.cuda.current_stream().enqueue(lambda: read.extend(memory.tolist()))
+        return read
+
+    def close(self):
+        self.memory.close()
+
+
+@pytest.fixture
+def of_blocks(cuda):
+    made = Blocks(cuda)
+    yield made
+    made.close()
 
 
 def on(device, steps):
@@ -172,18 +227,168 @@ def test_a_device_that_fails_gives_the_run_back(tmp_path, device, monkeypatch):
     def broken(*_):
         raise RuntimeError("device-side assert")
 
+    close = _weights.DeviceMemory.close
+
+    def close_and_tell(memory):
+        close(memory)
+        broken()
+
     engine = make(net(), tmp_path / "broken", device=device)
     losses = [step(engine, batch) for batch in data[:2]]
     engine.flush()
     with monkeypatch.context() as patch:
-        for name in ("bring", "leave", "close"):
-            patch.setattr(_weights.DeviceMemory, name, broken)
+        for name, replaced in (("bring", broken), ("leave", broken), ("close", close_and_tell)):
+            patch.setattr(_weights.DeviceMemory, name, replaced)
         with pytest.raises(RuntimeError, match="device-side assert"):
             engine(**data[2])
         with pytest.raises(RuntimeError, match="device-side assert"):
             engine.close()
     with make(net(), tmp_path / "broken", device=device, resume=True) as engine:
         assert losses + [step(engine, batch) for batch in data[2:]] == expected
+
+
+# A kernel of the buffers' former owner, which the allocator knows to be before everything that this stream is given.
+def test_the_first_copy_waits_for_the_former_owner_of_its_buffer(cuda, monkeypatch):
+    given_back = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    empty = torch.empty
+    for each in given_back:
+        cuda.default.enqueue(lambda each=each: each.fill_(0xEE))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: given_back.pop() if given_back and how.get("device") != "cpu" else empty(*shape, **how))
+    blocks = Blocks(cuda)
+    assert given_back == []
+    read = blocks.kernel(blocks.bring(1))
+    blocks.memory.leave()
+    cuda.synchronize()
+    assert read == [2] * blocks.size
+    blocks.close()
+
+
+def test_a_copy_waits_for_all_that_was_computed_with_its_buffer_on_any_stream(cuda, of_blocks):
+    streams = [cuda.Stream() for _ in range(3)]
+    reads = []
+    for number, stream in enumerate(streams):
+        with cuda.stream(stream):
+            reads.append(of_blocks.kernel(of_blocks.bring(0)))
+            if number == 2:
+                reads.append(reads[-1])
+                continue  # entered on one stream, left on another
+            of_blocks.memory.leave()
+    of_blocks.memory.leave()
+    for block in (1, 2):
+        of_blocks.bring(block)
+        of_blocks.memory.leave()
+    cuda.synchronize()
+    assert reads == [[1] * of_blocks.size] * 4
+
+
+def test_a_stream_that_brings_what_is_there_waits_for_its_copy(cuda, of_blocks):
+    of_blocks.bring(1)
+    other = cuda.Stream()
+    with cuda.stream(other):
+        read = of_blocks.kernel(of_blocks.bring(1))
+    other.synchronize()
+    assert read == [2] * of_blocks.size
+
+
+def test_the_engines_memory_is_its_own_again_when_a_use_is_left(cuda, of_blocks):
+    read = of_blocks.kernel(of_blocks.bring(1))
+    of_blocks.memory.leave()
+    of_blocks.place(1).fill_(0xFF)
+    cuda.synchronize()
+    assert read == [2] * of_blocks.size
+
+
+# step() on another stream than backward, and both on others than forward.
+def test_gradients_are_taken_behind_all_streams_of_their_use(cuda, of_blocks):
+    gradients = [torch.zeros(4) for _ in range(3)]
+    forward, backward, step_of = (cuda.Stream() for _ in range(3))
+    with cuda.stream(forward):
+        of_blocks.bring(0)
+    for stream, gradient in zip((forward, backward, step_of), gradients):
+        stream.enqueue(lambda gradient=gradient: gradient.fill_(7.0))
+    with cuda.stream(backward):
+        of_blocks.memory.computed()
+    with cuda.stream(step_of):
+        taken = of_blocks.memory.take(gradients)
+        assert [each.tolist() for each in taken] == [[7.0] * 4] * 3
+        of_blocks.memory.leave()
+
+
+# What was enqueued before a call failed still moves bytes: whose memory it is must not have it back before that is over.
+@pytest.mark.parametrize("fails", ["wait", "record"])
+def test_after_a_call_that_fails_no_copy_is_under_way(cuda, of_blocks, fails):
+    of_blocks.bring(0)
+    if fails == "wait":
+        cuda.fails = fails
+        with pytest.raises(RuntimeError, match="wait was made to fail"):
+            of_blocks.bring(0)
+    else:
+        of_blocks.memory.leave()
+        cuda.fails = fails
+        with pytest.raises(RuntimeError, match="record was made to fail"):
+            of_blocks.bring(1)
+    cuda.fails = ""
+    of_blocks.memory.leave()
+    assert cuda.pending_copies() == []
+
+
+def test_a_use_whose_end_cannot_be_told_is_waited_for(cuda, of_blocks):
+    read = of_blocks.kernel(of_blocks.bring(0))
+    cuda.fails = "record"
+    with pytest.raises(RuntimeError, match="record was made to fail"):
+        of_blocks.memory.leave()
+    cuda.fails = ""
+    assert cuda.pending_copies() == []
+    assert read == [1] * of_blocks.size
+
+
+def test_gradients_that_fail_midway_are_not_under_way(cuda, of_blocks):
+    of_blocks.bring(0)
+    with pytest.raises(RuntimeError):
+        of_blocks.memory.take([torch.ones(4), torch.ones(2).view(1, 2).expand(2, 2).to_sparse()])
+    assert cuda.pending_copies() == []
+    of_blocks.memory.leave()
+
+
+def test_memory_that_could_not_all_be_registered_is_not_left_registered(cuda):
+    cuda.fails = "register 1"
+    with pytest.raises(RuntimeError, match="register 1 was made to fail"):
+        Blocks(cuda)
+    assert cuda.registered == {}
+
+
+# CheckedCore asserts the order.
+@pytest.mark.parametrize("fails", ["write", "Runtime"])
+def test_memory_is_unregistered_before_an_engine_that_came_to_nothing_unmaps_it(tmp_path, cuda, monkeypatch, fails):
+    data = batches(3)
+    expected = undisturbed(tmp_path / "whole", "cpu", data)
+
+    def full(*_):
+        raise OSError("no space left")
+
+    with make(net(), tmp_path / "tried", device="cpu") as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(*((_engine._parameters, "write") if fails == "write" else (_engine, "Runtime")), full)
+            with pytest.raises(OSError, match="no space left"):
+                engine(**data[0])
+        assert cuda.registered == {}
+        assert [step(engine, batch) for batch in data] == expected
+        assert len(cuda.registered) == 2
+
+
+def test_memory_that_cuda_does_not_pin_is_told(tmp_path, cuda):
+    data = batches(2)
+    with make(net(), tmp_path / "pinned", device="cpu") as engine:
+        expected = [step(engine, batch) for batch in data]
+        pinned = engine.report()
+        assert pinned["pinned_for_device_bytes"] > pinned["peak_pinned_bytes"] > 0
+    cuda.refuses_to_register = True
+    with make(net(), tmp_path / "pageable", device="cpu") as engine:
+        with pytest.warns(UserWarning, match=r"CUDA does not pin \d+ bytes of host memory \(cudaHostRegister: error 2\)"):
+            losses = [step(engine, data[0])]
+        losses.append(step(engine, data[1]))
+        assert engine.report()["pinned_for_device_bytes"] == 0
+    assert losses == expected
 
 
 def test_on_another_stream(tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import warnings
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -53,46 +54,76 @@ def has_own_memory(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+def cuda_of(device: torch.device) -> Any:
+    """torch.cuda, or what stands in for it in a test; None: the device has no streams."""
+    return torch.cuda if device.type == "cuda" else None
+
+
 class _Buffer:
     """On the device, for the weights of one block."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, cuda: Any) -> None:
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
         self.holds: Tuple[int, int] = (-1, 0)  # the block, and where its weights lay in the engine's memory
-        on_gpu = device.type == "cuda"
-        self.copied = torch.cuda.Event(blocking=True) if on_gpu else None
-        self.used: Optional[torch.cuda.Event] = torch.cuda.Event() if on_gpu else None  # by all that was computed with it
+        self.copied = cuda.Event(blocking=True) if cuda is not None else None
+        self.used: Dict[Any, Any] = {}  # by stream: an event behind all that was computed with it there
 
 
 class DeviceMemory:
     """Weights on the device, and gradients on their way back. Threads: one at a time.
 
+    Order on a GPU: weights are copied on a stream of their own, behind all work with the buffer's former content on whatever streams;
+    each stream that enters a use waits for the copy. Gradients are copied behind every stream that took part in the use.
+
     On torch.device("cpu") it does the same with memory of the processor, without streams: for tests.
     """
 
     def __init__(self, device: torch.device, block_bytes: int, arena: Tuple[int, int]) -> None:
-        """block_bytes: of the largest block. arena: address and bytes of the engine's memory, which is pinned until ``close``."""
+        """block_bytes: of the largest block. arena: address and bytes of the engine's memory, which is pinned until ``close``.
+
+        Where the driver refuses to pin, it warns: copies are right then, and slower.
+        """
         self.device = device
-        self._on_gpu = device.type == "cuda"
-        with torch.inference_mode(False):
-            self._buffers = [_Buffer(block_bytes, device) for _ in range(2)]
-            self._gradients = torch.empty(block_bytes, dtype=torch.uint8, device="cpu")
+        self._cuda = cuda = cuda_of(device)
+        self._pinned: Dict[int, int] = {}  # bytes, by address
+        self._arena_address = arena[0]
         self._inside: Optional[_Buffer] = None  # of the block that is entered
-        self._last = self._buffers[0]
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
-        self._pinned: List[int] = []  # addresses
-        if self._on_gpu:
-            self._pin(*arena)
-            self._pin(self._gradients.data_ptr(), block_bytes)
+        self._streams: Dict[Any, None] = {}  # that took part in the use, in order
         self.h2d_bytes = 0
         self.d2h_bytes = 0
-
-    # Copies of memory that is not pinned are right as well, and slower.
-    def _pin(self, address: int, size: int) -> None:
-        if size and int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
-            self._pinned.append(address)
+        with torch.inference_mode(False):
+            self._buffers = [_Buffer(block_bytes, device, cuda) for _ in range(2)]
+            self._gradients = torch.empty(block_bytes, dtype=torch.uint8, device="cpu")
+        self._last = self._buffers[0]
+        if cuda is None:
             return
-        try:  # CUDA has kept the error, for whoever asks next
+        self._stream = cuda.Stream(device)
+        # torch gives memory back in the order of the stream that asks: its former owner may still be at work there.
+        self._stream.wait_stream(cuda.current_stream(device))
+        try:
+            self._pin(*arena)
+            self._pin(self._gradients.data_ptr(), block_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _pin(self, address: int, size: int) -> None:
+        if not size:
+            return
+        error = int(self._cuda.cudart().cudaHostRegister(address, size, 0))
+        if error == 0:
+            self._pinned[address] = size
+            return
+        self._forget_error()
+        warnings.warn(
+            f"CUDA does not pin {size} bytes of host memory (cudaHostRegister: error {error}): copies to and from {self.device} are of pageable "
+            "memory, which is slower. A smaller host_memory=, or a higher limit of locked memory (ulimit -l), may help",
+            stacklevel=2,
+        )
+
+    # CUDA keeps an error for the next call that asks.
+    def _forget_error(self) -> None:
+        try:
             torch.zeros(1, device=self.device)
         except RuntimeError:
             pass
@@ -103,69 +134,116 @@ class DeviceMemory:
             buffer.holds = (-1, 0)
 
     def bring(self, block: int, address: int, size: int) -> torch.Tensor:
-        """The block's weights, which lie at `address`, as bytes on the device: there for what is enqueued from here on, until ``leave``."""
+        """The block's weights, which lie at `address`, as bytes on the device: there for what is enqueued from here on, until ``leave``.
+
+        What is enqueued on another stream than the current one has to wait for the current one first.
+        """
         held = next((buffer for buffer in self._buffers if buffer.holds == (block, address)), None)
         if held is None:
             held = next(buffer for buffer in self._buffers if buffer is not self._last)
-            held.holds = (block, address)
+            held.holds = (-1, 0)
             there = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
             self._copy(held, there)
+            held.holds = (block, address)
             self.h2d_bytes += size
         self._inside = self._last = held
+        self._streams = {}
+        if self._cuda is not None:
+            self._current_stream().wait_event(held.copied)
         return held.memory[:size]
 
     def _copy(self, buffer: _Buffer, weights: torch.Tensor) -> None:
         to = buffer.memory[: weights.numel()]
-        if self._stream is None:
+        if self._cuda is None:
             to.copy_(weights)
             return
-        self._stream.wait_event(buffer.used)
-        with torch.cuda.stream(self._stream):
-            to.copy_(weights, non_blocking=True)
-            buffer.copied.record(self._stream)  # type: ignore[union-attr]
-        torch.cuda.current_stream(self.device).wait_event(buffer.copied)
+        for event in buffer.used.values():
+            self._stream.wait_event(event)
+        with self._cuda.stream(self._stream):
+            try:
+                to.copy_(weights, non_blocking=True)
+                buffer.copied.record(self._stream)  # type: ignore[union-attr]
+            except BaseException:
+                self._stream.synchronize()  # it may be under way, and nothing else will tell when it is over
+                raise
+
+    def computed(self) -> None:
+        """What was enqueued on the current stream, or what that one waits for, took part in the use that is entered."""
+        if self._cuda is not None and self._inside is not None:
+            self._current_stream()
+
+    def _current_stream(self) -> Any:
+        stream = self._cuda.current_stream(self.device)
+        self._streams[stream] = None
+        return stream
 
     def leave(self) -> None:
         """The engine's memory of the block that was brought is read no more when this returns."""
         buffer, self._inside = self._inside, None
-        if buffer is None or not self._on_gpu:
+        if buffer is None or self._cuda is None:
             return
-        buffer.used.record(torch.cuda.current_stream(self.device))  # type: ignore[union-attr]
-        buffer.copied.synchronize()  # type: ignore[union-attr]
+        self._current_stream()
+        try:
+            for stream in self._streams:
+                if stream not in buffer.used:
+                    buffer.used[stream] = self._cuda.Event()
+                buffer.used[stream].record(stream)
+            buffer.copied.synchronize()  # type: ignore[union-attr]
+        except BaseException:
+            self._cuda.synchronize(self.device)  # whatever could not be told: it is over
+            raise
 
     def take(self, gradients: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-        """These gradients of one block in host memory, until the next call."""
+        """These gradients of the block that is entered in host memory, until the next call."""
         found, at = [], 0
-        for gradient in gradients:
-            size = gradient.numel() * gradient.element_size()
-            if at + size <= self._gradients.numel():
-                place = self._gradients[at : at + size].view(gradient.dtype).view(gradient.shape)
-            else:  # of a wider type than the weights
-                place = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu")
-            place.copy_(gradient, non_blocking=self._on_gpu)
-            found.append(place)
-            at += (size + 7) // 8 * 8
-            self.d2h_bytes += size
-        if self._on_gpu:
-            torch.cuda.current_stream(self.device).synchronize()
+        if self._cuda is not None:
+            here = self._current_stream()
+            for stream in self._streams:
+                if stream != here:
+                    here.wait_stream(stream)
+        try:
+            for gradient in gradients:
+                size = gradient.numel() * gradient.element_size()
+                if at + size <= self._gradients.numel():
+                    place = self._gradients[at : at + size].view(gradient.dtype).view(gradient.shape)
+                else:  # of a wider type than the weights
+                    place = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu")
+                place.copy_(gradient, non_blocking=self._cuda is not None)
+                found.append(place)
+                at += (size + 7) // 8 * 8
+                self.d2h_bytes += size
+        finally:  # also after an error: what was begun writes here
+            if self._cuda is not None:
+                here.synchronize()
         return found
 
     def report(self) -> Dict[str, Any]:
-        """What a report says of it: the device, bytes copied in both directions, and the most that torch held there."""
-        peak = torch.cuda.max_memory_allocated(self.device) if self._on_gpu else 0
-        return {"device": self.device.type, "peak_device_bytes": peak, "h2d_bytes": self.h2d_bytes, "d2h_bytes": self.d2h_bytes}
+        """What a report says of it: the device, bytes copied in both directions, the most that torch held there, and what is pinned for it.
+
+        ``peak_pinned_bytes`` is of the arena alone.
+        """
+        peak = self._cuda.max_memory_allocated(self.device) if self._cuda is not None else 0
+        return {
+            "device": self.device.type,
+            "peak_device_bytes": peak,
+            "h2d_bytes": self.h2d_bytes,
+            "d2h_bytes": self.d2h_bytes,
+            "pinned_for_device_bytes": sum(self._pinned.values()),
+            "peak_pinned_bytes": self._pinned.get(self._arena_address, 0),
+        }
 
     def close(self) -> None:
-        """The engine's memory goes: nothing is copied from it any more."""
+        """The engine's memory goes: nothing is copied from it any more, and CUDA knows it no longer. A second call does nothing."""
         try:
-            if self._on_gpu:
-                torch.cuda.synchronize(self.device)
+            if self._cuda is not None:
+                self._cuda.synchronize(self.device)
         finally:
-            for address in self._pinned:
-                torch.cuda.cudart().cudaHostUnregister(address)
-            self._pinned = []
-            self._buffers, self._inside = [], None
-            del self._last, self._gradients
+            while self._pinned:
+                address, _ = self._pinned.popitem()
+                if int(self._cuda.cudart().cudaHostUnregister(address)) != 0:
+                    self._forget_error()
+            self._buffers, self._inside, self._streams = [], None, {}
+            self._last = self._gradients = None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

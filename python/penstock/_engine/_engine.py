@@ -467,6 +467,7 @@ class Engine:
         }
         self._core = core
         self._buffers = persistent_buffers(self.module)
+        weights: Optional[Weights] = None
         try:
             if goes_on:
                 self._restored()
@@ -480,13 +481,18 @@ class Engine:
             self._layout = _parameters.describe(self.module, self._blocks, places, trains, self._info()["model"])
             if settings.state_dirs and self._ranks.rank == 0:
                 _parameters.write(self._own_dirs()[0], _parameters.with_buffers(self._layout, self._buffers))
+            self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains, self._input_gradients)
         except BaseException:
-            core.close()  # or the state stays locked, by ourselves
-            self._core = None
-            self._made = not options["resume"]
+            try:
+                if weights is not None:
+                    weights.release()  # first: CUDA must not know memory that is unmapped
+            finally:
+                core.close()  # or the state stays locked, by ourselves
+                self._core = None
+                self._made = not options["resume"]
             raise
+        _started.add(self)
         weights.hide_all()
-        self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains, self._input_gradients)
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
         self._runtime.device = self.device
@@ -502,7 +508,6 @@ class Engine:
         seconds = [use.seconds for use in uses]
         if sum(seconds) > 0:
             self._watch.backward_share = sum(seconds[self._runtime.first_trained :]) / sum(seconds)
-        _started.add(self)
 
     # State in memory is read from a drive too, once: what is made of DeepSpeed's checkpoint goes as soon as it was.
     @contextmanager

@@ -41,7 +41,8 @@ class Report(Dict[str, Any]):
             told["mfu"] = share if 0 < share <= 1 else None  # the product was disturbed, or no step is over
         if device is not None:
             copied = ("h2d_bytes", "d2h_bytes")
-            told.update({name: value for name, value in device.items() if name not in copied})
+            pinned = max(told["peak_pinned_bytes"], device["peak_pinned_bytes"])  # by the engine, by the device
+            told.update({name: value for name, value in device.items() if name not in copied}, peak_pinned_bytes=pinned)
             told["totals"].update({name: device[name] for name in copied})
         for name in _UNMEASURED:
             told.pop(name, None)

@@ -717,6 +717,7 @@ class Runtime:
         if tensors:
             with in_this_thread(self.device):
                 torch.autograd.backward(tensors, gradients, retain_graph)
+            self._weights.computed()  # the last block may be left on another stream, in step()
         self._end_backward(driver)
 
     # --- several micro-batches, block by block

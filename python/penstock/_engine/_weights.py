@@ -40,14 +40,14 @@ class Weights:
             max((place + parameter.numel() for place, parameter in zip(places_of, parameters)), default=0) * self._width
             for places_of, parameters in zip(places, self._parameters)
         ]
-        #: None where the model is computed in the engine's memory.
-        self.on_device = DeviceMemory(device, max(self._bytes, default=0), arena) if apart else None
         self._spans: Dict[int, Tuple[int, int]] = {}
         self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
         self._versions: Dict[int, List[int]] = {}  # of each block's parameters, when they got their values
         # Of one element: torch takes arithmetic in place for them, which leaves NaN as it is. Their versions, when they were hidden.
         self._single = [[parameter for parameter in block if parameter.numel() == 1] for block in self._parameters]
         self._single_versions: Dict[int, int] = {}
+        #: None where the model is computed in the engine's memory. Last: from here on the arena is pinned until ``release``.
+        self.on_device = DeviceMemory(device, max(self._bytes, default=0), arena) if apart else None
 
     def _hide_on(self, device: torch.device) -> None:
         self._device = device
@@ -57,12 +57,17 @@ class Weights:
                 [self._nan.expand(parameter.shape) if parameter.dim() else self._nan[0] for parameter in block] for block in self._parameters
             ]
 
+    def release(self) -> None:
+        """The engine's memory is not read any more, and may go. The parameters stay as they are."""
+        if self.on_device is not None:
+            self.on_device.close()
+
     def close(self) -> None:
         """The engine's memory is not read any more. The parameters stay without values, in host memory."""
         if self.on_device is None:
             return
         try:
-            self.on_device.close()
+            self.release()
         finally:
             self._views.clear()
             self._hide_on(torch.device("cpu"))
@@ -114,6 +119,11 @@ class Weights:
                         f"{name} was given a value outside of engine.gathered(write_back=True), or another type or device: the engine has "
                         "another, which the next forward goes on with"
                     )
+
+    def computed(self) -> None:
+        """Backward of the use that is entered was enqueued, or the current stream waits for it."""
+        if self.on_device is not None:
+            self.on_device.computed()
 
     def begin_pass(self) -> None:
         """The weights of a block may be others than in the pass before."""
