@@ -26,6 +26,7 @@ from ._engine._on_disk import init_on_disk
 from ._engine._optimizer import ConfigScheduler
 from ._engine._ranks import make_group
 from ._engine._settings import PathLike
+from ._small_files import read_json
 
 logger = logging.getLogger("penstock")
 
@@ -219,8 +220,7 @@ def _config_of(config: Any) -> Dict[str, Any]:
         return {}
     if isinstance(config, Mapping):
         return dict(config)
-    with open(config, encoding="utf-8") as file:
-        return dict(json.load(file))
+    return dict(read_json(config))
 
 
 def _nvme_path(part: Any, key: str) -> Optional[str]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from typing import Optional
 
+from .._small_files import read_text
+
 LATEST = "latest"
 #: A checkpoint of this name that another is about to replace.
 REPLACED = ".%s.replaced"
 
 
 def newest(directory: str) -> Optional[str]:
-    """What `latest` says, which may be nothing; None: there is no such file. OSError: it cannot be read."""
+    """What `latest` says, which may be nothing; None: there is no such file. OSError, ValueError: it cannot be read."""
     try:
-        with open(os.path.join(directory, LATEST), encoding="utf-8") as file:
-            return file.read().strip()
+        return read_text(os.path.join(directory, LATEST), 4096).strip()
     except FileNotFoundError:
         return None
 

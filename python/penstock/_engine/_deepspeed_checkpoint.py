@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .. import _core
+from .._small_files import read_json
 from ._identity import values_of
 from ._json import decode
 from ._optimizer import ConfigScheduler
@@ -48,11 +49,7 @@ def names_of(given: Names) -> Dict[str, str]:
     source = "names"
     if isinstance(given, (str, os.PathLike)):
         source = os.fspath(given)
-        with open(given, encoding="utf-8") as file:
-            try:
-                given = json.load(file)
-            except ValueError as error:
-                raise ValueError(f"{source} is no JSON: {error}") from error
+        given = read_json(source)
     if not isinstance(given, Mapping) or not all(isinstance(each, str) for pair in given.items() for each in pair):
         raise TypeError(f"{source}: a mapping from the module's names to the checkpoint's: {{'embed.weight': 'transformer.wte.weight'}}")
     return dict(given)

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from .._files import whole_file
+from .._small_files import read_json
 from ._blocks import Block
 from ._json import encode
 
 FILE = "parameters.json"
 _MOST_BUFFERS = 16 << 20  # bytes, of all together
+_MOST_BYTES = 64 << 20  # of the file: the buffers in base64, and the names of 100,000 parameters
 
 
 def describe(
@@ -60,8 +62,7 @@ def read(directory: str, identity: Mapping[str, Any]) -> Optional[Dict[str, Any]
     """What was written for that very model; None: nothing was. ValueError: the file is damaged."""
     path = os.path.join(directory, FILE)
     try:
-        with open(path, encoding="utf-8") as file:
-            described = json.load(file)
+        described = read_json(path, _MOST_BYTES)
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -13,6 +13,7 @@ import torch
 
 from .. import _core
 from .._buffers import byte_size, truth, whole_number
+from .._small_files import parse_json, read_text
 from .._tensors import number
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -55,8 +56,7 @@ def _config_text(config: Any) -> str:
     if config is None:
         return ""
     if isinstance(config, (str, os.PathLike)):
-        with open(config, encoding="utf-8") as file:
-            return file.read()
+        return read_text(config)
     if isinstance(config, dict):
         # accelerate gives steps_per_print as inf, which JSON has no word for.
         kept = {key: value for key, value in config.items() if key != "steps_per_print" or value != math.inf}
@@ -86,7 +86,7 @@ def _dtype_name(dtype: Any) -> str:
 def without_places(text: str) -> str:
     """A configuration without what each rank may have elsewhere; one that is no plain JSON as it is."""
     try:
-        config = json.loads(text)
+        config = parse_json(text, "config")
     except ValueError:
         return text
     for part in ("offload_param", "offload_optimizer"):
@@ -108,7 +108,7 @@ _WANDB_KEYS = ("enabled", "group", "team", "project")
 def _without_wandb(text: str) -> Tuple[str, Optional[Dict[str, Any]]]:
     """The configuration without its wandb, which Python serves, and that, where it is switched on."""
     try:
-        config = json.loads(text)
+        config = parse_json(text, "config")
     except ValueError:
         return text, None  # the parser says what is wrong, and where
     wandb = config.get("wandb") if isinstance(config, dict) else None
