@@ -1,4 +1,4 @@
-"""torch.save with the bytes going through the I/O engine, past the page cache, and no crash that leaves half a file."""
+"""Files that are replaced whole, the only way in which the package replaces one; and torch.save past the page cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import ctypes
 import errno
 import os
 import secrets
-from typing import Any, BinaryIO, Iterator, List, Optional, Tuple
+import stat
+from typing import Any, BinaryIO, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -123,42 +124,169 @@ class _Writer:
                 transfer.wait()
 
 
-def _new_file(path: str) -> Tuple[int, Optional[str]]:
-    """A descriptor of an empty file beside path, without a name where the file system can do that; else its name."""
-    directory = os.path.dirname(path)
+def _beside(path: str, ending: str) -> str:
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name[:200]}.{secrets.token_hex(8)}{ending}")
+
+
+def sync_directory(path: str) -> None:
+    """Makes the creation, renaming and removal of names in a directory durable."""
+    descriptor = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), None
+        os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+        if error.errno != errno.EINVAL:  # a file system that cannot
             error.filename = path
             raise
-    name = _beside(path)
-    return os.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666), name
+    finally:
+        os.close(descriptor)
 
 
-def _beside(path: str) -> str:
-    directory, name = os.path.split(path)
-    return os.path.join(directory, f".{name[:200]}.{secrets.token_hex(6)}")
+class NewFile:
+    """A new file in the directory of ``path``, open for writing as ``descriptor``. It has no name until it is committed where the file
+    system can do that, so that a kill leaves nothing; elsewhere a random one. Links are not followed: one at ``path`` is itself replaced,
+    and the mode of a regular file there is handed on. Without ``commit`` or ``commit_together``, ``discard`` leaves ``path`` as it was.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._name: Optional[str] = None
+        try:
+            self.descriptor = os.open(os.path.dirname(path) or ".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                error.filename = path
+                raise
+            name = _beside(path, ".new")
+            self.descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            self._name = name
+        try:
+            mode = os.lstat(path).st_mode
+            if stat.S_ISREG(mode):
+                os.fchmod(self.descriptor, stat.S_IMODE(mode))
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            self.discard()
+            raise
+
+    def settle(self) -> None:
+        """Durable, and under a temporary name: what is left is to rename it."""
+        os.fsync(self.descriptor)
+        if self._name is None:
+            name = _beside(self.path, ".new")
+            # With a directory's descriptor, which the absolute path makes moot, Python calls linkat(), which can follow.
+            os.link(f"/proc/self/fd/{self.descriptor}", name, src_dir_fd=self.descriptor, follow_symlinks=True)
+            self._name = name
+
+    def move(self) -> None:
+        """Under its own name, which is not durable yet."""
+        assert self._name is not None
+        os.replace(self._name, self.path)
+        self._name = None
+
+    def commit(self) -> None:
+        self.settle()
+        self.move()
+        sync_directory(os.path.dirname(self.path))
+
+    def discard(self) -> None:
+        """Closes it. One that was not committed is gone."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+        name, self._name = self._name, None
+        if name is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+
+
+def commit_together(files: Sequence[NewFile], keys: Sequence[str]) -> None:
+    """Commits files of one directory that only mean something together: who begins to read at one of ``keys``, also after a kill, finds all
+    the old files, all the new ones, or no key. The last of ``files`` is the one to begin with, its path one of ``keys``; the other keys are
+    gone afterwards. OSError before the last one has its name: everything is as it was.
+    """
+    for file in files:
+        file.settle()
+    key, alone = files[-1].path, len(files) == 1  # one file takes an old one's place in one step
+    directory = os.path.dirname(key)
+    old: List[Tuple[str, str]] = []
+    named: List[str] = []
+
+    def set_aside(path: str) -> None:
+        name = _beside(path, ".old")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, name)
+            old.append((path, name))
+
+    try:
+        if not alone:
+            for path in keys:
+                set_aside(path)
+            if old:
+                sync_directory(directory)
+            for file in files[:-1]:
+                set_aside(file.path)
+                file.move()
+                named.append(file.path)
+            sync_directory(directory)
+        files[-1].move()
+    except BaseException:
+        for path in named:
+            os.unlink(path)
+        for path, name in reversed(old):  # those that are read first get their names last
+            os.rename(name, path)
+        raise
+    sync_directory(directory)
+    for _, name in old:
+        os.unlink(name)
+    for path in keys:
+        if path != key:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    sync_directory(directory)
+
+
+@contextlib.contextmanager
+def open_new(new: NewFile) -> Iterator[BinaryIO]:
+    """The new file, to write through the page cache."""
+    with open(new.descriptor, "wb", closefd=False) as file:
+        yield file
 
 
 @contextlib.contextmanager
 def whole_file(path: str) -> Iterator[BinaryIO]:
-    """A file that takes path's place when all of it is written and on the drive (fsync); until then, and where that fails, path is as it was.
-
-    For small ones: they go through the page cache, and the directory is not synced.
-    """
-    directory, name = os.path.split(path)
-    temporary = os.path.join(directory, f".{name}.{os.getpid()}.partial")  # of a killed process that had our number it is written over
+    """A file that takes path's place, durably (fsync of file and directory), when the block ends; where it fails, path is as it was."""
+    new = NewFile(path)
     try:
-        with open(temporary, "wb") as file:
+        with open_new(new) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        new.commit()
+    finally:
+        new.discard()
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Puts text in place of what a path holds. What is no regular file (/dev/stdout, a pipe) is written to as it is."""
+    name = os.fspath(path)
+    if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
+        with open(name, "w", encoding="utf-8") as out:
+            out.write(text)
+        return
+    with whole_file(name) as file:
+        file.write(text.encode())
+
+
+def replace_link(target: str, path: str) -> None:
+    """Makes ``path`` a symbolic link to ``target``, in place of what it was."""
+    name = _beside(path, ".new")
+    os.symlink(target, name)
+    try:
+        os.replace(name, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+        os.unlink(name)
         raise
+    sync_directory(os.path.dirname(path))
 
 
 @contextlib.contextmanager
@@ -176,31 +304,10 @@ def _checksums(wanted: Optional[bool]) -> Iterator[None]:
         option.set_crc32_options(before)
 
 
-def save(obj: Any, path: PathLike, *, crc32: Optional[bool] = None, **arguments: Any) -> None:
-    """torch.save(obj, path), through the I/O engine and safe from crashes.
-
-    path: where the file will be; a link is followed. The bytes are torch.save's, and torch.load reads them. They go to a
-    new file, which takes path's place when all of it is durable (fsync of file and directory): after a crash at any
-    moment there is the old file or the new one, whole. Its mode is the old one's, if there was one.
-    crc32: False leaves out the archive's checksums, which take most of the processor's time and which torch.load does not
-    look at; None is as torch.serialization.set_crc32_options() says. Without effect where torch has no such option.
-    arguments: pickle_module and pickle_protocol, as torch.save's.
-
-    Takes up to 64 MiB of locked memory meanwhile, less for less. Raises OSError (errno, filename), with path as it was; what pickling raises.
-    """
-    target = _path_of(path, "torch.save")
-    if os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise OSError(errno.EINVAL, "it is no regular file, and a new one would take its place: torch.save writes into it", target)
-    descriptor, name = _new_file(target)
-    writer = None
+def save_into(new: NewFile, obj: Any, crc32: Optional[bool] = None, **arguments: Any) -> None:
+    """What ``save`` writes, durable, in a file that is not committed yet."""
+    writer = _Writer(_core.File(new.path, write=True, descriptor=new.descriptor))
     try:
-        try:
-            os.fchmod(descriptor, os.stat(target).st_mode & 0o7777)
-        except FileNotFoundError:
-            pass
-        writer = _Writer(_core.File(target, write=True, descriptor=descriptor))
         try:
             with _checksums(crc32):
                 torch.save(obj, writer, **arguments)  # type: ignore[arg-type]
@@ -213,24 +320,36 @@ def save(obj: Any, path: PathLike, *, crc32: Optional[bool] = None, **arguments:
             finally:
                 del failure
         writer.finish()
-        if name is None:
-            beside = _beside(target)
-            # With a directory's descriptor, which the absolute path makes moot, Python calls linkat(), which can follow.
-            os.link(f"/proc/self/fd/{descriptor}", beside, src_dir_fd=descriptor, follow_symlinks=True)
-            name = beside
-        os.replace(name, target)
-        name = None
-        directory = os.open(os.path.dirname(target), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
     finally:
-        if writer is not None:
-            writer.settle(check=False)
-        os.close(descriptor)
-        if name is not None:
-            os.unlink(name)
+        writer.settle(check=False)
+
+
+def save(obj: Any, path: PathLike, *, crc32: Optional[bool] = None, **arguments: Any) -> None:
+    """torch.save(obj, path), through the I/O engine and safe from crashes.
+
+    path: where the file will be; a link is followed. The bytes are torch.save's, and torch.load reads them. They go to a
+    new file. When all of it is durable (fsync) it takes path's place, and the directory is synced: after a crash at any
+    moment there is the old file or the new one, whole, and once ``save`` has returned the new one. Its mode is the old
+    one's, if there was one.
+    crc32: False leaves out the archive's checksums, which take most of the processor's time and which torch.load does not
+    look at; None is as torch.serialization.set_crc32_options() says. Without effect where torch has no such option.
+    arguments: pickle_module and pickle_protocol, as torch.save's.
+
+    Takes up to 64 MiB of locked memory meanwhile, less for less. Raises OSError (errno, filename) and what pickling raises, with
+    path as it was; but where the directory's own fsync fails, the last thing that happens, path is the new file, which a power
+    cut may still take back.
+    """
+    target = _path_of(path, "torch.save")
+    if os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise OSError(errno.EINVAL, "it is no regular file, and a new one would take its place: torch.save writes into it", target)
+    new = NewFile(target)
+    try:
+        save_into(new, obj, crc32, **arguments)
+        new.commit()
+    finally:
+        new.discard()
 
 
 def load(path: PathLike, **arguments: Any) -> Any:

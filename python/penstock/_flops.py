@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ._engine._progress import count
+from ._files import write_text
 
 
 def _counter() -> Any:
@@ -76,8 +77,7 @@ class FlopsProfiler:
         if output_file is None:
             sys.stdout.write(line)
             return
-        with open(output_file, "w", encoding="utf-8") as file:
-            file.write(line)
+        write_text(output_file, line)
 
 
 def get_model_profile(

@@ -21,7 +21,7 @@ from ._engine import _parameters
 from ._engine._deepspeed_checkpoint import is_deepspeeds
 from ._engine._json import decode
 from ._engine._settings import PathLike
-from ._files import save, whole_file
+from ._files import NewFile, commit_together, open_new, save_into
 
 # What checkpoints, DeepSpeed's and ours, are made of.
 _IS_READ = re.compile(r"(_states\.pt|/zero/.*\.pt|/penstock\.store|/parameters\.json)$")
@@ -198,7 +198,7 @@ def _shards(weights: _Weights, names: Sequence[str], most: Optional[int]) -> Lis
 
 
 # One value at a time is in memory.
-def _write_safetensors(path: str, weights: _Weights, names: Sequence[str]) -> None:
+def _write_safetensors(new: NewFile, weights: _Weights, names: Sequence[str]) -> None:
     header: Dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:
@@ -208,7 +208,7 @@ def _write_safetensors(path: str, weights: _Weights, names: Sequence[str]) -> No
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with whole_file(path) as file:
+    with open_new(new) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             value = weights.read(weights.tied.get(name, name)).contiguous()
@@ -216,12 +216,23 @@ def _write_safetensors(path: str, weights: _Weights, names: Sequence[str]) -> No
                 file.write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
 
 
-def _write_torch(path: str, weights: _Weights, names: Sequence[str]) -> None:
+def _write_torch(new: NewFile, weights: _Weights, names: Sequence[str]) -> None:
     state: "OrderedDict[str, torch.Tensor]" = OrderedDict()
     for name in names:
         held = weights.tied.get(name, name)
         state[name] = state[held] if held in state else weights.read(held)
-    save(state, path)
+    save_into(new, state)
+
+
+# That the index of an older one names, as they are named here; none where it cannot be read.
+def _shards_of(index: str, base: str, ending: str) -> List[str]:
+    try:
+        with open(index, encoding="utf-8") as file:
+            places = set(json.load(file)["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    ours = re.compile(rf"{base}-\d+-of-\d+{re.escape(ending)}")
+    return [os.path.join(os.path.dirname(index), name) for name in places if isinstance(name, str) and ours.fullmatch(name)]
 
 
 def write_weights(
@@ -233,7 +244,11 @@ def write_weights(
     exclude_frozen_parameters: bool = False,
     overwrite: bool = True,
 ) -> List[str]:
-    """As convert_zero_checkpoint_to_fp32_state_dict. Returns the paths that were written. FileExistsError: without overwrite."""
+    """As convert_zero_checkpoint_to_fp32_state_dict. Returns the paths that were written. FileExistsError: without overwrite.
+
+    What is there stands until all that is new is durable beside it: the drive needs room for both. Then the names change hands: a kill at
+    any moment leaves the old weights, the new ones, or neither an index nor the one file; an error leaves the old ones.
+    """
     most = _size_of(max_shard_size)
     weights = _open(checkpoint_dir, tag)
     names = weights.names(truth(exclude_frozen_parameters, "exclude_frozen_parameters"))
@@ -261,17 +276,26 @@ def write_weights(
     for _, dtype in weights.kinds.values() if safe_serialization else ():
         if dtype not in _SAFE_NAMES:
             raise ValueError(f"a buffer of {dtype} has no type in safetensors: write .bin")
-    for path, shard in zip(files, shards):
-        (_write_safetensors if safe_serialization else _write_torch)(path, weights, shard)
-    if len(files) > 1:
-        places = {name: os.path.basename(path) for path, shard in zip(files, shards) for name in shard}
-        total = sum(_bytes_of(weights, name) for name in names)
-        with whole_file(index) as file:
-            file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode())
-        files.append(index)
-    if not one_file:
+    older = [] if one_file else _shards_of(index, base, ending)
+    new: List[NewFile] = []
+    try:
+        for path, shard in zip(files, shards):
+            new.append(NewFile(path))
+            (_write_safetensors if safe_serialization else _write_torch)(new[-1], weights, shard)
+        if len(files) > 1:
+            places = {name: os.path.basename(path) for path, shard in zip(files, shards) for name in shard}
+            total = sum(_bytes_of(weights, name) for name in names)
+            new.append(NewFile(index))
+            with open_new(new[-1]) as file:
+                file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode())
+            files.append(index)
+        commit_together(new, files if one_file else [index, os.path.join(out, base + ending)])
+    finally:
+        for each in new:
+            each.discard()
+    for path in set(older) - set(files):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(other)
+            os.unlink(path)
     return files
 
 
@@ -286,8 +310,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """DeepSpeed's: writes the fp32 weights of a checkpoint as ``pytorch_model.bin``, or with safe_serialization ``model.safetensors``.
 
     checkpoint_dir, tag: as for ``get_fp32_state_dict_from_zero_checkpoint``. output_dir: a directory, made where it is missing; or a file
-    (``.bin``, ``.pt``, ``.safetensors``). max_shard_size: larger ones become several files and an index; None: one file. Each file appears
-    whole or not at all. Memory: a shard; with safe_serialization the largest parameter. A tied parameter is there under all of its names.
+    (``.bin``, ``.pt``, ``.safetensors``). max_shard_size: larger ones become several files and an index; None: one file. All of
+    them appear together or not at all. Memory: a shard; with safe_serialization the largest parameter. A tied parameter is there under all of its names.
     """
     write_weights(checkpoint_dir, output_dir, max_shard_size, truth(safe_serialization, "safe_serialization"), tag, exclude_frozen_parameters)
 

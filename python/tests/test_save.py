@@ -170,3 +170,94 @@ def test_a_small_file_needs_no_more_room_than_it_has(directory, in_child):
     status, _, error = in_child(text, directory / "small.pt")
     assert status == 0, error
     assert torch.equal(torch.load(directory / "small.pt"), torch.ones(1000)) and os.path.getsize(directory / "small.pt") < 10_000
+
+
+CALLS = ("replace", "rename", "link", "unlink")
+
+
+def put_state(directory, state, names):
+    for name in names:
+        (directory / name).write_text(state)
+
+
+def replace_state(directory, state, names=("config", "part-1", "part-2", "index")):
+    files = []
+    try:
+        for name in names:
+            files.append(_files.NewFile(str(directory / name)))
+            with _files.open_new(files[-1]) as file:
+                file.write(state.encode())
+        _files.commit_together(files, [str(directory / "index"), str(directory / "single")])
+    finally:
+        for file in files:
+            file.discard()
+
+
+def found_state(directory):
+    """What a reader finds who begins at the index, or the single file."""
+    if (directory / "single").exists():
+        return {(directory / "single").read_text()}
+    if not (directory / "index").exists():
+        return set()
+    return {(directory / name).read_text() if (directory / name).exists() else "missing" for name in ("config", "part-1", "part-2", "index")}
+
+
+@pytest.mark.parametrize("before", [("config", "part-1", "part-2", "index"), ("config", "single")])
+@pytest.mark.parametrize("kills", [True, False])
+def test_files_that_belong_together_are_never_of_two_states(directory, monkeypatch, before, kills):
+    """A process that is killed at any of its calls that change names, and one in which any of them fails."""
+    for moment in range(100):
+        for name in os.listdir(directory):
+            os.unlink(directory / name)
+        put_state(directory, "old", before)
+        child = os.fork()
+        if child == 0:
+            left = [moment]
+
+            def tampered(real):
+                def call(*arguments, **keywords):
+                    left[0] -= 1
+                    if left[0] == -1:
+                        if kills:
+                            os._exit(9)
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), arguments[0])
+                    return real(*arguments, **keywords)
+
+                return call
+
+            for name in CALLS:
+                setattr(os, name, tampered(getattr(os, name)))
+            try:
+                replace_state(directory, "new")
+            except OSError:
+                os._exit(1)
+            except BaseException:
+                os._exit(2)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found = found_state(directory)
+        if status == 0:
+            break
+        assert status == (9 if kills else 1)
+        assert found in ([{"old"}, {"new"}, set()] if kills else [{"old"}, {"new"}]), moment
+        if not kills and found == {"old"}:
+            assert sorted(os.listdir(directory)) == sorted(before), moment
+    assert moment > 8 and found == {"new"} and len(os.listdir(directory)) == 4
+
+
+def test_names_that_can_be_guessed_are_not_written_and_links_not_followed(directory):
+    (directory / "victim").write_text("mine")
+    for name in ("f", ".f.partial", f".f.{os.getpid()}.partial", "f.partial"):
+        os.symlink("victim", directory / name)
+    with _files.whole_file(str(directory / "f")) as file:
+        file.write(b"new")
+    assert (directory / "victim").read_text() == "mine"
+    assert not (directory / "f").is_symlink() and (directory / "f").read_text() == "new"
+
+
+def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(directory):
+    (directory / "f").write_text("old")
+    with pytest.raises(RuntimeError), _files.whole_file(str(directory / "f")) as file:
+        file.write(b"new")
+        raise RuntimeError
+    assert (directory / "f").read_text() == "old" and os.listdir(directory) == ["f"]

@@ -1,5 +1,6 @@
 """DeepSpeed's zero_to_fp32 over checkpoints and state directories, the engine's and DeepSpeed's."""
 
+import errno
 import json
 import os
 import shutil
@@ -168,6 +169,33 @@ def test_files_are_what_transformers_loads(tmp_path):
     assert not (shards / "model.safetensors.index.json").exists() and (shards / "model.safetensors").exists()
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", shards, max_shard_size="10KB", safe_serialization=True)
     assert (shards / "model.safetensors.index.json").exists() and not (shards / "model.safetensors").exists()
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", shards, max_shard_size="20KB", safe_serialization=True)
+    index = json.loads((shards / "model.safetensors.index.json").read_text())
+    assert {*index["weight_map"].values(), "model.safetensors.index.json"} == set(os.listdir(shards)), "shards of the older one stay"
+
+
+@pytest.mark.parametrize("call", ["fsync", "link", "replace", "rename"])
+def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch, call):
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(tmp_path / "kept")
+    out = tmp_path / "shards"
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", out, max_shard_size="10KB", safe_serialization=True)
+    before = {name: (out / name).read_bytes() for name in os.listdir(out)}
+    assert len(before) > 3
+    real, left = getattr(os, call), [3]
+
+    def full(*arguments, **keywords):
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments, **keywords)
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(OSError, match="No space"):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", out, max_shard_size="10KB", safe_serialization=True)
+    monkeypatch.undo()
+    assert {name: (out / name).read_bytes() for name in os.listdir(out)} == before
 
 
 def test_a_checkpoint_is_not_written_over(tmp_path):

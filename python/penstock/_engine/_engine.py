@@ -25,7 +25,7 @@ from torch import nn
 
 from .. import _core
 from .._buffers import truth, whole_number
-from .._files import whole_file
+from .._files import replace_link, whole_file
 from . import _checkpoint_names as checkpoint_names
 from . import _deepspeed_checkpoint as deepspeeds
 from . import _parameters
@@ -1367,11 +1367,7 @@ def _closed_forward(*_: Any, **__: Any) -> Any:
 # link: where the tag is to stand beside the checkpoint's own name.
 def _name_checkpoint(directory: str, name: str, link: Optional[str]) -> None:
     if link is not None and os.path.basename(link) != name:
-        temporary = os.path.join(directory, f".{checkpoint_names.LATEST}.{os.getpid()}")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)  # of a killed process that had our number
-        os.symlink(name, temporary)
-        os.replace(temporary, link)
+        replace_link(name, link)
     with whole_file(os.path.join(directory, checkpoint_names.LATEST)) as file:
         file.write(name.encode())
 

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any, Dict, Optional
 
 from .. import _core
+from .._files import write_text
 from ._settings import PathLike
 
 # Of a machine that was measured before the run: the engine of a module measures none.
@@ -61,8 +62,7 @@ class Report(Dict[str, Any]):
                 json.dump({name: value for name, value in self.items() if value is not None or name == "resumed_from_step"}, out)
             page = str(_core.report_page([file], rated_bytes_written))
         if path is not None:
-            with open(path, "w", encoding="utf-8") as out:
-                out.write(page)
+            write_text(path, page)
         return page
 
     # The page has styles of its own, which are not the notebook's.

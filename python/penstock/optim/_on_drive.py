@@ -47,7 +47,9 @@ class OnDrive(torch.optim.Optimizer):
     step() reads, updates and writes in one call into C++ without the GIL; Ctrl-C takes effect after it. A failing drive
     raises OSError with errno, filename, offset and length. If nothing was changed by then, step() can be made again; if
     something was, parameters and states do not belong together any more, and every call but load_state_dict() raises
-    RuntimeError. A forked child must not use it (RuntimeError); it cannot be pickled or copied (TypeError): state_dict()
+    RuntimeError. What is on the drive goes with the process, and has no checksums: bytes that a drive returns wrongly
+    without an error are not noticed, as penstock.initialize notices them. state_dict() is what outlives a process.
+    A forked child must not use it (RuntimeError); it cannot be pickled or copied (TypeError): state_dict()
     can.
     """
 
@@ -364,6 +366,12 @@ class OnDrive(torch.optim.Optimizer):
                 error.filename = self._directory
                 raise
             self._core.copy_states(places, file.fileno())  # type: ignore[union-attr]
+            # A page that the drive did not take would be read as zeros, or be a signal.
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                error.filename = self._directory
+                raise
             # Private: whoever changes such a tensor changes their own memory.
             return mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
 
