@@ -15,14 +15,21 @@
 namespace penstock {
 namespace {
 
-absl::StatusOr<PathKind> Kind(const std::string& path, bool follow) {
-  struct stat info {};
+// Returns whether `path` names anything, described in `info`.
+absl::StatusOr<bool> Stat(const std::string& path, bool follow, struct stat* info) {
   int result = 0;
   do {
-    result = follow ? ::stat(path.c_str(), &info) : ::lstat(path.c_str(), &info);
+    result = follow ? ::stat(path.c_str(), info) : ::lstat(path.c_str(), info);
   } while (result != 0 && errno == EINTR);
-  if (result != 0 && (errno == ENOENT || errno == ENOTDIR)) return PathKind::kMissing;
-  if (result != 0) return MakeIoError({.op = "stat", .path = path, .error = errno});
+  if (result == 0) return true;
+  if (errno == ENOENT || errno == ENOTDIR) return false;
+  return MakeIoError({.op = "stat", .path = path, .error = errno});
+}
+
+absl::StatusOr<PathKind> Kind(const std::string& path, bool follow) {
+  struct stat info {};
+  ASSIGN_OR_RETURN(const bool there, Stat(path, follow, &info));
+  if (!there) return PathKind::kMissing;
   if (S_ISREG(info.st_mode)) return PathKind::kRegular;
   if (S_ISDIR(info.st_mode)) return PathKind::kDirectory;
   return S_ISLNK(info.st_mode) ? PathKind::kLink : PathKind::kOther;
@@ -50,6 +57,14 @@ absl::StatusOr<bool> IsDirectory(const std::string& path) {
 absl::StatusOr<bool> IsRegularFile(const std::string& path) {
   ASSIGN_OR_RETURN(const PathKind kind, KindOf(path));
   return kind == PathKind::kRegular;
+}
+
+absl::StatusOr<bool> IsSameFile(const std::string& a, const std::string& b) {
+  struct stat of_a {
+  }, of_b{};
+  ASSIGN_OR_RETURN(const bool a_there, Stat(a, /*follow=*/true, &of_a));
+  ASSIGN_OR_RETURN(const bool b_there, Stat(b, /*follow=*/true, &of_b));
+  return a_there && b_there && of_a.st_dev == of_b.st_dev && of_a.st_ino == of_b.st_ino;
 }
 
 absl::StatusOr<std::vector<std::string>> ListDirectory(const std::string& directory) {

@@ -30,6 +30,9 @@ absl::StatusOr<bool> IsDirectory(const std::string& path);
 // Returns whether `path` names a regular file, links followed.
 absl::StatusOr<bool> IsRegularFile(const std::string& path);
 
+// Returns whether both paths name something, and the same file or directory, links followed.
+absl::StatusOr<bool> IsSameFile(const std::string& a, const std::string& b);
+
 // Returns the names in `directory` but for "." and "..", sorted. kNotFound: no directory there. A listing
 // that fails in its midst is an error: never a shorter list.
 absl::StatusOr<std::vector<std::string>> ListDirectory(const std::string& directory);
