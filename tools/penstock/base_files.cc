@@ -143,6 +143,7 @@ absl::StatusOr<nlohmann::json> CompareBase(const nlohmann::json& record, const s
                         fs::is_regular_file(where, error);
     const std::string file = itself ? where : (fs::path(directory) / name).string();
     const absl::StatusOr<nlohmann::json> now = Look(file);
+    if (!now.ok() && !absl::IsNotFound(now.status())) return now.status();
     if (!now.ok()) {
       return absl::FailedPreconditionError(
           absl::StrCat(file, ": the weights that this run's adapters go to are not there (",

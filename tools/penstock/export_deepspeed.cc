@@ -1,14 +1,13 @@
 #include "tools/penstock/export_deepspeed.h"
 
-#include <filesystem>
 #include <memory>
 #include <string>
-#include <system_error>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "models/deepspeed_checkpoint.h"
 #include "models/deepspeed_weights.h"
@@ -18,12 +17,18 @@
 namespace penstock::tools {
 namespace {
 
-std::vector<std::string> FilesOf(const std::string& directory) {
-  std::vector<std::string> files;
-  std::error_code error;  // what cannot be listed was not read either
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(directory, error))
-    if (entry.path().extension() == ".pt") files.push_back(entry.path().string());
-  return files;
+absl::Status AddFilesOf(const std::string& directory, std::vector<std::string>* files) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory));
+  for (const std::string& name : names) {
+    const std::string path = absl::StrCat(directory, "/", name);
+    ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(path));
+    if (kind == PathKind::kDirectory) {
+      RETURN_IF_ERROR(AddFilesOf(path, files));
+    } else if (name.ends_with(".pt")) {
+      files->push_back(path);
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -34,10 +39,12 @@ absl::Status ExportDeepSpeed(const DeepSpeedExport& wish, std::ostream& out, std
   const models::DeepSpeedProgress& progress = checkpoint->progress();
   if (!progress.unread.empty() && !wish.quiet)
     err << "left out: " << absl::StrJoin(progress.unread, ", ") << "\n" << std::flush;
-  std::error_code error;
   models::DeepSpeedWeightsOptions options;
-  options.path = std::filesystem::is_directory(wish.out, error) ? wish.out + "/model.safetensors" : wish.out;
-  RETURN_IF_ERROR(CheckIsNoInput("the output", options.path, FilesOf(checkpoint->directory())));
+  ASSIGN_OR_RETURN(const bool into_directory, IsDirectory(wish.out));
+  options.path = into_directory ? wish.out + "/model.safetensors" : wish.out;
+  std::vector<std::string> inputs;
+  RETURN_IF_ERROR(AddFilesOf(checkpoint->directory(), &inputs));
+  RETURN_IF_ERROR(CheckIsNoInput("the output", options.path, inputs));
   options.dtype = wish.dtype;
   options.overwrite = wish.overwrite;
   int64_t values = 0;

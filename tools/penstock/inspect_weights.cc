@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "models/packed_weights.h"
 #include "models/weight_files.h"
@@ -125,12 +126,12 @@ std::string Text(const Weights& weights) {
 
 }  // namespace
 
-bool HoldsWeights(const std::string& path) {
-  std::error_code error;
+absl::StatusOr<bool> HoldsWeights(const std::string& path) {
+  ASSIGN_OR_RETURN(const PathKind kind, KindOf(path));
+  if (kind == PathKind::kDirectory) return models::HasWeights(path);
   const fs::path file(path);
-  if (fs::is_directory(file, error)) return models::HasWeights(path);
   const bool named = file.extension() == ".safetensors" || file.filename() == models::kWeightIndex;
-  return named && fs::exists(file, error);
+  return named && kind != PathKind::kMissing;
 }
 
 absl::Status InspectWeights(const std::string& path, bool json, std::ostream& out) {

@@ -7,11 +7,12 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace penstock::tools {
 
-// A directory with model.safetensors or its index, or one of these files.
-bool HoldsWeights(const std::string& path);
+// Returns whether `path` is a directory with model.safetensors or its index, or one of these files.
+absl::StatusOr<bool> HoldsWeights(const std::string& path);
 
 // kDataLoss: a file is missing, or not what it says it is.
 absl::Status InspectWeights(const std::string& path, bool json, std::ostream& out);

@@ -6,6 +6,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "models/family.h"
 #include "models/token_file.h"
@@ -16,11 +17,10 @@ namespace penstock::tools {
 namespace {
 
 // The directory's, if it has one.
-std::string TokenizerOf(const std::optional<std::string>& directory) {
-  std::error_code error;
-  if (!directory.has_value() || !std::filesystem::is_directory(*directory, error)) return "";
-  return std::filesystem::exists(std::filesystem::path(*directory) / "tokenizer.json", error) ? *directory
-                                                                                              : "";
+absl::StatusOr<std::string> TokenizerOf(const std::optional<std::string>& directory) {
+  if (!directory.has_value()) return "";
+  ASSIGN_OR_RETURN(const bool there, PathExists(absl::StrCat(*directory, "/tokenizer.json")));
+  return there ? *directory : "";
 }
 
 std::string Absolute(const std::string& path) {
@@ -33,14 +33,19 @@ absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run,
   const std::string recorded = RecordedTokenizer(run);
   std::string& path = settings->text.tokenizer;
   path = flags.tokenizer.value_or(recorded);
-  std::error_code error;
-  if (!flags.tokenizer.has_value() && !recorded.empty() && !std::filesystem::exists(recorded, error)) {
-    const std::string moved = TokenizerOf(flags.model);  // its digest tells whether it is the same
+  if (!flags.tokenizer.has_value() && !recorded.empty()) {
+    ASSIGN_OR_RETURN(const bool there, PathExists(recorded));
+    std::string moved;  // its digest tells whether it is the same
+    if (!there) {
+      ASSIGN_OR_RETURN(moved, TokenizerOf(flags.model));
+    }
     if (!moved.empty()) path = moved;
   }
-  if (run.is_null() && path.empty()) path = TokenizerOf(flags.model);
-  if (run.is_null() && path.empty()) path = TokenizerOf(flags.init_from);
-  if (run.is_null() && path.empty()) path = TokenizerOf(settings->model_directory);
+  for (const std::optional<std::string>& directory :
+       {flags.model, flags.init_from, std::optional<std::string>(settings->model_directory)}) {
+    if (!run.is_null() || !path.empty()) break;
+    ASSIGN_OR_RETURN(path, TokenizerOf(directory));
+  }
   if (path.empty()) return absl::OkStatus();
   if (flags.vocab.has_value()) {
     if (flags.tokenizer.has_value()) return WrongFlag("--tokenizer and --vocab: one or the other");

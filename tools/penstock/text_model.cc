@@ -1,12 +1,11 @@
 #include "tools/penstock/text_model.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <charconv>
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "models/family.h"
 #include "models/weight_files.h"
@@ -23,11 +22,6 @@ namespace penstock::tools {
 namespace {
 
 constexpr int64_t kBytes = 256;  // tokens of a model of plain text
-
-bool Exists(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0;
-}
 
 absl::Status OpenDirectory(const std::string& directory, std::string_view program, std::ostream& err,
                            TextModel* text) {
@@ -129,7 +123,10 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
   TextModel text;
   std::string recorded;
   const std::string& first = arguments.front();
-  const bool published = arguments.size() == 1 && Exists(first + "/config.json");
+  bool published = arguments.size() == 1;
+  if (published) {
+    ASSIGN_OR_RETURN(published, PathExists(first + "/config.json"));
+  }
   if (published && !models::HasWeights(first)) {
     return absl::InvalidArgumentError(
         absl::StrCat(first,
@@ -138,7 +135,8 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
   }
   if (published) {
     RETURN_IF_ERROR(OpenDirectory(first, program, err, &text));
-    if (Exists(first + "/tokenizer.json")) recorded = first;
+    ASSIGN_OR_RETURN(const bool has_tokenizer, PathExists(first + "/tokenizer.json"));
+    if (has_tokenizer) recorded = first;
   } else {
     ASSIGN_OR_RETURN(recorded, OpenRun(arguments, &text));
     if (text.model->lora() != nullptr) {
