@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -58,21 +59,39 @@ struct CheckpointEntry {
   std::string path;
   uint64_t step = 0;
 };
-// The complete checkpoints in a directory, oldest first; none if there is no such directory.
-std::vector<CheckpointEntry> ListCheckpoints(const std::string& parent);
+// Returns the complete checkpoints in a directory, oldest first; none if there is no such directory. An error
+// means that it is not known which there are, and never that there are none.
+absl::StatusOr<std::vector<CheckpointEntry>> ListCheckpoints(const std::string& parent);
 
-// The checkpoint that `path` means: itself if it holds a store, else the newest in it. kNotFound.
+// Returns the checkpoint that `path` means: itself if it holds a store, else the newest in it. kNotFound:
+// there is none. Any other error means that this is not known.
 absl::StatusOr<std::string> FindCheckpoint(const std::string& path);
 
-// Removes what killed runs left in a directory of checkpoints. Nothing else is touched.
-void RemovePartialCheckpoints(const std::string& parent);
+// Removes what killed runs left in a directory of checkpoints. Nothing else is touched. What is in use or
+// cannot be removed stays; an error means that the directory could not be listed.
+absl::Status RemovePartialCheckpoints(const std::string& parent);
 
-// Removes all but the newest `keep` (0: none is removed).
-void KeepNewestCheckpoints(const std::string& parent, uint32_t keep);
+// Removes all but the newest `keep` (0: none is removed). On an error nothing was removed.
+absl::Status KeepNewestCheckpoints(const std::string& parent, uint32_t keep);
+
+// A checkpoint of a directory at one time, for a decision that is carried out later.
+struct CheckpointSeen {
+  std::string name;
+  Uuid uuid{};  // zeros: could not be read
+  bool operator==(const CheckpointSeen&) const = default;
+};
+
+// Returns the checkpoints in a directory, as ListCheckpoints does. `until_ns`: without those whose file was
+// modified later, in nanoseconds since the epoch.
+absl::StatusOr<std::vector<CheckpointSeen>> SeeCheckpoints(const std::string& parent,
+                                                           std::optional<int64_t> until_ns = std::nullopt);
+
+// kFailedPrecondition: a checkpoint is in the directory that is not among `seen`.
+absl::Status CheckSeen(const std::string& parent, std::span<const CheckpointSeen> seen);
 
 // Removes all checkpoints in a directory, those of killed runs included, and `latest`. Nothing else is
-// touched; what is in use stays (kFailedPrecondition).
-absl::Status RemoveCheckpoints(const std::string& parent);
+// touched; what is in use stays (kFailedPrecondition). CheckSeen's errors, before anything is removed.
+absl::Status RemoveCheckpoints(const std::string& parent, std::span<const CheckpointSeen> seen);
 
 // A whole checkpoint at once. Blocks; swap/checkpoint_copy.h writes one while training goes on.
 absl::Status WriteCheckpoint(Store& store, const CheckpointOptions& options);

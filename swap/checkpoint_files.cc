@@ -1,8 +1,5 @@
 #include "swap/checkpoint_files.h"
 
-#include <dirent.h>
-#include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,7 +12,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "aio/file.h"
+#include "base/atomic_file.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "swap/store_files.h"
@@ -28,14 +26,11 @@ constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kPartial = ".partial";
 constexpr int kLeftoverPatienceMs = 1000;
 
-std::vector<std::string> Entries(const std::string& directory) {
-  std::vector<std::string> names;
-  DIR* dir = ::opendir(directory.c_str());
-  if (dir == nullptr) return names;
-  while (const dirent* entry = ::readdir(dir)) names.emplace_back(entry->d_name);
-  ::closedir(dir);
-  std::sort(names.begin(), names.end());
-  return names;
+// The names in a directory; none where nothing or something else has its name.
+absl::StatusOr<std::vector<std::string>> Entries(const std::string& directory) {
+  ASSIGN_OR_RETURN(const bool there, IsDirectory(directory));
+  if (!there) return std::vector<std::string>();
+  return ListDirectoryIfThere(directory);
 }
 
 // The step of a checkpoint's name; false for any other name.
@@ -48,9 +43,9 @@ bool StepOf(const std::string& name, uint64_t* step) {
 }
 
 // There is something of that name, and no directory: a link, whose target is none of ours, or a file.
-bool InTheWay(const std::string& directory) {
-  struct stat info;
-  return ::lstat(directory.c_str(), &info) == 0 && !S_ISDIR(info.st_mode);
+absl::StatusOr<bool> InTheWay(const std::string& directory) {
+  ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(directory));
+  return kind != PathKind::kMissing && kind != PathKind::kDirectory;
 }
 
 constexpr std::string_view kRankPrefix = "rank-";
@@ -59,10 +54,20 @@ std::string PartialName(const std::string& name) {
   return absl::StrCat(".", name, absl::string_view(kPartial.data(), kPartial.size()));
 }
 
+// A new `latest` whose writer was killed before it got its name.
+bool IsUnnamedLatest(std::string_view name) {
+  constexpr std::string_view kBegin = ".latest.", kEnd = ".new";
+  constexpr size_t kDigits = 16;  // as AtomicFile has them
+  if (name.size() != kBegin.size() + kDigits + kEnd.size()) return false;
+  return name.substr(0, kBegin.size()) == kBegin && name.substr(kBegin.size() + kDigits) == kEnd &&
+         name.substr(kBegin.size(), kDigits).find_first_not_of("0123456789abcdef") == std::string_view::npos;
+}
+
 // Where the parts of a checkpoint are: the directories of its ranks, or its own.
-std::vector<std::string> PartsOf(const std::string& directory) {
+absl::StatusOr<std::vector<std::string>> PartsOf(const std::string& directory) {
   std::vector<std::string> parts;
-  for (const std::string& name : Entries(directory)) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, Entries(directory));
+  for (const std::string& name : names) {
     const bool digits = name.size() > kRankPrefix.size() &&
                         name.find_first_not_of("0123456789", kRankPrefix.size()) == std::string::npos;
     if (digits && name.compare(0, kRankPrefix.size(), kRankPrefix) == 0)
@@ -72,9 +77,19 @@ std::vector<std::string> PartsOf(const std::string& directory) {
   return parts;
 }
 
-bool HoldsStore(const std::string& directory) {
-  return ::access(StorePath(directory).c_str(), F_OK) == 0 ||
-         ::access(StorePath(RankDirectory(directory, 0)).c_str(), F_OK) == 0;
+// The store of a checkpoint, or of its first rank; empty: there is none.
+absl::StatusOr<std::string> StoreIn(const std::string& directory) {
+  for (const std::string& part : {directory, RankDirectory(directory, 0)}) {
+    const std::string path = StorePath(part);
+    ASSIGN_OR_RETURN(const bool there, PathExists(path));
+    if (there) return path;
+  }
+  return std::string();
+}
+
+absl::StatusOr<bool> HoldsStore(const std::string& directory) {
+  ASSIGN_OR_RETURN(const std::string path, StoreIn(directory));
+  return !path.empty();
 }
 
 // Gives the space of a file without a name back from its end. A file system that is told to free gigabytes at
@@ -92,6 +107,13 @@ void FreeInPieces(const PlainFile& file, const Rest& rest) {
   }
 }
 
+// The uuid that a store's superblock has; of one that cannot be read, or has none, zeros.
+Uuid UuidIn(const absl::StatusOr<PlainFile>& file) {
+  if (!file.ok()) return {};
+  const auto super = LoadSuperblock(*file);
+  return super.ok() ? super->shape.uuid : Uuid{};
+}
+
 // It belongs to whoever was faster.
 absl::Status NotThereAnyMore(const std::string& path) {
   return absl::FailedPreconditionError(
@@ -102,24 +124,28 @@ absl::Status NotThereAnyMore(const std::string& path) {
 // else stays. It loses its name first, so that what a kill leaves of it is no checkpoint.
 absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 0,
                                   const Rest& rest = nullptr) {
-  if (InTheWay(directory)) {
+  ASSIGN_OR_RETURN(const bool in_the_way, InTheWay(directory));
+  if (in_the_way) {
     return absl::FailedPreconditionError(
         absl::StrCat(directory, " is no directory of ours and is not removed: move it away"));
   }
   std::vector<PlainFile> files;
   std::vector<std::string> names;  // below the directory
-  for (const std::string& part : PartsOf(directory)) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> parts, PartsOf(directory));
+  for (const std::string& part : parts) {
     const std::string path = StorePath(part);
     auto file = PlainFile::Open(path);
     if (absl::IsNotFound(file.status())) continue;
     RETURN_IF_ERROR(file.status());
-    if (file->Classify() == FileKind::kForeign) {
+    ASSIGN_OR_RETURN(const FileKind kind, file->Classify());
+    if (kind == FileKind::kForeign) {
       return absl::FailedPreconditionError(
           absl::StrCat(path, " was not made by this program and is not removed"));
     }
     ASSIGN_OR_RETURN(const auto locked, file->TryLock(/*exclusive=*/true, lock_patience_ms));
     if (!locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use"));
-    if (!file->IsAt(path)) return NotThereAnyMore(path);
+    ASSIGN_OR_RETURN(const bool at_its_place, file->IsAt(path));
+    if (!at_its_place) return NotThereAnyMore(path);
     files.push_back(*std::move(file));
     names.push_back(path.substr(directory.size()));
   }
@@ -131,10 +157,11 @@ absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 
   }
   for (size_t i = 0; i < files.size(); ++i) {
     const std::string path = absl::StrCat(directory, names[i]);
-    if (!files[i].IsAt(path)) return NotThereAnyMore(path);
+    ASSIGN_OR_RETURN(const bool at_its_place, files[i].IsAt(path));
+    if (!at_its_place) return NotThereAnyMore(path);
     if (::unlink(path.c_str()) != 0) return ErrnoError(errno, "remove", path);
   }
-  std::vector<std::string> directories = PartsOf(directory);
+  ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory));
   if (directories.front() != directory) directories.push_back(directory);
   for (const std::string& each : directories) {
     if (::rmdir(each.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove directory", each);
@@ -147,37 +174,21 @@ absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 
 
 absl::Status Held(CheckpointLock* lock) { return lock != nullptr ? lock->Check() : absl::OkStatus(); }
 
-// Removes all but the newest `keep` (0: none is removed), and not the one at `spare`.
-void KeepNewest(const std::string& parent, uint32_t keep, const std::string& spare, CheckpointLock* lock,
-                const Rest& rest) {
-  if (keep == 0) return;
+// Removes all but the newest `keep` (0: none is removed), and not the one at `spare`. On an error nothing was
+// removed.
+absl::Status KeepNewest(const std::string& parent, uint32_t keep, const std::string& spare,
+                        CheckpointLock* lock, const Rest& rest) {
+  if (keep == 0) return absl::OkStatus();
   // The names of those that stay come first: one that a killed run gave may not be on the disk yet.
-  if (!aio::SyncDirectory(parent).ok()) return;
-  const auto all = ListCheckpoints(parent);
+  if (absl::Status synced = SyncDirectory(parent); !synced.ok())
+    return absl::IsNotFound(synced) ? absl::OkStatus() : synced;
+  ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, ListCheckpoints(parent));
   for (size_t i = 0; i + keep < all.size(); ++i) {
     // One that somebody reads just now stays until next time.
-    if (!Held(lock).ok()) return;
+    if (!Held(lock).ok()) break;
     if (all[i].path != spare) (void)RemoveStoreDirectory(all[i].path, 0, rest);
   }
-}
-
-// A small file that appears whole or not at all.
-absl::Status WriteSmallFile(const std::string& directory, const std::string& name, const std::string& text) {
-  const std::string temporary = absl::StrCat(directory, "/", PartialName(name));
-  const std::string path = absl::StrCat(directory, "/", name);
-  const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
-  if (fd < 0) return ErrnoError(errno, "create", temporary);
-  const ssize_t written = ::write(fd, text.data(), text.size());
-  const int write_error = written < 0 ? errno : written != static_cast<ssize_t>(text.size()) ? ENOSPC : 0;
-  const int sync_error = write_error == 0 && ::fsync(fd) != 0 ? errno : 0;
-  ::close(fd);
-  const int error = write_error != 0 ? write_error : sync_error;
-  if (error != 0 || ::rename(temporary.c_str(), path.c_str()) != 0) {
-    const int cause = error != 0 ? error : errno;
-    (void)::unlink(temporary.c_str());
-    return ErrnoError(cause, "write", path);
-  }
-  return aio::SyncDirectory(directory);
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -189,29 +200,47 @@ std::string RankDirectory(const std::string& directory, int rank) {
 
 std::string CheckpointName(uint64_t step) { return absl::StrFormat("step-%08u", step); }
 
-std::vector<CheckpointEntry> ListCheckpoints(const std::string& parent) {
+absl::StatusOr<std::vector<CheckpointEntry>> ListCheckpoints(const std::string& parent) {
   std::vector<CheckpointEntry> found;
-  for (const std::string& name : Entries(parent)) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, Entries(parent));
+  for (const std::string& name : names) {
     CheckpointEntry entry;
     if (!StepOf(name, &entry.step)) continue;
     entry.name = name;
     entry.path = absl::StrCat(parent, "/", name);
-    if (HoldsStore(entry.path)) found.push_back(std::move(entry));
+    ASSIGN_OR_RETURN(const bool whole, HoldsStore(entry.path));
+    if (whole) found.push_back(std::move(entry));
   }
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
   return found;
 }
 
 absl::StatusOr<std::string> FindCheckpoint(const std::string& path) {
-  if (HoldsStore(path)) return path;
-  const auto all = ListCheckpoints(path);
+  ASSIGN_OR_RETURN(const bool itself, HoldsStore(path));
+  if (itself) return path;
+  ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, ListCheckpoints(path));
   if (all.empty()) return absl::NotFoundError(absl::StrCat(path, " holds no checkpoint"));
   return all.back().path;
 }
 
-void RemovePartialCheckpoints(const std::string& parent) {
-  for (const std::string& name : Entries(parent)) {
-    if (name == PartialName(kLatest)) (void)::unlink(absl::StrCat(parent, "/", name).c_str());
+absl::StatusOr<std::vector<CheckpointSeen>> SeeCheckpoints(const std::string& parent,
+                                                           std::optional<int64_t> until_ns) {
+  std::vector<CheckpointSeen> seen;
+  ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, ListCheckpoints(parent));
+  for (const CheckpointEntry& entry : all) {
+    ASSIGN_OR_RETURN(const std::string path, StoreIn(entry.path));
+    const auto file = PlainFile::Open(path);
+    if (file.ok() && file->ModifiedAfter(until_ns)) continue;
+    seen.push_back({entry.name, UuidIn(file)});
+  }
+  return seen;
+}
+
+absl::Status RemovePartialCheckpoints(const std::string& parent) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, Entries(parent));
+  for (const std::string& name : names) {
+    if (name == PartialName(kLatest) || IsUnnamedLatest(name))
+      (void)::unlink(absl::StrCat(parent, "/", name).c_str());
     uint64_t step = 0;
     if (name.size() <= kPartial.size() + 1 || name[0] != '.') continue;
     if (name.compare(name.size() - kPartial.size(), kPartial.size(), kPartial) != 0) continue;
@@ -220,17 +249,32 @@ void RemovePartialCheckpoints(const std::string& parent) {
     // to judge.
     (void)RemoveStoreDirectory(absl::StrCat(parent, "/", name), kLeftoverPatienceMs);
   }
+  return absl::OkStatus();
 }
 
-void KeepNewestCheckpoints(const std::string& parent, uint32_t keep) {
-  KeepNewest(parent, keep, "", nullptr, nullptr);
+absl::Status KeepNewestCheckpoints(const std::string& parent, uint32_t keep) {
+  return KeepNewest(parent, keep, "", nullptr, nullptr);
 }
 
-absl::Status RemoveCheckpoints(const std::string& parent) {
-  RemovePartialCheckpoints(parent);
+absl::Status CheckSeen(const std::string& parent, std::span<const CheckpointSeen> seen) {
+  ASSIGN_OR_RETURN(const std::vector<CheckpointSeen> there, SeeCheckpoints(parent));
+  for (const CheckpointSeen& each : there) {
+    if (std::find(seen.begin(), seen.end(), each) != seen.end()) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat(parent, "/", each.name,
+                     ": another process has kept this checkpoint while this one started, and it is not "
+                     "replaced: start this one again, or give another --checkpoint-dir"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RemoveCheckpoints(const std::string& parent, std::span<const CheckpointSeen> seen) {
+  RETURN_IF_ERROR(CheckSeen(parent, seen));
+  RETURN_IF_ERROR(RemovePartialCheckpoints(parent));
+  ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, ListCheckpoints(parent));
   absl::Status first;
-  for (const CheckpointEntry& entry : ListCheckpoints(parent)) first.Update(RemoveStoreDirectory(entry.path));
-  (void)::unlink(absl::StrCat(parent, "/", kLatest).c_str());
+  for (const CheckpointEntry& entry : all) first.Update(RemoveStoreDirectory(entry.path));
+  if (!all.empty()) (void)::unlink(absl::StrCat(parent, "/", kLatest).c_str());
   return first;
 }
 
@@ -261,17 +305,17 @@ absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& p
   RETURN_IF_ERROR(Held(lock));
   RETURN_IF_ERROR(MakeDirectories(parent));
   const std::string path = absl::StrCat(parent, "/", CheckpointName(step));
-  if (::access(path.c_str(), F_OK) == 0) {
-    return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
+  ASSIGN_OR_RETURN(const bool there, PathExists(path));
+  if (there) return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
+  if (rank < 0) {
+    RETURN_IF_ERROR(RemovePartialCheckpoints(parent));
   }
-  if (rank < 0) RemovePartialCheckpoints(parent);
-  PartialCheckpoint partial(parent, step, rank, lock);
-  for (const std::string& directory : {partial.whole_, partial.directory_}) {
-    if (!InTheWay(directory)) continue;
-    partial.directory_.clear();
-    return absl::AlreadyExistsError(absl::StrCat(directory, " is in the way: move it away"));
+  const std::string whole = absl::StrCat(parent, "/", PartialName(CheckpointName(step)));
+  for (const std::string& directory : {whole, rank < 0 ? whole : RankDirectory(whole, rank)}) {
+    ASSIGN_OR_RETURN(const bool in_the_way, InTheWay(directory));
+    if (in_the_way) return absl::AlreadyExistsError(absl::StrCat(directory, " is in the way: move it away"));
   }
-  return partial;
+  return PartialCheckpoint(parent, step, rank, lock);
 }
 
 absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
@@ -282,12 +326,15 @@ absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
   }
   if (::rename(whole_.c_str(), path.c_str()) != 0) return ErrnoError(errno, "rename to", path);
   directory_.clear();
-  RETURN_IF_ERROR(aio::SyncDirectory(parent_));
+  RETURN_IF_ERROR(SyncDirectory(parent_));
   // From here on there is a checkpoint, and those that are kept no longer go. `latest` is a note for people:
   // where there is no room for it, there may be afterwards; none is better than one that names what is gone.
-  const auto note = [&] { return WriteSmallFile(parent_, kLatest, name_ + "\n").ok(); };
+  const auto note = [&] {
+    return ReplaceFile(absl::StrCat(parent_, "/", kLatest), name_ + "\n", {.mode = 0600}).ok();
+  };
   const bool noted = note();
-  KeepNewest(parent_, keep, path, lock_, rest);
+  // The checkpoint is there whether or not older ones can be found just now: those stay until the next one.
+  (void)KeepNewest(parent_, keep, path, lock_, rest);
   if (!noted && !note()) (void)::unlink(absl::StrCat(parent_, "/", kLatest).c_str());
   return absl::OkStatus();
 }

@@ -8,12 +8,13 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <filesystem>
 #include <thread>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
+#include "base/status_macros.h"
 #include "swap/store_files.h"
 
 namespace penstock::swap {
@@ -41,11 +42,19 @@ int OpenOrMake(const std::string& path, bool* made) {
   return fd >= 0 || errno != EEXIST ? fd : ::open(path.c_str(), kFileFlags, 0600);
 }
 
-// The directory of this name is the open one.
-bool IsDirectoryAt(int fd, const std::string& path) {
-  struct stat mine, there;
-  return ::fstat(fd, &mine) == 0 && ::stat(path.c_str(), &there) == 0 && mine.st_dev == there.st_dev &&
-         mine.st_ino == there.st_ino;
+// The open directory, or nothing at all, has this name; or another one does, that is empty.
+absl::StatusOr<bool> IsFree(int fd, const std::string& path) {
+  struct stat own {
+  }, there{};
+  if (::fstat(fd, &own) != 0) return ErrnoError(errno, "look at the open directory of", path);
+  if (::stat(path.c_str(), &there) != 0) {
+    if (errno == ENOENT || errno == ENOTDIR) return true;
+    return ErrnoError(errno, "look at", path);
+  }
+  if (own.st_dev == there.st_dev && own.st_ino == there.st_ino) return true;
+  if (!S_ISDIR(there.st_mode)) return false;
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectoryIfThere(path));
+  return names.empty();
 }
 
 }  // namespace
@@ -77,20 +86,22 @@ absl::StatusOr<std::unique_ptr<CheckpointLock>> CheckpointLock::Take(const std::
     if (::flock(fd, LOCK_EX | LOCK_NB) == 0) {
       // Likewise the file.
       const int directory = ::open(parent.c_str(), kDirectoryFlags);
-      if (directory >= 0 && IsFileAt(fd, path)) {
+      const absl::StatusOr<bool> at_its_place = IsFileAt(fd, path);
+      if (directory >= 0 && at_its_place.ok() && *at_its_place) {
         lock->fd_ = fd;
         lock->directory_fd_ = directory;
         return lock;
       }
       if (directory >= 0) ::close(directory);
       ::close(fd);
+      RETURN_IF_ERROR(at_its_place.status());
       if (late) return CannotLock(parent, EAGAIN);
       continue;
     }
     const int error = errno;
     const bool held = error == EWOULDBLOCK || error == EINTR;
     // Where none can be locked nobody holds it: what was made for nothing goes, and the directories with it.
-    if (!held && made_file && IsFileAt(fd, path)) (void)::unlink(path.c_str());
+    if (!held && made_file && IsFileAt(fd, path).value_or(false)) (void)::unlink(path.c_str());
     ::close(fd);
     if (!held) return CannotLock(parent, error);
     if (late) {
@@ -108,19 +119,18 @@ absl::Status CheckpointLock::Lost(const std::string& why) const {
 }
 
 absl::Status CheckpointLock::Check() {
-  if (IsFileAt(fd_, path_)) return absl::OkStatus();
-  std::error_code error;
-  const bool own = IsDirectoryAt(directory_fd_, parent_);
-  if (!own && std::filesystem::exists(parent_, error) && !std::filesystem::is_empty(parent_, error)) {
-    return Lost("another has its place");
-  }
+  ASSIGN_OR_RETURN(const bool at_its_place, IsFileAt(fd_, path_));
+  if (at_its_place) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const bool free, IsFree(directory_fd_, parent_));
+  if (!free) return Lost("another has its place");
   const absl::Status there = MakeDirectories(parent_);
   if (!there.ok()) return Lost(absl::StrCat("cannot be made again: ", std::string(there.message())));
   const int fd = ::open(path_.c_str(), kFileFlags | O_EXCL, 0600);
   if (fd < 0) return Lost(absl::StrCat("cannot be taken again: ", std::strerror(errno)));
   const int directory = ::open(parent_.c_str(), kDirectoryFlags);
-  const bool taken = ::flock(fd, LOCK_EX | LOCK_NB) == 0 && directory >= 0 && IsFileAt(fd, path_) &&
-                     ::dup3(fd, fd_, O_CLOEXEC) >= 0 && ::dup3(directory, directory_fd_, O_CLOEXEC) >= 0;
+  const bool taken = ::flock(fd, LOCK_EX | LOCK_NB) == 0 && directory >= 0 &&
+                     IsFileAt(fd, path_).value_or(false) && ::dup3(fd, fd_, O_CLOEXEC) >= 0 &&
+                     ::dup3(directory, directory_fd_, O_CLOEXEC) >= 0;
   ::close(fd);
   if (directory >= 0) ::close(directory);
   return taken ? absl::OkStatus() : Lost("another process has taken the one in its place");
@@ -138,7 +148,8 @@ CheckpointLock::~CheckpointLock() {
     // Before it is given up: nobody has locked a file of this name but the holder. What somebody else put
     // there, with something in it, stays.
     struct stat file {};
-    if (::fstat(fd_, &file) == 0 && S_ISREG(file.st_mode) && file.st_size == 0 && IsFileAt(fd_, path_))
+    if (::fstat(fd_, &file) == 0 && S_ISREG(file.st_mode) && file.st_size == 0 &&
+        IsFileAt(fd_, path_).value_or(false))
       (void)::unlink(path_.c_str());
     (void)::flock(fd_, LOCK_UN);  // a forked child may have a copy of the descriptor
     ::close(fd_);

@@ -29,8 +29,8 @@ class CheckpointLock {
   static absl::StatusOr<std::unique_ptr<CheckpointLock>> Take(const std::string& parent);
   // That the directory is still this process's, before anything in it is made or removed. Where it is gone
   // (removed, or moved away), where another one without content has its place, or only the lock's file was
-  // removed, it is made and taken again. kNotFound: something else stands there, or another holds it. One
-  // thread at a time.
+  // removed, it is made and taken again. kNotFound: something else stands there, or another holds it. Any
+  // other error: it could not be looked at. One thread at a time.
   absl::Status Check();
   // Gives it up, and removes the directories that Take made, where nothing was kept in them. In a forked
   // child neither: it is the parent's.

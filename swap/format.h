@@ -49,6 +49,8 @@ inline constexpr uint64_t kMaxPathBytes = 4096;
 inline constexpr uint64_t kMaxFileBytes = uint64_t{1} << 56;
 inline constexpr uint32_t kRecordPlaces = 2;
 inline constexpr uint32_t kRecordCopies = 2;
+// What this program's files begin with that stand beside a store and are no part of it.
+inline constexpr std::string_view kOwnPrefix = ".penstock.";
 inline constexpr std::string_view kStoreFileName = "penstock.store";
 
 // The smallest multiple of kSectorBytes that is at least `bytes`: 0 -> 0, 1 -> 4096, 4096 -> 4096, 4097 ->

@@ -1,37 +1,30 @@
 #include "swap/inspect.h"
 
-#include <dirent.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "swap/store_files.h"
 
 namespace penstock::swap {
 namespace {
 
-// The first entry of a directory in the order of names; empty if there is none or no directory.
-std::string FirstEntry(const std::string& directory) {
-  std::string first;
-  DIR* dir = ::opendir(directory.c_str());
-  if (dir == nullptr) return first;
-  while (const dirent* entry = ::readdir(dir)) {
-    const std::string name = entry->d_name;
-    if (name == "." || name == "..") continue;
-    if (first.empty() || name < first) first = name;
-  }
-  ::closedir(dir);
-  return first;
-}
-
 Finding Found(Holding holding, std::string text) {
   Finding finding;
   finding.holding = holding;
   finding.text = std::move(text);
+  return finding;
+}
+
+// Of what could not be looked at: something else has the store's place, or what it holds is not known.
+Finding NotSeen(const absl::Status& status) {
+  const bool foreign = absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
+                       absl::IsPermissionDenied(status);
+  Finding finding = Found(foreign ? Holding::kForeign : Holding::kDamaged, std::string(status.message()));
+  if (!foreign) finding.unread = status;
   return finding;
 }
 
@@ -58,17 +51,18 @@ std::string_view HoldingName(Holding holding) {
 }
 
 Finding Probe(const std::string& directory, int lock_patience_ms) {
-  if (const absl::Status fine = CheckDirectory(directory); !fine.ok()) {
-    return Found(Holding::kForeign, std::string(fine.message()));
-  }
+  if (const absl::Status fine = CheckDirectory(directory); !fine.ok()) return NotSeen(fine);
   const std::string path = StorePath(directory);
   const auto file = PlainFile::Open(path);
   if (absl::IsNotFound(file.status())) {
-    const std::string other = FirstEntry(directory);
-    if (other.empty()) return Found(Holding::kNothing, absl::StrCat(directory, " holds nothing"));
-    return Found(Holding::kForeign, absl::StrCat(directory, " holds no run, but other files (", other, ")"));
+    absl::StatusOr<std::vector<std::string>> others = ListDirectoryIfThere(directory);
+    if (!others.ok()) return NotSeen(others.status());
+    std::erase_if(*others, [](const std::string& name) { return name.starts_with(kOwnPrefix); });
+    if (others->empty()) return Found(Holding::kNothing, absl::StrCat(directory, " holds nothing"));
+    return Found(Holding::kForeign,
+                 absl::StrCat(directory, " holds no run, but other files (", others->front(), ")"));
   }
-  if (!file.ok()) return Found(Holding::kForeign, std::string(file.status().message()));
+  if (!file.ok()) return NotSeen(file.status());
 
   auto super = LoadSuperblock(*file);
   Finding finding;

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "swap/format.h"
 
@@ -20,7 +21,7 @@ enum class Holding : uint8_t {
   kNeverCommitted,  // a run that was created (perhaps not completely) and never committed: start it over
   kRun,             // a run that can be resumed
   kDamaged,  // a store that cannot be opened: superblock or all commit records are damaged or gone, or it is
-             // of another format, or a part of it is missing
+             // of another format, or a part of it is missing; or a directory or file that cannot be read
   kOverwritten,  // a run of one version that was ended while it was being overwritten: of no use
   kInUse,        // locked by a running process, or by a killed one whose writes are not over yet
 };
@@ -30,6 +31,7 @@ std::string_view HoldingName(
 struct Finding {
   Holding holding = Holding::kNothing;
   std::string text;        // one line for people that names the directory
+  absl::Status unread;     // not OK: the directory or its file could not be read
   Uuid uuid{};             // of a store whose superblock is whole
   std::string identity;    // likewise
   uint32_t directory = 0;  // likewise: which of its directories

@@ -89,12 +89,20 @@ enum class CrashPoint : uint8_t {
 inline constexpr int kCrashPoints = 13;
 std::string_view CrashPointName(CrashPoint stage);  // "create-file", ..., "commit-done"
 
-// A commit of a store, for who decides by it and acts later. Sequence 0: there was none.
+// A commit of a store, for a decision that is carried out later.
 struct CommitSeen {
   Uuid uuid{};
   uint64_t sequence = 0;
   bool operator==(const CommitSeen&) const = default;
 };
+
+// Returns the newest commits of the stores in `directories`; of what is damaged or cannot be read something
+// that no commit equals, and CheckSeen finds again. `until_ns`: without those of a store whose file was
+// modified later, in nanoseconds since the epoch.
+std::vector<CommitSeen> SeeCommits(const std::vector<std::string>& directories,
+                                   std::optional<int64_t> until_ns = std::nullopt);
+// kFailedPrecondition: a store in `directories` has a newest commit that is not among `seen`.
+absl::Status CheckSeen(const std::vector<std::string>& directories, std::span<const CommitSeen> seen);
 
 struct StoreOptions {
   // Where the store's files are: 1 to kMaxDirectories. Create makes missing directories (mode 0700); Open
@@ -114,9 +122,9 @@ struct StoreOptions {
   uint32_t slots = 2;
   uint64_t payload_capacity = kDefaultPayloadCapacity;
   bool overwrite = false;  // remove the store files that are there, if they are ours and not in use
-  // With `overwrite`: only as long as this is the newest commit there. kFailedPrecondition where another run
-  // has committed meanwhile.
-  std::optional<CommitSeen> overwrites_only;
+  // With `overwrite`: only as long as these are the newest commits there. kFailedPrecondition where another
+  // run has committed meanwhile. Default: those that are there when Create is called.
+  std::optional<std::vector<CommitSeen>> overwrites_only;
   std::optional<Uuid> uuid;  // else random; a checkpoint has its run's
 
   // Only for Open.
@@ -224,6 +232,9 @@ class Store {
   // Ends as destruction does, and keeps the run: nobody else may open it until an Open that is given these
   // files has ended it, or they are destroyed.
   static HeldFiles Close(std::unique_ptr<Store> store);
+  // Ends as destruction does, and removes the files of a store that has no commit, as far as they still have
+  // their names: while they are locked, so that they are nobody else's.
+  static void Discard(std::unique_ptr<Store> store);
   // Waits for whatever is pending, then unlocks. What was written and not committed is as if it never was.
   ~Store();
   Store(const Store&) = delete;
@@ -324,6 +335,10 @@ class Store {
   // that failed. kFailedPrecondition: more slots than one, nothing committed since, a version is held, a
   // commit is in flight or has failed.
   absl::Status StartOverwriting(CommitIo* io);
+  // The same for the first commit of a state that no later start could make anew: restored or imported
+  // values. It is made twice, so that its record stands in both places: damage to one of them loses nothing,
+  // and damage to both is never taken for a run that was not committed.
+  absl::Status CommitGiven(const CommitInfo& info);
   absl::Status OverwriteNow();
   bool overwriting() const { return record_.overwriting; }
   // For a store whose ranks did not all come as far: takes back the last commit, whose number is the one

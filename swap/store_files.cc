@@ -111,7 +111,10 @@ absl::Status CheckDistinct(const std::vector<std::string>& directories) {
   std::set<std::pair<dev_t, ino_t>> seen;
   for (const std::string& directory : directories) {
     struct stat info;
-    if (::stat(directory.c_str(), &info) != 0) continue;  // missing: for others to say
+    if (::stat(directory.c_str(), &info) != 0) {
+      if (errno == ENOENT || errno == ENOTDIR) continue;  // missing: for others to say
+      return ErrnoError(errno, "look at directory", directory);
+    }
     if (!seen.emplace(info.st_dev, info.st_ino).second) {
       return absl::InvalidArgumentError(absl::StrCat("state directory ", directory, " was given twice"));
     }
@@ -129,6 +132,7 @@ PlainFile& PlainFile::operator=(PlainFile&& other) noexcept {
   std::swap(bytes_, other.bytes_);
   std::swap(allocated_bytes_, other.allocated_bytes_);
   std::swap(device_, other.device_);
+  std::swap(modified_ns_, other.modified_ns_);
   return *this;
 }
 
@@ -148,7 +152,15 @@ absl::StatusOr<PlainFile> PlainFile::Open(const std::string& path) {
   file.bytes_ = static_cast<uint64_t>(info.st_size);
   file.allocated_bytes_ = static_cast<uint64_t>(info.st_blocks) * 512;
   file.device_ = info.st_dev;
+  file.modified_ns_ = int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec;
   return file;
+}
+
+bool PlainFile::ModifiedAfter(std::optional<int64_t> until_ns) const {
+  const int64_t now_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                             std::chrono::system_clock::now().time_since_epoch())
+                             .count();
+  return until_ns.has_value() && modified_ns_ > *until_ns && modified_ns_ <= now_ns;
 }
 
 absl::StatusOr<std::vector<std::byte>> PlainFile::Read(uint64_t offset, uint64_t bytes) const {
@@ -190,13 +202,17 @@ absl::Status PlainFile::Cut(uint64_t bytes) const {
   return result == 0 ? absl::OkStatus() : ErrnoError(error, "cut", path_);
 }
 
-bool IsFileAt(int fd, const std::string& path) {
+absl::StatusOr<bool> IsFileAt(int fd, const std::string& path) {
   struct stat mine, there;
-  return ::fstat(fd, &mine) == 0 && ::lstat(path.c_str(), &there) == 0 && mine.st_dev == there.st_dev &&
-         mine.st_ino == there.st_ino;
+  if (::fstat(fd, &mine) != 0) return ErrnoError(errno, "look at the open file of", path);
+  if (::lstat(path.c_str(), &there) != 0) {
+    if (errno == ENOENT || errno == ENOTDIR) return false;
+    return ErrnoError(errno, "look at", path);
+  }
+  return mine.st_dev == there.st_dev && mine.st_ino == there.st_ino;
 }
 
-bool PlainFile::IsAt(const std::string& path) const { return IsFileAt(fd_, path); }
+absl::StatusOr<bool> PlainFile::IsAt(const std::string& path) const { return IsFileAt(fd_, path); }
 
 uint64_t PlainFile::names() const {
   struct stat info;
@@ -210,10 +226,9 @@ bool PlainFile::IsOpenHereOnly() const {
   return ::fcntl(fd_, F_SETLEASE, F_UNLCK) == 0;
 }
 
-FileKind PlainFile::Classify() const {
-  const auto headers = Read(0, 2 * kSectorBytes);
-  if (!headers.ok()) return FileKind::kForeign;
-  const auto length = SuperblockBytesFromHeaders(*headers);
+absl::StatusOr<FileKind> PlainFile::Classify() const {
+  ASSIGN_OR_RETURN(const auto headers, Read(0, 2 * kSectorBytes));
+  const auto length = SuperblockBytesFromHeaders(headers);
   if (absl::IsNotFound(length.status())) return FileKind::kUnfinished;
   // A damaged superblock, or one of another format version, is a store's as well.
   return absl::IsInvalidArgument(length.status()) ? FileKind::kForeign : FileKind::kStore;

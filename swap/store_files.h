@@ -55,16 +55,19 @@ class PlainFile {
   uint64_t bytes() const { return bytes_; }
   uint64_t allocated_bytes() const { return allocated_bytes_; }
   uint64_t device() const { return device_; }
+  // Returns whether it was modified after `until_ns`, in nanoseconds since the epoch, when it was opened. A
+  // time that has yet to come says nothing: no.
+  bool ModifiedAfter(std::optional<int64_t> until_ns) const;
   absl::StatusOr<std::vector<std::byte>> Read(uint64_t offset,
                                               uint64_t bytes) const;  // short at the end of the file
   // flock, shared or exclusive; false if another holds it after `patience_ms`.
   absl::StatusOr<bool> TryLock(bool exclusive, int patience_ms) const;
-  FileKind Classify() const;
+  absl::StatusOr<FileKind> Classify() const;
   // Cuts the file to `bytes`.
   absl::Status Cut(uint64_t bytes) const;
   // The file has this name, now. After a lock was waited for, its path may be another file's: a run that was
   // started at the same time may have replaced it, or somebody may have moved it away.
-  bool IsAt(const std::string& path) const;
+  absl::StatusOr<bool> IsAt(const std::string& path) const;
   uint64_t names() const;  // how many it has now
   // No other descriptor of it is open anywhere. In doubt: there is. Of a file that has no name any more; of
   // another somebody who opens it just now may be told to try again.
@@ -76,10 +79,11 @@ class PlainFile {
   uint64_t bytes_ = 0;
   uint64_t allocated_bytes_ = 0;
   uint64_t device_ = 0;
+  int64_t modified_ns_ = 0;
 };
 
-// What an open file is, is what has this name.
-bool IsFileAt(int fd, const std::string& path);
+// Returns whether the open file is what has this name, links not followed.
+absl::StatusOr<bool> IsFileAt(int fd, const std::string& path);
 
 // One blocking transfer through the engine.
 absl::Status ReadFully(aio::Engine& engine, aio::File& file, uint64_t offset, std::span<std::byte> bytes);

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "aio/bytes.h"
 #include "aio/sim_disk.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "swap/store.h"
 #include "swap/store_files.h"
@@ -68,14 +69,15 @@ absl::Status FillRandom(Uuid* uuid) {
 }
 
 // The nearest ancestor that exists, to ask for free space before anything is made.
-std::string ExistingAncestor(std::string path) {
-  struct stat info;
-  while (!path.empty() && ::stat(path.c_str(), &info) != 0) {
+absl::StatusOr<std::string> ExistingAncestor(std::string path) {
+  while (!path.empty()) {
+    ASSIGN_OR_RETURN(const bool there, PathExists(path));
+    if (there) return path;
     const size_t slash = path.find_last_of('/');
-    if (slash == std::string::npos) return ".";
+    if (slash == std::string::npos) break;
     path.resize(slash == 0 && path.size() > 1 ? 1 : slash);
   }
-  return path.empty() ? "." : path;
+  return ".";
 }
 
 absl::StatusOr<std::unique_ptr<aio::File>> OpenFile(aio::Engine& engine, const StoreOptions& options,
@@ -117,11 +119,13 @@ absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, in
                      file->TryLock(/*exclusive=*/true, static_cast<int>(std::max<int64_t>(0, left.count()))));
     if (!locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use by another run"));
     // Whoever held the lock may have removed the file, and made another.
-    if (!file->IsAt(path)) {
+    ASSIGN_OR_RETURN(const bool at_its_place, file->IsAt(path));
+    if (!at_its_place) {
       if (std::chrono::steady_clock::now() >= deadline) return Replaced(path);
       continue;
     }
-    if (file->Classify() == FileKind::kForeign) {
+    ASSIGN_OR_RETURN(const FileKind kind, file->Classify());
+    if (kind == FileKind::kForeign) {
       return absl::FailedPreconditionError(
           absl::StrCat(path, " was not made by this program and is not overwritten: move it away"));
     }
@@ -129,32 +133,57 @@ absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, in
   }
 }
 
-// That what is about to be overwritten is what the caller has seen. The file is locked: it stays so.
-absl::Status CheckSeen(const CommitSeen& seen, const PlainFile& locked) {
-  // Anew: what it was when it was opened may be long ago.
-  ASSIGN_OR_RETURN(const PlainFile file, PlainFile::Open(locked.path()));
+// The newest commit that a store file has, and its step; none of one that never was committed or is no
+// store's.
+struct NewestCommit {
+  CommitSeen seen;
+  uint64_t step = 0;
+};
+// Of what is damaged or cannot be read: the same each time it is looked at, and no commit's.
+constexpr uint64_t kUnknownSequence = ~uint64_t{0};
+
+std::optional<NewestCommit> NewestCommitIn(const PlainFile& file) {
   const auto super = LoadSuperblock(file);
-  if (!super.ok() || super->directory != 0) return absl::OkStatus();
+  if (absl::IsNotFound(super.status()) || absl::IsInvalidArgument(super.status())) return std::nullopt;
+  if (!super.ok()) return NewestCommit{{Uuid{}, kUnknownSequence}};
+  if (super->directory != 0) return std::nullopt;
   const auto geometry = Geometry::Make(super->shape);
-  if (!geometry.ok()) return absl::OkStatus();
-  ASSIGN_OR_RETURN(const FoundRecord found, LoadRecord(file, *geometry, super->shape.uuid));
-  if (found.record.sequence == 0 || seen == CommitSeen{super->shape.uuid, found.record.sequence})
+  if (!geometry.ok()) return NewestCommit{{super->shape.uuid, kUnknownSequence}};
+  const auto found = LoadRecord(file, *geometry, super->shape.uuid);
+  if (!found.ok()) return NewestCommit{{super->shape.uuid, kUnknownSequence}};
+  if (found->record.sequence == 0) return std::nullopt;
+  return NewestCommit{{super->shape.uuid, found->record.sequence}, found->record.step};
+}
+
+absl::Status CheckSeenIn(const PlainFile& file, std::span<const CommitSeen> seen) {
+  const std::optional<NewestCommit> newest = NewestCommitIn(file);
+  if (!newest.has_value() || std::find(seen.begin(), seen.end(), newest->seen) != seen.end())
     return absl::OkStatus();
+  if (newest->seen.sequence == kUnknownSequence) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(file.path(),
+                     " was changed by another process while this one started, or cannot be read "
+                     "any more: it is not overwritten: start this one again"));
+  }
   return absl::FailedPreconditionError(absl::StrCat(
-      file.path(), ": another process has trained there while this one started, and has come to ", "step ",
-      found.record.step, ", which is not overwritten: start this one again"));
+      file.path(), ": another process has trained there while this one started, and has come to step ",
+      newest->step, ", which is not overwritten: start this one again"));
 }
 
 // Removes the store files of an old run: only what is ours, and only if nobody uses any of them.
 absl::Status RemoveOldFiles(const StoreOptions& options) {
+  // Before the lock is waited for: what another run commits meanwhile is not overwritten.
+  const std::vector<CommitSeen> seen =
+      options.overwrites_only.has_value() ? *options.overwrites_only : SeeCommits(options.directories);
   std::vector<PlainFile> old;
   for (const std::string& directory : options.directories) {
     ASSIGN_OR_RETURN(auto file, TakeOldFile(StorePath(directory), options.lock_patience_ms));
     if (file.has_value()) old.push_back(*std::move(file));
   }
   for (const PlainFile& file : old) {
-    if (!options.overwrites_only.has_value()) break;
-    RETURN_IF_ERROR(CheckSeen(*options.overwrites_only, file));
+    // Anew: what it was when it was opened may be long ago. It is locked: it stays so.
+    ASSIGN_OR_RETURN(const PlainFile now, PlainFile::Open(file.path()));
+    RETURN_IF_ERROR(CheckSeenIn(now, seen));
   }
   // Emptied first, the one with the commit records before the others: whoever is killed in the midst of this
   // leaves what is recognised as a run that never was, not as one that lost a directory.
@@ -163,17 +192,19 @@ absl::Status RemoveOldFiles(const StoreOptions& options) {
     return headers.ok() && DirectoryFromHeaders(*headers) == 0u;
   });
   for (const PlainFile& file : old) {
-    if (!file.IsAt(file.path())) return Replaced(file.path());
+    ASSIGN_OR_RETURN(const bool at_its_place, file.IsAt(file.path()));
+    if (!at_its_place) return Replaced(file.path());
     if (file.names() > 1) continue;  // somebody keeps it under another name
     RETURN_IF_ERROR(file.Cut(0));
   }
   for (const PlainFile& file : old) {
-    if (!file.IsAt(file.path())) return Replaced(file.path());
+    ASSIGN_OR_RETURN(const bool at_its_place, file.IsAt(file.path()));
+    if (!at_its_place) return Replaced(file.path());
     if (::unlink(file.path().c_str()) != 0) return ErrnoError(errno, "remove", file.path());
   }
   for (const std::string& directory : options.directories) {
-    if (::access(directory.c_str(), F_OK) != 0) continue;
-    RETURN_IF_ERROR(aio::SyncDirectory(directory));
+    if (absl::Status synced = SyncDirectory(directory); !synced.ok() && !absl::IsNotFound(synced))
+      return synced;
   }
   return absl::OkStatus();
 }
@@ -211,6 +242,27 @@ class CreatedFiles {
 
 }  // namespace
 
+std::vector<CommitSeen> SeeCommits(const std::vector<std::string>& directories,
+                                   std::optional<int64_t> until_ns) {
+  std::vector<CommitSeen> seen;
+  for (const std::string& directory : directories) {
+    const auto file = PlainFile::Open(StorePath(directory));
+    if (!file.ok() || file->ModifiedAfter(until_ns)) continue;
+    if (const auto newest = NewestCommitIn(*file); newest.has_value()) seen.push_back(newest->seen);
+  }
+  return seen;
+}
+
+absl::Status CheckSeen(const std::vector<std::string>& directories, std::span<const CommitSeen> seen) {
+  for (const std::string& directory : directories) {
+    const auto file = PlainFile::Open(StorePath(directory));
+    if (absl::IsNotFound(file.status())) continue;
+    RETURN_IF_ERROR(file.status());
+    RETURN_IF_ERROR(CheckSeenIn(*file, seen));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<uint64_t>> BytesOnDisk(const StoreOptions& options, const Layout& layout,
                                                   std::string_view identity) {
   ASSIGN_OR_RETURN(const auto shape, MakeShape(options, layout, identity));
@@ -231,7 +283,7 @@ absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::
   };
   std::map<uint64_t, Device> devices;  // by st_dev
   for (size_t d = 0; d < options.directories.size(); ++d) {
-    const std::string place = ExistingAncestor(options.directories[d]);
+    ASSIGN_OR_RETURN(const std::string place, ExistingAncestor(options.directories[d]));
     struct stat info;
     if (::stat(place.c_str(), &info) != 0) return ErrnoError(errno, "look at directory", place);
     Device& device = devices[info.st_dev];
@@ -243,7 +295,10 @@ absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::
     absl::StrAppend(&device.directories, device.directories.empty() ? "" : ", ", options.directories[d]);
     if (!options.overwrite) continue;
     const auto old = PlainFile::Open(StorePath(options.directories[d]));
-    if (old.ok() && old->Classify() != FileKind::kForeign) device.free += old->allocated_bytes();
+    if (absl::IsNotFound(old.status())) continue;
+    RETURN_IF_ERROR(old.status());
+    ASSIGN_OR_RETURN(const FileKind kind, old->Classify());
+    if (kind != FileKind::kForeign) device.free += old->allocated_bytes();
   }
   for (const auto& [id, device] : devices) {
     if (device.need <= device.free) continue;
@@ -319,7 +374,10 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     // may take it for what a killed one left: then it is theirs.
     const int patience_ms = std::max(options.lock_patience_ms, kCreationPatienceMs);
     RETURN_IF_ERROR(store->files_.back()->Lock(patience_ms));
-    if (on_disk && !IsFileAt(store->files_.back()->fd(), path)) return Replaced(path);
+    if (on_disk) {
+      ASSIGN_OR_RETURN(const bool at_its_place, IsFileAt(store->files_.back()->fd(), path));
+      if (!at_its_place) return Replaced(path);
+    }
     created.Add(path);
     store->At(CrashPoint::kCreateFile);
   }
@@ -389,7 +447,10 @@ absl::StatusOr<LockedFiles> LockAll(aio::Engine& engine, const StoreOptions& opt
     const int patience_ms = static_cast<int>(std::max<int64_t>(0, left.count()));
     RETURN_IF_ERROR((*file)->Lock(patience_ms, options.read_only));
     // While the lock was waited for another run may have replaced it.
-    if (on_disk && !IsFileAt((*file)->fd(), (*file)->path())) return Replaced((*file)->path());
+    if (on_disk) {
+      ASSIGN_OR_RETURN(const bool at_its_place, IsFileAt((*file)->fd(), (*file)->path()));
+      if (!at_its_place) return Replaced((*file)->path());
+    }
     locked.files.push_back(*std::move(file));
   }
   return locked;
@@ -475,6 +536,14 @@ absl::Status CheckComplete(const StoreOptions& options, const Superblocks& found
 HeldFiles Store::Close(std::unique_ptr<Store> store) {
   store->AwaitAll();
   return std::move(store->files_);
+}
+
+void Store::Discard(std::unique_ptr<Store> store) {
+  if (store->record_.sequence > 0) return;
+  const HeldFiles files = Close(std::move(store));
+  for (const std::unique_ptr<aio::File>& file : files) {
+    if (IsFileAt(file->fd(), file->path()).value_or(false)) (void)::unlink(file->path().c_str());
+  }
 }
 
 absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const StoreOptions& options,

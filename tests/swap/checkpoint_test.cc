@@ -1,6 +1,8 @@
 // Checkpoints: whole or not there, true to the commit they were taken of, while training goes on.
 #include "swap/checkpoint.h"
 
+#include <dirent.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -24,6 +26,33 @@
 #include "tests/swap/fake_model.h"
 #include "tests/swap/no_leak.h"
 #include "tests/swap/scratch_directory.h"
+
+// In the place of the C library's: what names the path and happens for the `failing.when`th time fails with
+// EIO.
+static struct {
+  std::string call;
+  std::string path;
+  int when = 0;  // 0: never
+} failing;
+
+static bool Fails(const char* call, const std::string& path) {
+  if (failing.when == 0 || failing.call != call || path != failing.path) return false;
+  if (--failing.when > 0) return false;
+  errno = EIO;
+  return true;
+}
+
+extern "C" dirent* readdir(DIR* directory) {
+  static const auto real = reinterpret_cast<dirent* (*)(DIR*)>(::dlsym(RTLD_NEXT, "readdir"));
+  std::error_code error;
+  const std::string of =
+      std::filesystem::read_symlink(absl::StrCat("/proc/self/fd/", ::dirfd(directory)), error);
+  return Fails("readdir", of) ? nullptr : real(directory);
+}
+extern "C" int stat(const char* path, struct stat* info) noexcept {
+  static const auto real = reinterpret_cast<int (*)(const char*, struct stat*)>(::dlsym(RTLD_NEXT, "stat"));
+  return Fails("stat", path) ? -1 : real(path, info);
+}
 
 namespace penstock::swap {
 namespace {
@@ -77,6 +106,12 @@ class CheckpointTest : public ::testing::Test {
       return absl::OkStatus();
     };
     return source;
+  }
+
+  std::vector<CheckpointEntry> Kept() {
+    const auto all = ListCheckpoints(checkpoints_.parent);
+    EXPECT_TRUE(all.ok()) << all.status();
+    return all.value_or(std::vector<CheckpointEntry>());
   }
 
   // The bytes of a checkpoint are those of the model after that many updates.
@@ -156,7 +191,7 @@ TEST_F(CheckpointTest, TheOldestGoWhenMoreThanKAreKept) {
     ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
   }
   std::vector<uint64_t> steps;
-  for (const CheckpointEntry& entry : ListCheckpoints(checkpoints_.parent)) steps.push_back(entry.step);
+  for (const CheckpointEntry& entry : Kept()) steps.push_back(entry.step);
   EXPECT_THAT(steps, ElementsAre(4, 5));
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(checkpoints_.parent))
@@ -201,23 +236,74 @@ TEST_F(CheckpointTest, WithoutLatestItIsThereAndTheOldOnesGo) {
   ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
   const std::string latest = checkpoints_.parent + "/latest";
   ASSERT_TRUE(fs::exists(latest));
-  fs::create_directory(checkpoints_.parent + "/.latest.partial");  // in its way
-  std::ofstream(checkpoints_.parent + "/.latest.partial/thesis.txt") << "mine";
+  fs::remove(latest);
+  fs::create_directory(latest);  // in its way
+  std::ofstream(latest + "/thesis.txt") << "mine";
   Step(1);
   const absl::Status written = WriteCheckpoint(*store_, checkpoints_);
   EXPECT_TRUE(written.ok()) << written;
-  const auto all = ListCheckpoints(checkpoints_.parent);
+  const auto all = Kept();
   ASSERT_EQ(all.size(), 1u);
   EXPECT_EQ(all[0].step, 1u);
   ExpectCheckpoint(all[0].path, 1);
-  EXPECT_FALSE(fs::exists(latest)) << "it would name one that is gone";
-  EXPECT_TRUE(fs::exists(checkpoints_.parent + "/.latest.partial/thesis.txt"));
-  fs::remove_all(checkpoints_.parent + "/.latest.partial");
+  EXPECT_TRUE(fs::exists(latest + "/thesis.txt"));
+  fs::remove_all(latest);
   Step(2);
   ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
   std::string name;
   std::ifstream(latest) >> name;
   EXPECT_EQ(name, CheckpointName(2));
+}
+
+// What cannot be listed or looked at is not gone: nothing passes for empty, for the end or for the newest,
+// and nothing is removed.
+TEST_F(CheckpointTest, AListingThatFailsIsNotAnEmptyOne) {
+  Start();
+  for (uint64_t step = 1; step <= 3; ++step) {
+    Step(step);
+    ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  }
+  store_.reset();
+  const std::vector<CheckpointSeen> seen = *SeeCheckpoints(checkpoints_.parent);
+  const auto fails = [&](const char* call, const std::string& path, int when) {
+    const auto with = [&](const auto& body) {
+      failing = {call, path, when};
+      const absl::Status status = body();
+      EXPECT_EQ(failing.when, 0) << "the call was never made";
+      failing.when = 0;
+      EXPECT_TRUE(absl::IsDataLoss(status)) << call << " " << when << ": " << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr(path));
+    };
+    with([&] { return ListCheckpoints(checkpoints_.parent).status(); });
+    with([&] { return FindCheckpoint(checkpoints_.parent).status(); });
+    with([&] { return KeepNewestCheckpoints(checkpoints_.parent, 1); });
+    with([&] { return RemoveCheckpoints(checkpoints_.parent, seen); });
+    EXPECT_EQ(Kept().size(), 3u);
+  };
+  for (int entry = 1; entry <= 6; ++entry) fails("readdir", checkpoints_.parent, entry);
+  fails("stat", checkpoints_.parent, 1);
+  fails("stat", StorePath(checkpoints_.parent + "/" + CheckpointName(3)), 1);
+  ExpectCheckpoint(*FindCheckpoint(checkpoints_.parent), 3);
+}
+
+// Whoever wants those gone that are there may wait for a directory: what others keep there meanwhile stays.
+TEST_F(CheckpointTest, OnlyWhatWasSeenIsRemoved) {
+  Start();
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  const std::vector<CheckpointSeen> seen = *SeeCheckpoints(checkpoints_.parent);
+  Step(1);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  const absl::Status refused = RemoveCheckpoints(checkpoints_.parent, seen);
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr(CheckpointName(1)));
+  EXPECT_EQ(Kept().size(), 2u);
+  EXPECT_FALSE(RemoveCheckpoints(checkpoints_.parent, {}).ok());
+  EXPECT_TRUE(SeeCheckpoints(checkpoints_.parent, /*until_ns=*/0)->empty());
+  EXPECT_EQ(Kept().size(), 2u);
+  const absl::Status removed = RemoveCheckpoints(checkpoints_.parent, *SeeCheckpoints(checkpoints_.parent));
+  EXPECT_TRUE(removed.ok()) << removed;
+  EXPECT_TRUE(Kept().empty());
+  EXPECT_FALSE(fs::exists(checkpoints_.parent + "/latest"));
 }
 
 // Somebody moves a checkpoint away in the very moment in which it is to go: what they got is theirs, whole.
@@ -276,9 +362,11 @@ TEST_F(CheckpointTest, LinksAreNeitherFollowedNorRemoved) {
   link("step-00000000");
   link(".step-00000007.partial");
   store_.reset();  // nobody uses what they lead to
-  RemovePartialCheckpoints(checkpoints_.parent);
-  KeepNewestCheckpoints(checkpoints_.parent, 1);
-  EXPECT_FALSE(RemoveCheckpoints(checkpoints_.parent).ok());
+  EXPECT_TRUE(RemovePartialCheckpoints(checkpoints_.parent).ok());
+  EXPECT_TRUE(KeepNewestCheckpoints(checkpoints_.parent, 1).ok());
+  const auto seen = SeeCheckpoints(checkpoints_.parent);
+  ASSERT_TRUE(seen.ok()) << seen.status();
+  EXPECT_FALSE(RemoveCheckpoints(checkpoints_.parent, *seen).ok());
   EXPECT_TRUE(fs::exists(scratch_.Sub("a/penstock.store")));
   EXPECT_FALSE(fs::exists(checkpoints_.parent + "/step-00000002"));
   size_t links = 0;
@@ -315,7 +403,7 @@ TEST_F(CheckpointTest, HundredsOfThemLeaveNoDescriptorMemoryOrFile) {
   for (const auto& entry : fs::directory_iterator(checkpoints_.parent))
     names.push_back(entry.path().filename());
   EXPECT_EQ(names.size(), 4u) << ::testing::PrintToString(names);
-  EXPECT_EQ(ListCheckpoints(checkpoints_.parent).size(), 3u);
+  EXPECT_EQ(Kept().size(), 3u);
   ExpectCheckpoint(*FindCheckpoint(checkpoints_.parent), last);
 }
 
@@ -353,11 +441,15 @@ TEST_F(CheckpointTest, WhatAKilledRunLeftIsCleanedUp) {
   fs::create_directories(checkpoints_.parent + "/.step-00000007.partial");
   std::ofstream(checkpoints_.parent + "/.step-00000007.partial/penstock.store").close();
   std::ofstream(checkpoints_.parent + "/.latest.partial") << "step-0";
+  std::ofstream(checkpoints_.parent + "/.latest.0123456789abcdef.new") << "step-0";
+  std::ofstream(checkpoints_.parent + "/.latest.thesis.new") << "mine";
   EXPECT_TRUE(absl::IsNotFound(FindCheckpoint(checkpoints_.parent).status()));
   Step(1);
   ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
   EXPECT_FALSE(fs::exists(checkpoints_.parent + "/.step-00000007.partial"));
   EXPECT_FALSE(fs::exists(checkpoints_.parent + "/.latest.partial"));
+  EXPECT_FALSE(fs::exists(checkpoints_.parent + "/.latest.0123456789abcdef.new"));
+  EXPECT_TRUE(fs::exists(checkpoints_.parent + "/.latest.thesis.new"));
 }
 
 TEST_F(CheckpointTest, OneWhoseNameWasJustGivenIsTheNewestWhateverLatestSays) {
@@ -452,6 +544,46 @@ TEST_F(CheckpointTest, ARunGoesOnFromACheckpointSomewhereElse) {
   ASSERT_TRUE((*fresh)->CommitNow({.step = 3, .updates = 3, .payload = "p3"}).ok());
   EXPECT_EQ(again.Difference(model_), "");
   EXPECT_EQ((*fresh)->committed_step(), 3u);
+}
+
+// A whole run depends on the first commit of a state that was restored: it does not pass for one that never
+// was.
+TEST_F(CheckpointTest, DamageToARestoredStatesRecordIsNeverARunThatWasNotCommitted) {
+  Start();
+  Step(1);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  StoreOptions from;
+  from.directories = {*FindCheckpoint(checkpoints_.parent)};
+  from.read_only = true;
+  auto checkpoint = Store::Open(*engine_, from);
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
+  for (const uint32_t slots : {1u, 2u, 3u}) {
+    StoreOptions to;
+    to.directories = {scratch_.Sub(absl::StrCat("restored", slots))};
+    to.slots = slots;
+    auto fresh = Store::Create(*engine_, to, layout_, (*checkpoint)->identity());
+    ASSERT_TRUE(fresh.ok()) << fresh.status();
+    const absl::Status restored = RestoreCheckpoint(**checkpoint, **fresh, memory_.span());
+    ASSERT_TRUE(restored.ok()) << restored;
+    const Geometry geometry = (*fresh)->geometry();
+    const auto place = static_cast<uint32_t>((*fresh)->committed_sequence() % kRecordPlaces);
+    fresh->reset();
+    const auto damage = [&](uint32_t of_place) {
+      std::fstream file(StorePath(to.directories[0]), std::ios::in | std::ios::out | std::ios::binary);
+      for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
+        file.seekp(static_cast<std::streamoff>(geometry.record_offset(of_place, copy)) + 40);
+        file.write("damaged", 7);
+      }
+    };
+    damage(place);
+    const Finding found = Probe(to.directories[0]);
+    EXPECT_EQ(found.holding, Holding::kRun) << found.text;
+    EXPECT_EQ(found.step, 1u);
+    damage(1 - place);
+    EXPECT_EQ(Probe(to.directories[0]).holding, Holding::kDamaged);
+    EXPECT_TRUE(absl::IsDataLoss(Inspect(to.directories).status()));
+    EXPECT_TRUE(absl::IsDataLoss(Store::Open(*engine_, to).status()));
+  }
 }
 
 TEST_F(CheckpointTest, ACheckpointIsNeverWrittenTo) {

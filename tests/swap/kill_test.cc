@@ -140,8 +140,8 @@ TEST(CheckpointKillTest, RandomMomentsWithACheckpointOnItsWay) {
     }
     const Outcome last = RunHarness(arguments(known, static_cast<uint64_t>(known + 20)));
     ASSERT_EQ(last.exit_code, 0) << last.error;
-    EXPECT_GE(ListCheckpoints(checkpoints).size(), 1u);
-    EXPECT_LE(ListCheckpoints(checkpoints).size(), 2u);
+    EXPECT_GE(ListCheckpoints(checkpoints)->size(), 1u);
+    EXPECT_LE(ListCheckpoints(checkpoints)->size(), 2u);
   }
 }
 

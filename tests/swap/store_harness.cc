@@ -105,7 +105,7 @@ absl::Status RunStep(Store& store, FakeModel& model, uint64_t step) {
 
 // Every checkpoint under its name is whole and holds what its step held.
 absl::Status CheckCheckpoints(aio::Engine& engine, const Flags& flags, const Layout& layout) {
-  const std::vector<CheckpointEntry> all = ListCheckpoints(flags.checkpoints);
+  const std::vector<CheckpointEntry> all = *ListCheckpoints(flags.checkpoints);
   const int64_t newest = all.empty() ? -1 : static_cast<int64_t>(all.back().step);
   if (newest < flags.expect_checkpoint)
     return absl::InternalError(absl::StrCat("checkpoint ", flags.expect_checkpoint, " was lost: ", newest));

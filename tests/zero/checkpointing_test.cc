@@ -72,7 +72,7 @@ TEST_F(CheckpointingTest, EveryModeGoesOnFromTheCheckpointsOfEveryMode) {
     ASSERT_EQ(first.checkpoints.size(), 2u);
     for (const TrainedLosses::Checkpoint& checkpoint : first.checkpoints)
       EXPECT_TRUE(checkpoint.status.ok()) << checkpoint.status;
-    ASSERT_EQ(swap::ListCheckpoints(run_.checkpoints.parent).size(), 1u);
+    ASSERT_EQ(swap::ListCheckpoints(run_.checkpoints.parent)->size(), 1u);
     const std::string checkpoint = *swap::FindCheckpoint(run_.checkpoints.parent);
     for (const OffloadDevice to : {OffloadDevice::kNone, OffloadDevice::kCpu, OffloadDevice::kNvme}) {
       SCOPED_TRACE(testing::Message() << Name(from) << " to " << Name(to));
@@ -274,7 +274,7 @@ TEST_F(CheckpointingTest, ADirectoryInThePlaceOfTheRunsOwnIsLeftAlone) {
                 testing::AllOf(testing::HasSubstr(kept), testing::HasSubstr("moved away"),
                                testing::HasSubstr("bring it back")));
   }
-  const auto all = swap::ListCheckpoints(kept);
+  const auto all = *swap::ListCheckpoints(kept);
   ASSERT_EQ(all.size(), 1u);
   EXPECT_EQ(all.front().step, 8u);
 }

@@ -137,7 +137,7 @@ void ExpectGoodCheckpoints(RunOptions run, const std::string& scratch, size_t le
   for (const auto& entry : std::filesystem::directory_iterator(run.checkpoints.parent)) {
     EXPECT_NE(entry.path().filename().string()[0], '.') << entry.path();
   }
-  const std::vector<swap::CheckpointEntry> kept = swap::ListCheckpoints(run.checkpoints.parent);
+  const std::vector<swap::CheckpointEntry> kept = *swap::ListCheckpoints(run.checkpoints.parent);
   EXPECT_LE(kept.size(), 2u);
   ASSERT_GE(kept.size(), least);
   EXPECT_EQ(kept.back().step, static_cast<uint64_t>(run.steps)) << "that of the last step is made up for";

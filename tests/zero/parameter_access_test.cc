@@ -197,7 +197,7 @@ class StateWrittenIn : public testing_support::ScratchTest,
     engine.reset();
     if (home.keeps_checkpoints) {
       // Those of steps 2 and 4 came after their steps and before what was written then; 8 at the end.
-      EXPECT_EQ(swap::ListCheckpoints(scratch_ + "/kept").size(), 4u);
+      EXPECT_EQ(swap::ListCheckpoints(scratch_ + "/kept")->size(), 4u);
     }
     std::filesystem::remove_all(scratch_ + "/state");
     std::filesystem::remove_all(scratch_ + "/kept");

@@ -162,7 +162,9 @@ TEST_F(RankCheckpointsTest, KilledAnyTimeTheyAreWholeOrNotThere) {
         for (const RankOutcome& outcome : outcomes) ASSERT_EQ(outcome.text(), "") << "life " << life;
         done = true;
       }
-      for (const swap::CheckpointEntry& entry : swap::ListCheckpoints(where + "/kept")) {
+      const auto all = swap::ListCheckpoints(where + "/kept");
+      ASSERT_TRUE(all.ok()) << all.status();
+      for (const swap::CheckpointEntry& entry : *all) {
         const absl::StatusOr<ShardDirectories> parts = FindShards({entry.path});
         ASSERT_TRUE(parts.ok()) << parts.status();
         ASSERT_EQ(parts->size(), 2u);
@@ -181,11 +183,13 @@ TEST_F(RankCheckpointsTest, KilledAnyTimeTheyAreWholeOrNotThere) {
     }
     EXPECT_TRUE(done);
     EXPECT_GT(killed, 1);
-    EXPECT_LE(swap::ListCheckpoints(where + "/kept").size(), 2u);
+    const auto all = swap::ListCheckpoints(where + "/kept");
+    ASSERT_TRUE(all.ok()) << all.status();
+    EXPECT_LE(all->size(), 2u);
     run.offload = OffloadDevice::kNone;
     run.state_dir.clear();
     run.host_memory_budget_bytes = 0;
-    for (const swap::CheckpointEntry& entry : swap::ListCheckpoints(where + "/kept")) {
+    for (const swap::CheckpointEntry& entry : *all) {
       const nlohmann::json rest = GoOn(run, 2, true, entry.path);
       ASSERT_EQ(rest["status"], "");
       EXPECT_EQ(rest["losses"].get<std::vector<double>>(),

@@ -3,6 +3,7 @@
 #ifndef PENSTOCK_TOOLS_PENSTOCK_CHECKPOINT_FLAGS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_CHECKPOINT_FLAGS_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -29,14 +30,19 @@ absl::Status TakeCheckpoints(TrainSettings* settings);
 // A new run replaces no checkpoints unless it is told to.
 absl::Status CheckNoCheckpoints(const TrainOptions& flags, const TrainSettings& settings);
 
-// The runs that --overwrite replaces, as far as they can be read, into settings->replaces.
-void NoteReplaced(TrainSettings* settings);
+// What --overwrite replaces: what was there when this process was started, and nothing that another one has
+// committed or kept since. Must be called before any lock is waited for. The ids of the runs, as far as they
+// can be read, go into settings->replaces.
+absl::Status SeeReplaced(TrainSettings* settings);
+// kFailedPrecondition: something else is there now.
+absl::Status CheckReplaced(const TrainSettings& settings);
 
 // Going on from the one checkpoint that --checkpoint-dir names: new ones go beside it.
-absl::Status KeepBeside(const std::string& checkpoint, TrainSettings* settings);
+void KeepBeside(const std::string& checkpoint, TrainSettings* settings);
 
-// What cannot be looked at is none.
-bool IsDirectory(const std::string& path);
+// Of a run that goes on from `step` in `from`: kFailedPrecondition where it would keep checkpoints beside
+// newer ones, whose places they would take, and from which a later --resume would go on.
+absl::Status CheckNoneNewer(const std::string& from, int64_t step, const TrainSettings& settings);
 
 }  // namespace penstock::tools
 

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/cpu_features.h"
@@ -98,12 +99,13 @@ absl::StatusOr<nlohmann::json> TextsJson(const models::DataMixture& data) {
 // Of weights: a file, or those of a directory.
 absl::StatusOr<nlohmann::json> WeightsJson(const std::string& path) {
   std::vector<std::string> paths = {path};
-  std::error_code error;
-  if (std::filesystem::is_directory(path, error)) {
+  ASSIGN_OR_RETURN(const bool is_directory, IsDirectory(path));
+  if (is_directory) {
     paths.clear();
-    for (const auto& entry : std::filesystem::directory_iterator(path, error)) {
-      const std::string kind = entry.path().extension();
-      if (kind == ".safetensors" || kind == ".json") paths.push_back(entry.path().string());
+    ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(path));
+    for (const std::string& name : names) {
+      const std::string kind = std::filesystem::path(name).extension();
+      if (kind == ".safetensors" || kind == ".json") paths.push_back(absl::StrCat(path, "/", name));
     }
   }
   nlohmann::json json = nlohmann::json::object();
@@ -261,25 +263,21 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
 }
 
 absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int world) {
-  const auto holds = [](const std::vector<std::string>& where) {
-    const swap::Holding holding = swap::Probe(where).holding;
-    return holding == swap::Holding::kRun || holding == swap::Holding::kInUse ||
-           holding == swap::Holding::kDamaged;
-  };
   if (dirs.empty()) return absl::OkStatus();
-  if (world == 1 && holds(zero::RankDirectories(dirs, 0))) {
-    const absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(dirs);
-    return OfOtherRanks(dirs, parts.ok() ? static_cast<int64_t>(parts->size()) : 0);
-  }
-  if (world > 1 && holds(dirs)) return OfOtherRanks(dirs, 1);
-  return absl::OkStatus();
+  const swap::Finding found = swap::Probe(world == 1 ? zero::RankDirectories(dirs, 0) : dirs);
+  RETURN_IF_ERROR(found.unread);
+  if (found.holding != swap::Holding::kRun && found.holding != swap::Holding::kInUse &&
+      found.holding != swap::Holding::kDamaged)
+    return absl::OkStatus();
+  if (world > 1) return OfOtherRanks(dirs, 1);
+  const absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(dirs);
+  return OfOtherRanks(dirs, parts.ok() ? static_cast<int64_t>(parts->size()) : 0);
 }
 
-int64_t StepIn(const std::vector<std::string>& dirs) {
-  const absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(dirs);
-  if (!parts.ok()) return -1;
-  const absl::StatusOr<std::vector<swap::Inspection>> inspections = zero::InspectShards(*parts);
-  return inspections.ok() ? static_cast<int64_t>(inspections->front().record.step) : -1;
+absl::StatusOr<int64_t> StepIn(const std::vector<std::string>& dirs) {
+  ASSIGN_OR_RETURN(const zero::ShardDirectories parts, zero::FindShards(dirs));
+  ASSIGN_OR_RETURN(const std::vector<swap::Inspection> inspections, zero::InspectShards(parts));
+  return static_cast<int64_t>(inspections.front().record.step);
 }
 
 absl::StatusOr<nlohmann::json> OldestRecord(zero::Comm& comm, const nlohmann::json& run, int64_t step) {
@@ -311,8 +309,7 @@ absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohma
     const nlohmann::json identity = ParseOrNull(inspection.shape.identity);
     ranks = zero::JsonField<int64_t>(identity, "ranks").value_or(1);
   }
-  int64_t kept = checkpoint.empty() ? kNone : StepIn({checkpoint});
-  if (!checkpoint.empty() && kept < 0) kept = kDamaged;
+  const int64_t kept = checkpoint.empty() ? kNone : StepIn({checkpoint}).value_or(kDamaged);
   std::vector<int64_t> all_ranks, all_kept, all_versions, steps;
   ASSIGN_OR_RETURN(all_ranks, zero::AllNumbers(comm, "the number of ranks", ranks));
   ASSIGN_OR_RETURN(all_kept, zero::AllNumbers(comm, "the checkpoint", kept));

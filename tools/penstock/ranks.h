@@ -56,8 +56,8 @@ absl::StatusOr<nlohmann::json> OldestRecord(zero::Comm& comm, const nlohmann::js
 absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohmann::json>& run,
                                    const std::vector<std::string>& dirs, const std::string& checkpoint);
 
-// The step of a run or checkpoint, of however many ranks; -1: none there.
-int64_t StepIn(const std::vector<std::string>& dirs);
+// Returns the step of a run or checkpoint, of however many ranks. Errors: FindShards' and InspectShards'.
+absl::StatusOr<int64_t> StepIn(const std::vector<std::string>& dirs);
 
 }  // namespace penstock::tools
 

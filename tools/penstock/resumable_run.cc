@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "models/family.h"
 #include "swap/checkpoint.h"
@@ -18,11 +19,12 @@
 namespace penstock::tools {
 namespace {
 
-// The commit by which it is decided whether a run goes on from there: what is overwritten is that or nothing.
-swap::CommitSeen SeenIn(const std::vector<std::string>& dirs) {
-  const absl::StatusOr<swap::Inspection> found = swap::Inspect(dirs);
-  if (!found.ok()) return {};
-  return {found->shape.uuid, found->record.sequence};
+// Whether the directories hold no state, and what a run without a drive that was killed before it kept
+// anything leaves: the directory for its checkpoints.
+absl::StatusOr<bool> KeptNothing(const std::vector<std::string>& dirs) {
+  const absl::Status state = swap::Inspect(dirs).status();
+  if (!absl::IsNotFound(state)) return false;
+  return IsDirectory(DefaultCheckpoints(dirs));
 }
 
 // Without a drive: from a checkpoint, or from the state of a run with a drive.
@@ -39,12 +41,13 @@ absl::StatusOr<nlohmann::json> FindWithoutDrive(const TrainOptions& flags,
     return nlohmann::json();
   }
   absl::StatusOr<nlohmann::json> run = FindRun(engine.storage.state_dirs);
-  if (absl::IsFailedPrecondition(run.status()) && !newest.ok() &&
-      !swap::Inspect(engine.storage.state_dirs).ok() &&
-      IsDirectory(DefaultCheckpoints(engine.storage.state_dirs))) {
-    run = nlohmann::json();  // of a run in memory that was killed before it kept anything
+  if (absl::IsFailedPrecondition(run.status()) && !newest.ok()) {
+    ASSIGN_OR_RETURN(const bool nothing, KeptNothing(engine.storage.state_dirs));
+    if (nothing) run = nlohmann::json();
   }
   if (run.ok() && !run->is_null()) {
+    ASSIGN_OR_RETURN(const int64_t step, StepIn(engine.storage.state_dirs));
+    RETURN_IF_ERROR(CheckNoneNewer(engine.storage.state_dirs.front(), step, *settings));
     settings->notes.push_back(absl::StrCat("going on from ", engine.storage.state_dirs.front()));
   } else if (run.ok() && newest.ok()) {
     // It is there, and cannot be read as one: never a reason to start over, which removes those before it.
@@ -64,15 +67,19 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const zero::Config& config,
                                            bool* restores, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   const std::string in_memory = DefaultCheckpoints(engine.storage.state_dirs);
-  if (engine.storage.checkpoints.parent.empty() && engine.comm == nullptr &&
-      !swap::ListCheckpoints(in_memory).empty() && !swap::Inspect(engine.storage.state_dirs).ok()) {
+  std::vector<swap::CheckpointEntry> kept_in_memory;
+  if (engine.storage.checkpoints.parent.empty() && engine.comm == nullptr) {
+    ASSIGN_OR_RETURN(kept_in_memory, swap::ListCheckpoints(in_memory));
+  }
+  if (!kept_in_memory.empty() && absl::IsNotFound(swap::Inspect(engine.storage.state_dirs).status())) {
     return absl::FailedPreconditionError(
         absl::StrCat(in_memory,
                      " holds the checkpoints of a run without a drive, and there is no state beside "
                      "them: go on with --offload cpu, or with --checkpoint-dir ",
                      in_memory, " and another --state-dir"));
   }
-  engine.storage.overwrites_only = SeenIn(engine.storage.state_dirs);  // before it is looked at more closely
+  // Before it is looked at more closely: what is overwritten is that or nothing.
+  engine.storage.overwrites_only = swap::SeeCommits(engine.storage.state_dirs);
   absl::StatusOr<nlohmann::json> run = FindRun(engine.storage.state_dirs);
   const bool overwritten = IsOverwritten(run.status());
   const bool alone = engine.comm == nullptr;
@@ -85,8 +92,13 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const zero::Config& config,
     if (from == GoOn::kStartOver) run = nlohmann::json();
     // What the run is told by the record that all go on from, which is the oldest of those that are there.
     if (from == GoOn::kState) {
-      ASSIGN_OR_RETURN(*run, OldestRecord(*engine.comm, *run, StepIn(engine.storage.state_dirs)));
+      ASSIGN_OR_RETURN(const int64_t step, StepIn(engine.storage.state_dirs));
+      ASSIGN_OR_RETURN(*run, OldestRecord(*engine.comm, *run, step));
     }
+  }
+  if (from_checkpoint) {
+    ASSIGN_OR_RETURN(const int64_t step, StepIn({*newest}));
+    RETURN_IF_ERROR(CheckNoneNewer(*newest, step, *settings));
   }
   if (from_checkpoint && !starts) {
     settings->notes.push_back(
@@ -114,8 +126,13 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const zero::Config& config,
     return run;
   }
   if (newest.ok()) {
-    const int64_t state = StepIn(engine.storage.state_dirs);
-    if (StepIn({*newest}) > state) {
+    ASSIGN_OR_RETURN(const int64_t state, StepIn(engine.storage.state_dirs));
+    RETURN_IF_ERROR(CheckNoneNewer(engine.storage.state_dirs.front(), state, *settings));
+    const absl::StatusOr<int64_t> kept = StepIn({*newest});
+    if (!kept.ok()) {
+      settings->notes.push_back(
+          absl::StrCat("the newest checkpoint cannot be read: ", std::string(kept.status().message())));
+    } else if (*kept > state) {
       settings->notes.push_back(
           absl::StrCat(engine.storage.state_dirs.front(), " goes on from its step ", state, ", though ",
                        *newest, " is newer: to go on from that one, give a --state-dir that is empty"));
@@ -128,6 +145,7 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const zero::Config& config,
 
 absl::Status CheckFree(const std::vector<std::string>& dirs) {
   const swap::Finding found = swap::Probe(dirs);
+  RETURN_IF_ERROR(found.unread);
   if (found.holding == swap::Holding::kNothing || found.holding == swap::Holding::kForeign)
     return absl::OkStatus();  // whoever makes the state says what is wrong with others
   const bool in_use = found.holding == swap::Holding::kInUse;
@@ -146,9 +164,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const ze
     // Of several ranks, without the part of the first.
     if (absl::Status parts = zero::FindShards({checkpoints}).status(); absl::IsDataLoss(parts)) return parts;
   }
-  if (newest.ok()) {
-    RETURN_IF_ERROR(KeepBeside(*newest, settings));
-  }
+  if (newest.ok()) KeepBeside(*newest, settings);
   return settings->engine.storage.offload == zero::OffloadDevice::kNvme
              ? FindOnDrive(config, newest, starts, restores, settings)
              : FindWithoutDrive(flags, newest, settings);

@@ -1,5 +1,6 @@
 #include "tools/penstock/run_journal.h"
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <utility>
@@ -47,7 +48,8 @@ absl::Status RunJournal::Begin(const zero::Engine& engine) {
   engine_ = &engine;
   const nlohmann::json& last = engine.last_description();
   begins_at_ = engine.step();
-  begins_with_written_bytes_ = zero::JsonField<int64_t>(last, "written_bytes").value_or(0);
+  begins_with_written_bytes_ =
+      std::max(begins_with_written_bytes_, zero::JsonField<int64_t>(last, "written_bytes").value_or(0));
   // Records from before samples were counted are of runs whose steps are taken to have had the same size.
   begins_with_samples_ =
       zero::JsonField<int64_t>(last, "samples").value_or(begins_at_ * settings_.SamplesPerStep());
@@ -89,8 +91,8 @@ absl::Status RunJournal::CheckAhead(const zero::EnginePlan& plan, int64_t step) 
 }
 
 int64_t RunJournal::WrittenBytes() const {
-  return begins_with_written_bytes_ + probe_written_bytes_ +
-         static_cast<int64_t>(engine_->io_stats().DeviceWriteBytes());
+  const uint64_t by_engine = engine_ != nullptr ? engine_->io_stats().DeviceWriteBytes() : 0;
+  return begins_with_written_bytes_ + probe_written_bytes_ + static_cast<int64_t>(by_engine);
 }
 
 // What monitors and commit record say of a step.

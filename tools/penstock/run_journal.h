@@ -45,10 +45,11 @@ class RunJournal {
   const absl::Status& trouble() const { return trouble_; }
   // Null: none is kept here.
   const TrainLog* log() const { return log_.get(); }
-  // To drives, by this process and those before it that committed something. `probe`: what measuring the
-  // machine took.
+  // To drives, by this process and those before it. `before`: what those wrote, where it is more than the
+  // last commit says. `probe`: what measuring the machine took.
+  void WroteBefore(int64_t bytes) { begins_with_written_bytes_ = bytes; }
   void Probed(int64_t written_bytes) { probe_written_bytes_ = written_bytes; }
-  bool begun() const { return engine_ != nullptr; }  // else what was written before is not known yet
+  bool begun() const { return engine_ != nullptr; }  // else what the last commit says is not known yet
   int64_t WrittenBytes() const;
 
  private:

@@ -56,7 +56,7 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
   // All ranks' records say the same about the run.
   if (const auto parts = zero::FindShards(given); parts.ok()) {
     dirs = parts->front();
-  } else if (absl::IsDataLoss(parts.status())) {
+  } else if (!absl::IsNotFound(parts.status()) && !absl::IsFailedPrecondition(parts.status())) {
     return parts.status();
   }
   const swap::Finding found = swap::Probe(dirs);

@@ -30,13 +30,15 @@ absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std:
   absl::StatusOr<std::string> found = swap::FindCheckpoint(arguments.front());
   if (absl::IsNotFound(found.status())) {
     // Of a run without a drive.
-    const absl::StatusOr<std::string> beside =
+    absl::StatusOr<std::string> beside =
         swap::FindCheckpoint(absl::StrCat(arguments.front(), "/", kCheckpointsBeside));
-    if (beside.ok()) found = beside;
+    if (!absl::IsNotFound(beside.status())) found = std::move(beside);
   }
   if (found.ok()) return std::vector<std::string>{*std::move(found)};
   if (!absl::IsNotFound(found.status())) return found.status();
-  if (absl::Status parts = zero::FindShards(arguments).status(); absl::IsDataLoss(parts)) return parts;
+  if (absl::Status parts = zero::FindShards(arguments).status();
+      !absl::IsNotFound(parts) && !absl::IsFailedPrecondition(parts))
+    return parts;
   if (models::IsDeepSpeedCheckpoint(arguments.front())) {
     return absl::NotFoundError(absl::StrCat(
         arguments.front(),
@@ -71,7 +73,7 @@ absl::Status CheckNotTrained(const FoundState& state) {
         payload["run"].contains("checkpoint_dir") && payload["run"]["checkpoint_dir"].is_string()) {
       where = payload["run"]["checkpoint_dir"].get<std::string>();
     }
-    const std::vector<swap::CheckpointEntry> there = swap::ListCheckpoints(where);
+    ASSIGN_OR_RETURN(const std::vector<swap::CheckpointEntry> there, swap::ListCheckpoints(where));
     return absl::FailedPreconditionError(
         absl::StrCat(state.parts[part].front(), " is in use by another process, which trains in it: ",
                      there.empty() ? "read a checkpoint of it, which train writes with --checkpoint-dir DIR "

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "kernels/cpu_features.h"
 #include "models/dataset.h"
@@ -80,7 +81,8 @@ absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& flags, con
   // A run that is there goes on where it is.
   if (flags.resume) {
     const swap::Holding holding = swap::Probe(std::vector<std::string>{kDefaultStateDir}).holding;
-    if (holding == swap::Holding::kRun || holding == swap::Holding::kInUse) return zero::OffloadDevice::kNvme;
+    if (holding != swap::Holding::kNothing && holding != swap::Holding::kForeign)
+      return zero::OffloadDevice::kNvme;
   }
   filled->push_back("zero_optimization.offload_optimizer: none (--offload nvme trains from a drive)");
   return zero::OffloadDevice::kNone;
@@ -199,6 +201,9 @@ class Resolver {
       RETURN_IF_ERROR(CheckFree(engine_.storage.state_dirs));
     }
     RETURN_IF_ERROR(ResolveCheckpoints(flags_, &settings_));
+    if (needs_data_ && flags_.overwrite) {
+      RETURN_IF_ERROR(SeeReplaced(&settings_));
+    }
     if (flags_.resume) {
       RETURN_IF_ERROR(CheckWasThere(flags_, engine_));
     }
@@ -206,8 +211,7 @@ class Resolver {
       RETURN_IF_ERROR(TakeCheckpoints(&settings_));
       RETURN_IF_ERROR(CheckNoCheckpoints(flags_, settings_));
     }
-    if (needs_data_ && flags_.overwrite) NoteReplaced(&settings_);
-    return absl::OkStatus();
+    return CheckReplaced(settings_);
   }
 
   // The record of the run that goes on.
@@ -218,8 +222,11 @@ class Resolver {
       settings_.resumes = !run_.is_null();
     }
     engine_.resume.enabled = settings_.resumes && !restores;  // there is no state to plan for yet
-    // A run that was killed before its first commit is started over by --resume.
-    engine_.storage.overwrite = flags_.overwrite || (flags_.resume && !settings_.resumes);
+    // A run that was killed before its first commit is started over by --resume. Of what has a commit, and of
+    // checkpoints, it replaces nothing.
+    const bool starts_over = flags_.resume && !settings_.resumes;
+    engine_.storage.overwrite = flags_.overwrite || starts_over;
+    if (starts_over) engine_.storage.checkpoints.replaces.emplace();
     // As the file has it: what fills its open places depends on the run's other flags.
     if (flags_.config.has_value()) {
       NoteConfig(config_, recorded_);
@@ -237,7 +244,7 @@ class Resolver {
   }
 
   // The directory that the model came from: its weights, if they are asked for, and its tokenizer.
-  void ChooseModelDirectory() {
+  absl::Status ChooseModelDirectory() {
     std::string path;
     if (settings_.resumes) path = run_.value("model_directory", std::string());
     if (flags_.model.has_value()) {
@@ -245,19 +252,22 @@ class Resolver {
     } else if (flags_.init_from.has_value() && !settings_.resumes) {
       path = adapter_.has_value() ? adapter_->base : *flags_.init_from;
     }
+    if (path.empty()) return absl::OkStatus();
+    ASSIGN_OR_RETURN(const bool is_directory, IsDirectory(path));
+    if (!is_directory) return absl::OkStatus();
     std::error_code error;
-    if (path.empty() || !std::filesystem::is_directory(path, error)) return;
     settings_.model_directory = std::filesystem::absolute(path, error).lexically_normal();
     settings_.to_record["model_directory"] = settings_.model_directory;
     if (settings_.resumes && run_.value("model_directory", std::string()) != settings_.model_directory)
       changes_.run["model_directory"] = settings_.model_directory;
+    return absl::OkStatus();
   }
 
   absl::Status ChooseModel() {
     if (!settings_.resumes) {
       ASSIGN_OR_RETURN(adapter_, AdapterIn(flags_));
     }
-    ChooseModelDirectory();
+    RETURN_IF_ERROR(ChooseModelDirectory());
     RETURN_IF_ERROR(ChooseBase());
     if (settings_.resumes) return TakeRecordedAdapters();
     ASSIGN_OR_RETURN(settings_.model, Adapted(settings_.model, flags_, adapter_));

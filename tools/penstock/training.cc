@@ -29,6 +29,7 @@
 #include "tools/machine/machine_probe.h"
 #include "tools/machine/product_rate.h"
 #include "tools/penstock/base_files.h"
+#include "tools/penstock/checkpoint_flags.h"
 #include "tools/penstock/comms_log.h"
 #include "tools/penstock/flops_profile.h"
 #include "tools/penstock/plan_model.h"
@@ -44,8 +45,10 @@
 #include "tools/penstock/text_flags.h"
 #include "tools/penstock/trace.h"
 #include "tools/penstock/wear_budget.h"
+#include "tools/penstock/written_count.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
+#include "zero/config/json_field.h"
 #include "zero/engine/engine.h"
 #include "zero/engine/report.h"
 #include "zero/ranks/agree.h"
@@ -126,16 +129,21 @@ class Training {
     ASSIGN_OR_RETURN(const RunId run, IdentifyRun(flags_, &settings_));
     run_id_ = run.id;
     ASSIGN_OR_RETURN(journal_, RunJournal::Open(flags_, run, &settings_));
+    RETURN_IF_ERROR(CheckWearBefore());
     SetHooks();
     if (flags_.trace.has_value()) {
       ASSIGN_OR_RETURN(trace_, Trace::Open(*flags_.trace, run_id_));
     }
-    RETURN_IF_ERROR(MakeEngine());
+    if (absl::Status made = MakeEngine(); !made.ok()) {
+      if (written_.has_value() && !flags_.resume) written_->Remove();
+      return made;
+    }
     RETURN_IF_ERROR(CheckRecord());
     RETURN_IF_ERROR(RemoveOldReport());
     if (flags_.prometheus.has_value())
       metrics_ = std::make_unique<RunMetrics>(*flags_.prometheus, run_id_, settings_.engine.rank());
     RETURN_IF_ERROR(journal_->Begin(*engine_));
+    RETURN_IF_ERROR(SaveWritten());
     for (const std::string& decision : settings_.decisions) Tell(decision);
     if (engine_->resumed_from().has_value())
       Say(absl::StrCat("resumed from step ", *engine_->resumed_from()));
@@ -320,6 +328,7 @@ class Training {
     const auto [read, written] = BytesByKernel();
     report_.Probed(read - read_before, written - written_before);
     journal_->Probed(written - written_before);
+    if (flags_.resume) save_trouble_ = SaveWritten();  // also of a start that is refused
     if (machine.ok())
       machine_ = *std::move(machine);  // it only fails where a file is wrong, and there is none
     if (options.comm != nullptr) {
@@ -335,6 +344,7 @@ class Training {
   }
 
   absl::Status Planned(const zero::EnginePlan& plan) {
+    RETURN_IF_ERROR(save_trouble_);
     const zero::EngineOptions& options = settings_.engine;
     if (trace_ != nullptr) trace_->Planned(plan.plan);
     machine_.model = plan.options.machine;  // of all ranks
@@ -358,11 +368,15 @@ class Training {
       // Nothing is overwritten that somebody may still want to look at.
       RETURN_IF_ERROR(journal_->CheckAhead(plan, 0));
     }
-    // One that goes on may still be refused its place.
+    // One that goes on may still be refused its place, and so may one that replaces another.
     if (!settings_.resumes) {
+      RETURN_IF_ERROR(CheckReplaced(settings_));
       RETURN_IF_ERROR(RemoveOldReport());
     }
-    if (!settings_.resumes && plan.plan.on_nvme) Say("initialising");
+    if (!settings_.resumes && plan.plan.on_nvme) {
+      Say("initialising");
+      RETURN_IF_ERROR(SaveWritten(plan.state_bytes));  // a kill before the first commit leaves no other count
+    }
     return absl::OkStatus();
   }
 
@@ -428,6 +442,28 @@ class Training {
   double WrittenByAll() const {
     return static_cast<double>(journal_->WrittenBytes()) * settings_.engine.world();
   }
+  // Before the drive is measured, which writes to it. What was written before is that of file and record.
+  absl::Status CheckWearBefore() {
+    absl::Status used_up;
+    if (wear_.any() && settings_.engine.rank() == 0) {
+      absl::StatusOr<WrittenCount> count =
+          flags_.resume ? WrittenCount::Read(Place(), settings_.recorded) : WrittenCount(Place());
+      used_up = count.status();
+      if (count.ok()) {
+        written_ = *std::move(count);
+        journal_->WroteBefore(written_->before());
+        const bool trains =
+            zero::JsonField<int64_t>(settings_.recorded, "last_step").value_or(0) < settings_.steps;
+        if (trains) used_up = wear_.Check(WrittenByAll());
+      }
+    }
+    if (settings_.engine.comm == nullptr) return used_up;
+    return zero::AgreeOnStatus(*settings_.engine.comm, zero::Channel::kSetup, used_up);
+  }
+  // `more`: that will have been written before it is saved again.
+  absl::Status SaveWritten(int64_t more = 0) {
+    return written_.has_value() ? written_->Save(run_id_, journal_->WrittenBytes() + more) : absl::OkStatus();
+  }
   // Before the first step. One rank speaks and decides for all: the others hear of it as of a stop.
   absl::Status CheckWear() {
     if (!wear_.any() || settings_.engine.rank() > 0) return absl::OkStatus();
@@ -462,13 +498,16 @@ class Training {
       const absl::StatusOr<std::string> newest =
           swap::FindCheckpoint(settings_.engine.storage.checkpoints.parent);
       return absl::Status(
-          cause.code(), absl::StrCat("step ", engine_->step(), " is lost with this process",
-                                     trouble.ok() ? ", because its checkpoint could not be written: " : ": ",
-                                     std::string(cause.message()), "; ",
-                                     newest.ok() ? absl::StrCat("--resume goes on from ", *newest)
-                                                 : "there is no older one"));
+          cause.code(),
+          absl::StrCat("step ", engine_->step(), " is lost with this process",
+                       trouble.ok() ? ", because its checkpoint could not be written: " : ": ",
+                       std::string(cause.message()), "; ",
+                       newest.ok()                         ? absl::StrCat("--resume goes on from ", *newest)
+                       : absl::IsNotFound(newest.status()) ? "there is no older one"
+                                                           : std::string(newest.status().message())));
     }
     kept_ = *std::move(kept);
+    trouble.Update(SaveWritten());
     if (texts_.evaluation != nullptr && !evaluated && !Stops() && trouble.ok()) trouble = Evaluate();
     if (const int signal = StopSignal(); Stops() && journal_->trouble().ok() && wear_trouble_.ok()) {
       // Another rank may be the one that heard it.
@@ -510,11 +549,12 @@ class Training {
       if (breakdown_.has_value()) Tell(breakdown_->Line(step, result.seconds));
       TellProfile(result);
       wear_trouble_ = wear_.Check(WrittenByAll());
+      trouble = SaveWritten();
       if (std::isnan(first_loss_)) first_loss_ = result.loss;
       newest_ = result;
       if (result.skipped) Tell(absl::StrCat("step ", step, ": gradients are not finite, update skipped"));
       not_finite_ = result.skipped ? not_finite_ + 1 : 0;
-      trouble = CheckFinite(/*at_end=*/false);
+      trouble.Update(CheckFinite(/*at_end=*/false));
       Show(engine_->waiting_for());
       *evaluated = evaluates && trouble.ok();
       if (*evaluated) {
@@ -673,7 +713,9 @@ class Training {
   StepDisplay display_;
   RunWatch watch_;
   const WearBudget wear_;
-  absl::Status wear_trouble_;  // it is used up
+  absl::Status wear_trouble_;            // it is used up
+  std::optional<WrittenCount> written_;  // empty: there is no budget, or another rank keeps it
+  absl::Status save_trouble_;
   zero::Report report_;
   Machine machine_;
   std::unique_ptr<tiering::RunPrediction> run_prediction_;

@@ -55,10 +55,12 @@ absl::Status HandOn(const DeviceState* device, tiering::BlockIndex block, tierin
 
 Checkpointing::Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Comm* comm,
                              Report report)
-    : schedule_(std::move(schedule)), tile_memory_(tile_memory), comm_(comm), report_(std::move(report)) {
-  if (comm_ != nullptr && comm_->rank() > 0) return;
-  swap::RemovePartialCheckpoints(schedule_.parent);
-  swap::KeepNewestCheckpoints(schedule_.parent, Options().keep);
+    : schedule_(std::move(schedule)), tile_memory_(tile_memory), comm_(comm), report_(std::move(report)) {}
+
+absl::Status Checkpointing::CleanUp() const {
+  if (comm_ != nullptr && comm_->rank() > 0) return absl::OkStatus();
+  RETURN_IF_ERROR(swap::RemovePartialCheckpoints(schedule_.parent));
+  return swap::KeepNewestCheckpoints(schedule_.parent, Options().keep);
 }
 
 swap::CheckpointOptions Checkpointing::Options() const {
@@ -110,7 +112,8 @@ absl::Status Checkpointing::BeginOfMemory(aio::Engine& io, swap::CheckpointSourc
 absl::Status Checkpointing::MakeUpFor(swap::Store& store, bool commits_every_step) {
   const uint64_t step = store.committed_step();
   if (step == 0 || !Due(static_cast<int64_t>(step))) return absl::OkStatus();
-  for (const swap::CheckpointEntry& kept : swap::ListCheckpoints(schedule_.parent)) {
+  ASSIGN_OR_RETURN(const std::vector<swap::CheckpointEntry> all, swap::ListCheckpoints(schedule_.parent));
+  for (const swap::CheckpointEntry& kept : all) {
     if (kept.step == step) return absl::OkStatus();
   }
   return BeginOfStore(store, commits_every_step);

@@ -48,15 +48,17 @@ class Checkpointing {
  public:
   using Report = std::function<void(int64_t step, const std::string& path, const absl::Status& status)>;
 
-  // Removes what killed runs left in the directory, and more than are to be kept. `report` hears how each
-  // checkpoint ended. Everything passed in outlives this. `tile_memory`: for one padded tile, where a store
-  // is copied. `comm`: the other ranks, each of which writes its part of every checkpoint; null: there are
-  // none. A checkpoint gets its name when all parts are there, which training does not wait for before the
-  // next one is due.
+  // `report` hears how each checkpoint ended. Everything passed in outlives this. `tile_memory`: for one
+  // padded tile, where a store is copied. `comm`: the other ranks, each of which writes its part of every
+  // checkpoint; null: there are none. A checkpoint gets its name when all parts are there, which training
+  // does not wait for before the next one is due.
   Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Comm* comm, Report report);
   // Gives up what is not finished.
   ~Checkpointing() = default;
 
+  // Removes what killed runs left in the directory, and more than are to be kept. Of several ranks, rank 0
+  // does.
+  absl::Status CleanUp() const;
   bool Due(int64_t step) const { return schedule_.every > 0 && step % schedule_.every == 0; }
   // The commit that is due is done. Errors are those of Finish.
   absl::Status BeginOfStore(swap::Store& store, bool commits_every_step);

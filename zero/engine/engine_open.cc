@@ -55,8 +55,20 @@ void Engine::Impl::Close() {
 absl::Status Engine::Impl::Create() {
   if (options_.comm != nullptr) options_.comm->WatchStops(options_.hooks.stops);
   CheckpointSchedule& checkpoints = options_.storage.checkpoints;
+  const bool overwrites = options_.trains && options_.storage.overwrite && !options_.resumes();
+  const bool replaces = overwrites && checkpoints.any() && options_.rank() == 0;
+  // What is replaced is what is there now, and nothing that another run makes while this one measures and
+  // waits.
+  if (overwrites && !options_.storage.overwrites_only.has_value())
+    options_.storage.overwrites_only = swap::SeeCommits(options_.storage.state_dirs);
+  if (replaces && !checkpoints.replaces.has_value()) {
+    ASSIGN_OR_RETURN(checkpoints.replaces, swap::SeeCheckpoints(checkpoints.parent));
+  }
   if (options_.trains && checkpoints.any() && options_.rank() == 0 && checkpoints.lock == nullptr) {
     ASSIGN_OR_RETURN(checkpoints.lock, swap::CheckpointLock::Take(checkpoints.parent));
+  }
+  if (replaces) {
+    RETURN_IF_ERROR(swap::CheckSeen(checkpoints.parent, *checkpoints.replaces));
   }
   RETURN_IF_ERROR(Prepare(/*asks=*/true));
   if (!options_.resumes()) RETURN_IF_ERROR(GroupParameters());  // before any file is there
@@ -70,8 +82,11 @@ absl::Status Engine::Impl::Create() {
     if (checkpointing_ != nullptr && store() != nullptr) {
       RETURN_IF_ERROR(checkpointing_->MakeUpFor(*store(), plan_.plan.commits_every_step));
     }
-  } else if (absl::Status status = Initialize(); !status.ok()) {
-    return status;
+  } else {
+    RETURN_IF_ERROR(Initialize());
+    if (checkpointing_ != nullptr && replaces) {
+      RETURN_IF_ERROR(swap::RemoveCheckpoints(checkpoints.parent, *checkpoints.replaces));
+    }
   }
   RETURN_IF_ERROR(resources_->BoundDevice());
   MakeLanes();
@@ -154,11 +169,11 @@ absl::Status Engine::Impl::MakeCheckpointing() {
     // It was taken before all that was measured.
     RETURN_IF_ERROR(options_.storage.checkpoints.lock->Check());
   }
-  if (!options_.resumes() && options_.storage.overwrite && options_.rank() == 0) {
-    RETURN_IF_ERROR(swap::RemoveCheckpoints(options_.storage.checkpoints.parent));
-  }
   checkpointing_ = std::make_unique<Checkpointing>(options_.storage.checkpoints, resources_->tile_memory(),
                                                    options_.comm.get(), options_.hooks.checkpointed);
+  if (options_.resumes() || !options_.storage.overwrite) {
+    RETURN_IF_ERROR(checkpointing_->CleanUp());
+  }
   if (options_.comm != nullptr) {
     // Nobody writes there before rank 0 has cleaned up.
     RETURN_IF_ERROR(AgreeOnDirectory(*options_.comm, options_.storage.checkpoints.parent));

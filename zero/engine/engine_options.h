@@ -15,7 +15,7 @@
 #include "absl/status/statusor.h"
 #include "aio/engine.h"
 #include "kernels/float16.h"
-#include "swap/checkpoint_lock.h"
+#include "swap/checkpoint.h"
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
@@ -59,6 +59,9 @@ struct CheckpointSchedule {
   // State in memory: Engine::Keep makes one of the last step. A place that cannot hold it is refused by
   // Create. Default: no.
   bool at_end = false;
+  // With StorageOptions::overwrite: removed only as long as no others are in `parent`. Default: those that
+  // are there when Create is called.
+  std::optional<std::vector<swap::CheckpointSeen>> replaces;
   // That `parent` is this run's (swap/checkpoint_lock.h), taken before the caller looked at what is there. Of
   // several ranks, rank 0 has it for all. Default: Create takes it.
   std::shared_ptr<swap::CheckpointLock> lock = nullptr;
@@ -74,9 +77,9 @@ struct StorageOptions {
   std::vector<std::string> state_dirs;
   // What stands in state_dirs and the checkpoints in checkpoints.parent may be replaced. Default: refused.
   bool overwrite = false;
-  // Of this rank's state_dirs: overwritten only as long as that is the newest commit there. Default: whatever
-  // it is.
-  std::optional<swap::CommitSeen> overwrites_only;
+  // Of this rank's state_dirs: overwritten only as long as these are the newest commits there. Default: those
+  // that are there when Create is called.
+  std::optional<std::vector<swap::CommitSeen>> overwrites_only;
   // What a commit survives: the death of the process (the default), or power loss.
   swap::Sync sync = swap::Sync::kProcess;
   // Which steps a restart finds: each one (the default), or with kCheckpoint those that were kept as a

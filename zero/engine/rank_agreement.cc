@@ -14,6 +14,8 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "zero/memory/tensor_memory.h"
@@ -65,19 +67,25 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
   if (comm.rank() == 0) {
     std::error_code error;
     std::filesystem::create_directories(path, error);
+    if (error) mine = MakeIoError({.op = "make directory", .path = path, .error = error.value()});
     // A name of its own, which no cache of a shared file system has ever been asked for.
     sign = absl::StrCat(path, "/.seen-", absl::Hex(std::random_device()()));
-    const int fd = ::open(sign.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-    if (fd < 0) mine = absl::ErrnoToStatus(errno, absl::StrCat("create ", sign));
+    const int fd =
+        mine.ok() ? ::open(sign.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600) : -1;
+    if (mine.ok() && fd < 0) mine = MakeIoError({.op = "create", .path = sign, .error = errno});
     if (fd >= 0) ::close(fd);
   }
   ASSIGN_OR_RETURN(std::vector<std::string> signs,
                    comm.AllTexts(Channel::kSetup, {"the checkpoints' directory"}, sign));
-  if (comm.rank() > 0 && ::access(signs.front().c_str(), F_OK) != 0) {
-    mine = absl::FailedPreconditionError(
-        absl::StrCat(path,
-                     " is not what rank 0 has under this name: all ranks need one directory for "
-                     "checkpoints, on a file system that they share"));
+  if (comm.rank() > 0) {
+    const absl::StatusOr<bool> seen = PathExists(signs.front());
+    mine = seen.status();
+    if (seen.ok() && !*seen) {
+      mine = absl::FailedPreconditionError(
+          absl::StrCat(path,
+                       " is not what rank 0 has under this name: all ranks need one directory for "
+                       "checkpoints, on a file system that they share"));
+    }
   }
   absl::Status all = AgreeOnStatus(comm, Channel::kSetup, mine);
   if (comm.rank() == 0) (void)::unlink(sign.c_str());

@@ -42,6 +42,7 @@ std::vector<std::string> RankDirectories(const std::vector<std::string>& directo
 absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& directories) {
   if (directories.empty()) return absl::InvalidArgumentError("no directory was given");
   const swap::Finding found = swap::Probe(directories);
+  RETURN_IF_ERROR(found.unread);
   if (HoldsAnything(found)) return ShardDirectories{directories};
   const std::vector<std::string> first = RankDirectories(directories, 0);
   const auto missing = [&directories](int rank, int64_t ranks, const swap::Finding& there) {
@@ -54,9 +55,12 @@ absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& dire
     // Other ranks' parts may still be there.
     for (int rank = 1; rank < kMostRanksLookedFor; ++rank) {
       const std::vector<std::string> other = RankDirectories(directories, rank);
-      if (!HoldsAnything(swap::Probe(other))) continue;
+      const swap::Finding of_other = swap::Probe(other);
+      RETURN_IF_ERROR(of_other.unread);
+      if (!HoldsAnything(of_other)) continue;
       const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(other);
-      if (!inspection.ok()) continue;
+      if (absl::IsNotFound(inspection.status())) continue;  // it was never committed
+      RETURN_IF_ERROR(inspection.status());
       return missing(0, NumberIn(Parsed(inspection->shape.identity), kRanks, rank + 1), of_first);
     }
     // Something is there, perhaps what was a run: that is not the same as nothing.
@@ -66,12 +70,13 @@ absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& dire
     return absl::NotFoundError(
         absl::StrCat(directories.front(), " holds neither a run nor rank-0/ of one of several ranks"));
   }
-  ASSIGN_OR_RETURN(swap::Inspection inspection, swap::Inspect(first));
+  ASSIGN_OR_RETURN(const swap::Inspection inspection, swap::Inspect(first));
   const int64_t ranks = NumberIn(Parsed(inspection.shape.identity), kRanks, 1);
   ShardDirectories parts;
   for (int rank = 0; rank < ranks; ++rank) {
     parts.push_back(RankDirectories(directories, rank));
     const swap::Finding of_rank = swap::Probe(parts.back());
+    RETURN_IF_ERROR(of_rank.unread);
     if (HoldsAnything(of_rank)) continue;
     return missing(rank, ranks, of_rank);
   }
