@@ -38,7 +38,7 @@ absl::Status RestoreCheckpoint(Store& from, Store& to, std::span<std::byte> memo
     RETURN_IF_ERROR(
         to.WriteTileNow(&io, tile, from.committed(tile).version, sources, aio::Priority::kWriteBehind));
   }
-  return to.CommitNow({from.committed_step(), from.committed_updates(), from.committed_payload()});
+  return to.CommitGiven({from.committed_step(), from.committed_updates(), from.committed_payload()});
 }
 
 }  // namespace penstock::swap

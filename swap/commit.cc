@@ -219,6 +219,11 @@ absl::Status Store::CommitNow(const CommitInfo& info) {
   return AwaitCommit(&io);
 }
 
+absl::Status Store::CommitGiven(const CommitInfo& info) {
+  RETURN_IF_ERROR(CommitNow(info));
+  return CommitNow(info);
+}
+
 absl::Status Store::OverwriteNow() {
   CommitIo io;
   RETURN_IF_ERROR(StartOverwriting(&io));

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <filesystem>
 #include <memory>
 #include <span>
 #include <utility>
@@ -90,12 +89,12 @@ class Writer {
     const absl::Status settled = ring.SettleAll();  // also after an error: the memory is still written from
     if (status.ok()) status = settled;
     if (status.ok()) {
-      status = store_->CommitNow({.step = static_cast<uint64_t>(state_.step),
-                                  .updates = static_cast<uint64_t>(state_.updates),
-                                  .payload = state_.payload});
+      status = store_->CommitGiven({.step = static_cast<uint64_t>(state_.step),
+                                    .updates = static_cast<uint64_t>(state_.updates),
+                                    .payload = state_.payload});
     }
+    if (!status.ok()) swap::Store::Discard(std::move(store_));  // of no use to anybody
     store_.reset();
-    if (!status.ok()) Remove();
     return status;
   }
 
@@ -142,14 +141,6 @@ class Writer {
       }
     }
     return ring->Write(std::vector<const void*>(there.begin(), there.end()));
-  }
-
-  // A store without a commit is of no use to anybody.
-  void Remove() const {
-    for (const std::string& directory : state_.store.directories) {
-      std::error_code error;  // the first error has been said
-      std::filesystem::remove(std::filesystem::path(directory) / swap::kStoreFileName, error);
-    }
   }
 
   const NewState& state_;

@@ -72,7 +72,8 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
     status = to->WriteTileNow(&io_of_tile, t, version, sources, aio::Priority::kWriteBehind);
     RETURN_IF_ERROR(status);
   }
-  return to->CommitNow({.step = recovered.step, .updates = recovered.updates, .payload = recovered.payload});
+  return to->CommitGiven(
+      {.step = recovered.step, .updates = recovered.updates, .payload = recovered.payload});
 }
 
 }  // namespace
