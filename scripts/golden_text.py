@@ -23,6 +23,8 @@ O200K = "|".join([rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|
 DEEPSEEK = [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
             r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
             r"|\s*[\r\n]+|\s+(?!\S)|\s+"]
+DEEPSEEK_LLM = ["[\r\n]", r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕ]+",
+                r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", "[一-龥ࠀ-一가-퟿]+"]
 
 
 def byte_level(use_regex=True, prefix=False):
@@ -81,6 +83,12 @@ FORMS = {
                    added=CHAT, model={}),
     "deepseek": dict(normalizer=sequence("normalizers"), pre_tokenizer=pre(*map(split, DEEPSEEK), byte_level(False)),
                      decoder=byte_level(), post_processor=template("<s>", "$A", "</s>"), added=SENTENCE, model={}),
+    "deepseek_llm": dict(normalizer=sequence("normalizers"), decoder=byte_level(), post_processor=byte_level(), model={},
+                         pre_tokenizer=pre(*map(split, DEEPSEEK_LLM), {"type": "Digits", "individual_digits": True},
+                                           byte_level(False)),
+                         added=[added("<｜begin▁of▁sentence｜>"), added("<｜end▁of▁sentence｜>")]),
+    "lines": dict(pre_tokenizer=pre(split(r"^\s*\w|\s+$|[!?]$\n?"), byte_level(False)), decoder=byte_level(), added=[], model={}),
+    "spaces_at_ends": dict(pre_tokenizer=pre(split(r"\s+$"), byte_level(False)), decoder=byte_level(), added=[], model={}),
     "llama2": dict(normalizer=sequence("normalizers", {"type": "Prepend", "prepend": "▁"}, REPLACE_IN),
                    decoder=sequence("decoders", *FUSED, STRIP), post_processor=template("<s>", "$A"), added=SENTENCE,
                    model={"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}),
@@ -148,7 +156,7 @@ def random_text(draw, most=40):
 
 FIXED = ["", " ", "  ", "a", " a", "a ", "\n", "Hello world", "Hello  world ", " Hello\n\n  world\t!", "<s>", "<s>a", " <s> a</s> ",
          "x <mask> y", "x<pad>  \n y", "a  <both>  <both>  b", "words word word_ word. sword wordé word\u0301 \u200dword", "é E\u0301 e\u0301ÄÖ A\u0308Ö",
-         "<|endoftext|><|endoftext|>", "<|end<|endoftext|", "tail  tail   \n<mask>", "1234567890", "a" * 300, "ab" * 200, " " * 100 + "x",
+         "a  \n \n  b \n", "a\n", "\n\n a \t", "x!\n y?\n\n", "\u3000\u3000\na \u2003", "<|endoftext|><|endoftext|>", "<|end<|endoftext|", "tail  tail   \n<mask>", "1234567890", "a" * 300, "ab" * 200, " " * 100 + "x",
          "".join(WORDS), " ".join(WORDS), "\u0301\u0301a", "a\u0315\u0300\u05ae\u0062", "\u1100\u1161\u11a8\uac00\u11a8", "日本語" * 60,
          "'S 's 'ſ 'LL 'Ve 'K \u212a", "\u1ec7\u0323", "\u0958\u0929\u093c", "\u2126\u212b\ufb01\u00bd\ufdfa", "\x00\x01", "\ufeffbom", "<0x41><0xE4>"]
 

@@ -115,24 +115,36 @@ struct Message {
   std::string role, content;
 };
 
-absl::StatusOr<std::vector<Message>> MessagesOf(const json& list) {
-  if (!list.is_array() || list.empty()) return Bad("messages is not a list of messages");
+// ShareGPT's speakers, in the words of messages.
+std::string RoleOf(const std::string& speaker) {
+  if (speaker == "human") return "user";
+  if (speaker == "gpt" || speaker == "chatgpt") return "assistant";
+  return speaker;
+}
+
+// `name`: "messages", or "conversations", whose entries have "from" and "value" or what messages have.
+absl::StatusOr<std::vector<Message>> MessagesOf(const json& list, const char* name) {
+  if (!list.is_array() || list.empty()) return Bad(Cat(name, " is not a list of messages"));
   std::vector<Message> messages;
   for (size_t i = 0; i < list.size(); ++i) {
     const json& entry = list[i];
-    for (const char* const key : {"role", "content"}) {
+    const bool shared = entry.is_object() && entry.contains("from") && !entry.contains("role");
+    const char* const role_key = shared ? "from" : "role";
+    const char* const content_key = shared ? "value" : "content";
+    for (const char* const key : {role_key, content_key}) {
       if (!entry.is_object() || !entry.contains(key) || !entry[key].is_string())
-        return Bad(Cat("messages[", i, "] has no ", key, " that is a text"));
+        return Bad(Cat(name, "[", i, "] has no ", key, " that is a text"));
     }
-    messages.push_back({entry["role"].get<std::string>(), entry["content"].get<std::string>()});
-    const std::string& role = messages.back().role;
+    messages.push_back({entry[role_key].get<std::string>(), entry[content_key].get<std::string>()});
+    std::string& role = messages.back().role;
+    if (shared) role = RoleOf(role);
     if (role != "system" && role != "user" && role != "assistant")
-      return Bad(
-          Cat("messages[", i, "] is of role ", Quoted(role), "; served are system, user and assistant"));
+      return Bad(Cat(name, "[", i, "] is of role ", Quoted(role), "; served are system, user and assistant",
+                     shared ? " (human and gpt)" : ""));
   }
   if (std::none_of(messages.begin(), messages.end(),
                    [](const Message& message) { return message.role == "assistant"; }))
-    return Bad("messages has none of role assistant: there is nothing to learn");
+    return Bad(Cat(name, " has none of role assistant: there is nothing to learn"));
   return messages;
 }
 
@@ -176,8 +188,8 @@ absl::Status WriteLlama2(const std::vector<Message>& messages, Script* to) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Example> OfMessages(const json& list, ChatTemplate chat, const Tokenizer& tokenizer) {
-  ASSIGN_OR_RETURN(const std::vector<Message> messages, MessagesOf(list));
+absl::StatusOr<Example> OfMessages(const std::vector<Message>& messages, ChatTemplate chat,
+                                   const Tokenizer& tokenizer) {
   Script script;
   switch (chat) {
     case ChatTemplate::kChatMl:
@@ -197,6 +209,80 @@ absl::StatusOr<Example> OfMessages(const json& list, ChatTemplate chat, const To
 absl::StatusOr<std::string> TextAt(const json& line, const char* key) {
   if (!line[key].is_string()) return Bad(Cat(key, " is no text"));
   return line[key].get<std::string>();
+}
+
+// "" where there is none.
+absl::StatusOr<std::string> OptionalTextAt(const json& line, const char* key) {
+  if (!line.contains(key) || line[key].is_null()) return std::string();
+  return TextAt(line, key);
+}
+
+absl::Status NoTemplate(const char* what) {
+  return Bad(Cat(what, " need a template: give --chat-template chatml, llama3 or llama2"));
+}
+
+absl::StatusOr<Example> OfConversations(const json& line, std::optional<ChatTemplate> chat,
+                                        const Tokenizer& tokenizer) {
+  if (!chat.has_value()) return NoTemplate("conversations");
+  ASSIGN_OR_RETURN(std::vector<Message> messages, MessagesOf(line["conversations"], "conversations"));
+  ASSIGN_OR_RETURN(std::string system, OptionalTextAt(line, "system"));
+  if (!system.empty() && messages.front().role != "system")
+    messages.insert(messages.begin(), {"system", std::move(system)});
+  return OfMessages(messages, *chat, tokenizer);
+}
+
+// What a prompt makes likely, with the token that ends a text.
+absl::StatusOr<Example> OfPrompt(std::string_view prompt, std::string_view completion,
+                                 const Tokenizer& tokenizer) {
+  Script script;
+  script.Add(prompt, false);
+  script.Add(completion, true);
+  ASSIGN_OR_RETURN(Example example, script.Encode(tokenizer, /*add_special_tokens=*/true));
+  AppendEnd(tokenizer, &example);
+  return example;
+}
+
+// The prompts of Stanford's Alpaca.
+absl::StatusOr<Example> OfInstruction(const json& line, std::optional<ChatTemplate> chat,
+                                      const Tokenizer& tokenizer) {
+  for (const char* const key : {"instruction", "output"}) {
+    if (!line.contains(key)) return Bad(Cat("it has no ", key));
+  }
+  ASSIGN_OR_RETURN(const std::string instruction, TextAt(line, "instruction"));
+  ASSIGN_OR_RETURN(const std::string output, TextAt(line, "output"));
+  ASSIGN_OR_RETURN(const std::string input, OptionalTextAt(line, "input"));
+  ASSIGN_OR_RETURN(const std::string system, OptionalTextAt(line, "system"));
+  if (line.contains("history") && !line["history"].empty())
+    return Bad("it has a history, which is not served: write it as messages");
+  if (chat.has_value()) {
+    std::vector<Message> messages;
+    if (!system.empty()) messages.push_back({"system", system});
+    messages.push_back({"user", Cat(instruction, input.empty() ? "" : "\n", input)});
+    messages.push_back({"assistant", output});
+    return OfMessages(messages, *chat, tokenizer);
+  }
+  if (!system.empty()) return NoTemplate("it has a system message: such");
+  return OfPrompt(input.empty()
+                      ? Cat("Below is an instruction that describes a task. Write a response that "
+                            "appropriately completes the request.\n\n### Instruction:\n",
+                            instruction, "\n\n### Response:")
+                      : Cat("Below is an instruction that describes a task, paired with an input that "
+                            "provides further context. Write a response that appropriately completes the "
+                            "request.\n\n### Instruction:\n",
+                            instruction, "\n\n### Input:\n", input, "\n\n### Response:"),
+                  output, tokenizer);
+}
+
+// The keys of a line that has none of those that are read.
+std::string KeysOf(const json& line) {
+  constexpr int kMost = 6;
+  std::string keys;
+  int count = 0;
+  for (const auto& [key, unused] : line.items()) {
+    if (++count > kMost) return Cat(keys, ", ...");
+    CatTo(keys, keys.empty() ? "" : ", ", Quoted(key));
+  }
+  return keys.empty() ? "no keys" : keys;
 }
 
 }  // namespace
@@ -241,26 +327,34 @@ absl::StatusOr<Example> ExampleOfLine(std::string_view line, const Tokenizer& to
   ASSIGN_OR_RETURN(const json parsed, ParseJson(line, ""));
   if (!parsed.is_object()) return Bad("it is no object");
   if (parsed.contains("messages")) {
-    if (!chat.has_value())
-      return Bad("messages need a template: give --chat-template chatml, llama3 or llama2");
-    return OfMessages(parsed["messages"], *chat, tokenizer);
+    if (!chat.has_value()) return NoTemplate("messages");
+    ASSIGN_OR_RETURN(const std::vector<Message> messages, MessagesOf(parsed["messages"], "messages"));
+    return OfMessages(messages, *chat, tokenizer);
   }
   if (parsed.contains("prompt") || parsed.contains("completion")) {
     for (const char* const key : {"prompt", "completion"}) {
       if (!parsed.contains(key)) return Bad(Cat("it has no ", key));
     }
-    Script script;
     ASSIGN_OR_RETURN(const std::string prompt, TextAt(parsed, "prompt"));
     ASSIGN_OR_RETURN(const std::string completion, TextAt(parsed, "completion"));
-    script.Add(prompt, false);
-    script.Add(completion, true);
-    ASSIGN_OR_RETURN(Example example, script.Encode(tokenizer, /*add_special_tokens=*/true));
-    AppendEnd(tokenizer, &example);
-    return example;
+    return OfPrompt(prompt, completion, tokenizer);
   }
-  if (!parsed.contains("text")) return Bad("it has none of text, messages, or prompt and completion");
-  ASSIGN_OR_RETURN(const std::string text, TextAt(parsed, "text"));
-  return ExampleOfText(text, tokenizer);
+  if (parsed.contains("text")) {
+    ASSIGN_OR_RETURN(const std::string text, TextAt(parsed, "text"));
+    return ExampleOfText(text, tokenizer);
+  }
+  if (parsed.contains("conversations")) return OfConversations(parsed, chat, tokenizer);
+  if (parsed.contains("instruction")) return OfInstruction(parsed, chat, tokenizer);
+  return Bad(Cat("it has ", KeysOf(parsed),
+                 " and none of text, prompt and completion, messages, conversations, or instruction and "
+                 "output: rename what is to be learned"));
+}
+
+bool HasExampleKeys(const json& object) {
+  for (const char* const key : {"messages", "prompt", "completion", "text", "conversations", "instruction"}) {
+    if (object.contains(key)) return true;
+  }
+  return false;
 }
 
 }  // namespace penstock::text

@@ -3,12 +3,16 @@
 //   {"text": "..."}                                                   learned whole
 //   {"prompt": "...", "completion": "..."}                            the completion is learned
 //   {"messages": [{"role": "user", "content": "..."}, ...]}           what the assistant says is learned
+//   {"conversations": [{"from": "human", "value": "..."}, ...]}       the same, in ShareGPT's words
+//   {"instruction": "...", "input": "...", "output": "..."}           Alpaca's: the output is learned
 //
+// Of a line with keys of several, the first of messages, prompt, text, conversations and instruction counts.
 // Keys besides these are passed over, as a data set's own columns are.
 #ifndef PENSTOCK_TEXT_EXAMPLE_H_
 #define PENSTOCK_TEXT_EXAMPLE_H_
 
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string_view>
 #include <vector>
@@ -46,9 +50,14 @@ absl::StatusOr<Example> ExampleOfText(std::string_view text, const Tokenizer& to
 // token that has characters of both belongs to the completion, and so does, with tokenizers that change a
 // text before they cut it, one that the prompt alone would not have. The token that ends a text is learned.
 // Special tokens that stand in the text are tokens; of keys that stand twice the last one counts.
+// Alpaca's examples stand in the words that Alpaca was trained with ("Below is an instruction ..."), or, with
+// `chat`, are a message of the user, the instruction and on the next line the input, and the answer.
 // kInvalidArgument, one line: what is wrong with the line.
 absl::StatusOr<Example> ExampleOfLine(std::string_view line, const Tokenizer& tokenizer,
                                       std::optional<ChatTemplate> chat);
+
+// Whether an object of JSON has a key that the examples above begin with.
+bool HasExampleKeys(const nlohmann::json& object);
 
 }  // namespace penstock::text
 

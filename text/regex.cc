@@ -25,8 +25,9 @@ constexpr std::string_view kSpace =
 constexpr std::string_view kNoSpace =
     R"(\x00-\x08\x0e-\x1f\x21-\x{84}\x{86}-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff}\x{200b}-\x{2027})"
     R"(\x{202a}-\x{202e}\x{2030}-\x{205e}\x{2060}-\x{2fff}\x{3001}-\x{10ffff})";
-// PCRE2's \w knows neither marks nor connectors but the underscore.
-constexpr std::string_view kWord = R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc})";
+// PCRE2's \w knows neither marks nor connectors but the underscore; Oniguruma's knows the fractions and
+// superscripts of Latin-1 as well.
+constexpr std::string_view kWord = R"(\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\x{b2}\x{b3}\x{b9}\x{bc}-\x{be})";
 constexpr std::string_view kHexDigit = "0-9A-Fa-f";
 
 absl::Status Refused(std::string_view pattern, size_t at, std::string_view what) {
@@ -55,9 +56,11 @@ class Rewriter {
         case '{':
           RETURN_IF_ERROR(Interval());
           break;
-        case '^':
+        case '^':  // both match at every line in Ruby
         case '$':
-          return Refused(pattern_, at_, "^ or $ outside of a set");
+          CatTo(out_, "(?m:", std::string(1, c), ")");
+          ++at_;
+          break;
         default:
           Copy(1);
       }
@@ -301,14 +304,18 @@ absl::StatusOr<Regex> Regex::CompilePcre(std::string_view pattern, unsigned opti
   uint32_t behind = 1, empty = 1;
   pcre2_pattern_info(regex.code_.get(), PCRE2_INFO_MAXLOOKBEHIND, &behind);
   pcre2_pattern_info(regex.code_.get(), PCRE2_INFO_MATCHEMPTY, &empty);
-  regex.forward_only_ = behind == 0 && empty == 0 && pattern.find("\\A") == std::string_view::npos;
+  regex.forward_only_ = behind == 0 && empty == 0 && pattern.find("\\A") == std::string_view::npos &&
+                        pattern.find("(?m:^)") == std::string_view::npos;
   return regex;
 }
 
 absl::StatusOr<Regex> Regex::Compile(std::string_view pattern) {
   if (FindBroken(pattern) != std::string_view::npos)
     return absl::InvalidArgumentError(Cat("the pattern ", Quoted(pattern), " is not UTF-8"));
-  ASSIGN_OR_RETURN(const std::string rewritten, RewrittenForPcre(pattern));
+  ASSIGN_OR_RETURN(std::string rewritten, RewrittenForPcre(pattern));
+  // Where this finds nothing at the first space of several, it finds nothing at the others: without the verb
+  // each would be tried up to the last, and a megabyte of spaces would take hours.
+  if (pattern == R"(\s+$)") CatTo(rewritten, "|[", kSpace, "]++(*SKIP)(*FAIL)");
   return CompilePcre(rewritten, PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C | PCRE2_NO_UTF_CHECK);
 }
 

@@ -1,8 +1,8 @@
 // Regular expressions as tokenizer.json writes them, for PCRE2.
 //
 // They are written for Oniguruma with Ruby's syntax. Most of it means the same to PCRE2; where it does not,
-// the pattern is rewritten (\s, \w, \h, \v, \u0041, {,n}, names of scripts) or, where it cannot be or nobody
-// has needed it yet, refused by name (^ and $, which match at every line in Ruby, {1,3}+, which is no
+// the pattern is rewritten (\s, \w, \h, \v, ^ and $, which match at every line in Ruby, \u0041, {,n}, names
+// of scripts) or, where it cannot be or nobody has needed it yet, refused by name ({1,3}+, which is no
 // possessive there, sets within sets, named groups and references, flags but i).
 //
 // Texts are valid UTF-8. A Regex is immutable; any number of threads may search with one, each with a

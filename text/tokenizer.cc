@@ -27,10 +27,18 @@ constexpr uint64_t kLongestTokenizer = uint64_t{128} << 20;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Tokenizer::Impl>> Tokenizer::Impl::Create(std::string_view text) {
-  ASSIGN_OR_RETURN(TokenizerParts parts, ParseTokenizerJson(text));
+absl::StatusOr<std::unique_ptr<Tokenizer::Impl>> Tokenizer::Impl::Create(std::string_view text,
+                                                                         const TokenizerConfig& config) {
+  ASSIGN_OR_RETURN(TokenizerParts parts, ParseTokenizerJson(text, config.byte_level_prefix));
+  int32_t largest = -1;
+  for (const auto& [unused, id] : parts.model.vocab) largest = std::max(largest, id);
+  for (const AddedToken& token : parts.added_tokens) largest = std::max(largest, token.id);
+  AddedByConfig by_config = AddTokens(config, &parts);
   ASSIGN_OR_RETURN(Bpe bpe, Bpe::Create(parts.model));
   auto impl = std::make_unique<Impl>(std::move(bpe));
+  impl->base_tokens = static_cast<size_t>(largest + 1);
+  impl->notes = std::move(by_config.notes);
+  impl->config_counts = by_config.any || parts.byte_level_prefix_changed;
   impl->normalizer = std::move(parts.normalizer);
   impl->pre_tokenizer = std::move(parts.pre_tokenizer);
   impl->decoder = std::move(parts.decoder);
@@ -71,6 +79,15 @@ absl::StatusOr<std::unique_ptr<Tokenizer::Impl>> Tokenizer::Impl::Create(std::st
   }
   for (const std::string& token : impl->tokens)
     impl->texts.push_back(impl->decoder.TextOf(token, /*first=*/false));
+  const auto id_of = [&](const std::optional<std::string>& token) -> std::optional<int32_t> {
+    if (!token.has_value()) return std::nullopt;
+    const auto found = impl->ids.find(*token);
+    return found == impl->ids.end() ? std::nullopt : std::optional<int32_t>(found->second);
+  };
+  impl->special_ids.bos = id_of(config.bos);
+  impl->special_ids.unk = id_of(config.unk);
+  impl->special_ids.pad = id_of(config.pad);
+  if (const std::optional<int32_t> eos = id_of(config.eos)) impl->special_ids.eos.push_back(*eos);
   return impl;
 }
 
@@ -95,32 +112,6 @@ absl::Status Tokenizer::Impl::EncodePiece(std::string_view piece, bool at_start,
                                       at_start && found.begin == 0, work.scratch,
                                       [&](std::string_view word) { return EncodeWord(word, work, to); }));
   }
-}
-
-absl::Status Tokenizer::Impl::NameSpecialIds(const std::string& path, const json& names) {
-  const auto id_of = [&](const char* key) -> absl::StatusOr<std::optional<int32_t>> {
-    auto named = names.find(key);
-    if (named == names.end() || named->is_null()) return std::nullopt;
-    const json* token = &*named;
-    if (token->is_object() && token->contains("content")) token = &(*token)["content"];
-    if (!token->is_string()) return absl::InvalidArgumentError(Cat(path, ": ", key, " names no token"));
-    const auto& content = token->get_ref<const std::string&>();
-    const auto found = ids.find(content);
-    if (found == ids.end())
-      return absl::InvalidArgumentError(
-          Cat(path, ": ", key, " is ", Quoted(content), ", which tokenizer.json has not"));
-    return found->second;
-  };
-  for (const auto& [key, to] :
-       {std::pair<const char*, std::optional<int32_t>*>{"bos_token", &special_ids.bos},
-        {"unk_token", &special_ids.unk},
-        {"pad_token", &special_ids.pad}}) {
-    ASSIGN_OR_RETURN(const std::optional<int32_t> id, id_of(key));
-    if (!to->has_value()) *to = id;
-  }
-  ASSIGN_OR_RETURN(const std::optional<int32_t> eos, id_of("eos_token"));
-  if (eos.has_value() && special_ids.eos.empty()) special_ids.eos.push_back(*eos);
-  return absl::OkStatus();
 }
 
 absl::Status Tokenizer::Impl::NumberSpecialIds(const std::string& path, const json& config) {
@@ -150,19 +141,6 @@ absl::Status Tokenizer::Impl::NumberSpecialIds(const std::string& path, const js
   return absl::OkStatus();
 }
 
-absl::Status Tokenizer::Impl::ReadSpecialIds(const std::filesystem::path& directory) {
-  for (const char* const name :
-       {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}) {
-    const std::string path = (directory / name).string();
-    const absl::StatusOr<json> parsed = ReadJsonObject(path);
-    if (absl::IsNotFound(parsed.status())) continue;
-    RETURN_IF_ERROR(parsed.status());
-    RETURN_IF_ERROR(name == std::string_view("generation_config.json") ? NumberSpecialIds(path, *parsed)
-                                                                       : NameSpecialIds(path, *parsed));
-  }
-  return absl::OkStatus();
-}
-
 Tokenizer::Tokenizer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Tokenizer::~Tokenizer() = default;
 
@@ -171,15 +149,23 @@ absl::StatusOr<std::unique_ptr<Tokenizer>> Tokenizer::Open(const std::string& pa
   ASSIGN_OR_RETURN(const bool directory, IsDirectory(path));
   if (directory) file /= "tokenizer.json";
   ASSIGN_OR_RETURN(const std::string text, ReadSmallFile(file.string(), kLongestTokenizer));
-  absl::StatusOr<std::unique_ptr<Impl>> impl = Impl::Create(text);
+  const std::string beside = file.parent_path().string();
+  ASSIGN_OR_RETURN(const TokenizerConfig config, ReadTokenizerConfig(beside));
+  absl::StatusOr<std::unique_ptr<Impl>> impl = Impl::Create(text, config);
   if (!impl.ok())
     return absl::Status(impl.status().code(), Cat(file.string(), ": ", impl.status().message()));
-  RETURN_IF_ERROR((*impl)->ReadSpecialIds(file.parent_path()));
+  const std::string generation = (file.parent_path() / "generation_config.json").string();
+  const absl::StatusOr<json> ids = ReadJsonObject(generation);
+  if (ids.ok()) {
+    RETURN_IF_ERROR((*impl)->NumberSpecialIds(generation, *ids));
+  } else if (!absl::IsNotFound(ids.status())) {
+    return ids.status();
+  }
   return std::unique_ptr<Tokenizer>(new Tokenizer(*std::move(impl)));
 }
 
 absl::StatusOr<std::unique_ptr<Tokenizer>> Tokenizer::Parse(std::string_view text) {
-  absl::StatusOr<std::unique_ptr<Impl>> impl = Impl::Create(text);
+  absl::StatusOr<std::unique_ptr<Impl>> impl = Impl::Create(text, {});
   if (!impl.ok()) return absl::Status(impl.status().code(), Cat("tokenizer.json: ", impl.status().message()));
   return std::unique_ptr<Tokenizer>(new Tokenizer(*std::move(impl)));
 }
@@ -269,6 +255,12 @@ bool Tokenizer::IsSpecial(int32_t id) const {
   return id >= 0 && static_cast<size_t>(id) < impl_->special.size() &&
          impl_->special[static_cast<size_t>(id)];
 }
+
+int32_t Tokenizer::base_vocab_size() const { return static_cast<int32_t>(impl_->base_tokens); }
+
+bool Tokenizer::config_counts() const { return impl_->config_counts; }
+
+const std::vector<std::string>& Tokenizer::notes() const { return impl_->notes; }
 
 const SpecialIds& Tokenizer::special_ids() const { return impl_->special_ids; }
 

@@ -49,8 +49,10 @@ struct SpecialIds {
 // Immutable after opening: any number of threads may use one.
 class Tokenizer {
  public:
-  // A directory with tokenizer.json, or the file itself. Special tokens are named by tokenizer_config.json,
-  // special_tokens_map.json and generation_config.json beside it, where they are there.
+  // A directory with tokenizer.json, or the file itself. tokenizer_config.json beside it (or the older
+  // special_tokens_map.json and added_tokens.json, where it has no added_tokens_decoder) names special tokens
+  // and adds tokens; those that tokenizer.json does not have get the ids behind its last, as with
+  // transformers. generation_config.json has more tokens that end a text.
   // kNotFound, kInvalidArgument: with the file, the place in it, and what is not served.
   static absl::StatusOr<std::unique_ptr<Tokenizer>> Open(const std::string& path);
   // From the text of a tokenizer.json; nothing beside it is read.
@@ -68,12 +70,19 @@ class Tokenizer {
 
   // 1 more than the largest id: the least rows of an embedding. A model may have more.
   int32_t vocab_size() const;
+  // The same of tokenizer.json alone, without what the files beside it append: a model that was not grown for
+  // those tokens has no rows for them.
+  int32_t base_vocab_size() const;
   // Of a token as the file spells it ("<|endoftext|>"; byte-level tokens in GPT-2's alphabet).
   std::optional<int32_t> IdOf(std::string_view token) const;
   // Empty where no token has this id.
   std::string TokenOf(int32_t id) const;
   bool IsSpecial(int32_t id) const;
   const SpecialIds& special_ids() const;
+  // Whether a file beside tokenizer.json changes what becomes of a text.
+  bool config_counts() const;
+  // What the files beside tokenizer.json say and what is not followed, a line each.
+  const std::vector<std::string>& notes() const;
 
  private:
   friend class Encoder;

@@ -3,7 +3,6 @@
 #define PENSTOCK_TEXT_TOKENIZER_IMPL_H_
 
 #include <cstdint>
-#include <filesystem>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -22,6 +21,7 @@
 #include "text/pre_tokenizer.h"
 #include "text/strings.h"
 #include "text/tokenizer.h"
+#include "text/tokenizer_config.h"
 
 namespace penstock::text {
 
@@ -57,7 +57,7 @@ struct Tokenizer::Impl {
   };
 
   explicit Impl(Bpe made) : bpe(std::move(made)) {}
-  static absl::StatusOr<std::unique_ptr<Impl>> Create(std::string_view text);
+  static absl::StatusOr<std::unique_ptr<Impl>> Create(std::string_view text, const TokenizerConfig& config);
   // Appends the tokens of one word.
   absl::Status EncodeWord(std::string_view word, Workspace& work, std::vector<int32_t>& to) const {
     if (word.size() >= static_cast<size_t>(std::numeric_limits<int32_t>::max()))
@@ -67,8 +67,6 @@ struct Tokenizer::Impl {
   }
   absl::Status EncodePiece(std::string_view piece, bool at_start, Workspace& work,
                            std::vector<int32_t>& ids) const;
-  absl::Status ReadSpecialIds(const std::filesystem::path& directory);
-  absl::Status NameSpecialIds(const std::string& path, const nlohmann::json& names);
   absl::Status NumberSpecialIds(const std::string& path, const nlohmann::json& config);
 
   const Bpe bpe;
@@ -83,6 +81,9 @@ struct Tokenizer::Impl {
   std::vector<bool> special;
   TextMap<std::string, int32_t> ids;
   SpecialIds special_ids;
+  std::vector<std::string> notes;
+  bool config_counts = false;
+  size_t base_tokens = 0;  // of tokenizer.json alone
   mutable std::mutex mutex;
   mutable std::vector<std::unique_ptr<Workspace>> idle;
 };

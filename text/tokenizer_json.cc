@@ -129,10 +129,11 @@ absl::StatusOr<Regex> Pattern(const Section& section, std::string* literal) {
 
 // ---- Normalizer.
 
-absl::Status ReadNormalizer(const Section& section, int depth, Normalizer& to) {
+absl::Status ReadNormalizer(const Section& section, int depth, TokenizerParts& parts) {
+  Normalizer& to = parts.normalizer;
   RETURN_IF_ERROR(section.CheckObject());
   ASSIGN_OR_RETURN(const std::string type, section.String("type"));
-  if (type == "Sequence") return ReadSteps(section, "normalizers", depth, ReadNormalizer, to);
+  if (type == "Sequence") return ReadSteps(section, "normalizers", depth, ReadNormalizer, parts);
   for (const auto& [name, form] : {std::pair<std::string_view, NormalForm>{"NFC", {true, false}},
                                    {"NFD", {false, false}},
                                    {"NFKC", {true, true}},
@@ -145,6 +146,7 @@ absl::Status ReadNormalizer(const Section& section, int depth, Normalizer& to) {
   if (type == "Prepend") {
     RETURN_IF_ERROR(section.OnlyKeys({"type", "prepend"}));
     ASSIGN_OR_RETURN(std::string prepend, section.String("prepend"));
+    parts.prefixes_space = true;
     to.Add(PrependText{std::move(prepend)});
   } else if (type == "Replace") {
     RETURN_IF_ERROR(section.OnlyKeys({"type", "pattern", "content"}));
@@ -205,10 +207,17 @@ absl::StatusOr<Metaspace> ReadMetaspace(const Section& section) {
   return metaspace;
 }
 
-absl::Status ReadPreTokenizer(const Section& section, int depth, TokenizerParts& to) {
+// What a step of the pre-tokenizer is read into.
+struct PreTokenizerTo {
+  TokenizerParts& parts;
+  std::optional<bool> byte_level_prefix;
+};
+
+absl::Status ReadPreTokenizer(const Section& section, int depth, PreTokenizerTo& into) {
+  TokenizerParts& to = into.parts;
   RETURN_IF_ERROR(section.CheckObject());
   ASSIGN_OR_RETURN(const std::string type, section.String("type"));
-  if (type == "Sequence") return ReadSteps(section, "pretokenizers", depth, ReadPreTokenizer, to);
+  if (type == "Sequence") return ReadSteps(section, "pretokenizers", depth, ReadPreTokenizer, into);
   if (to.model.byte_level)
     return Bad(section.where(), Cat("is ", Quoted(type), " behind ByteLevel, which must be the last"));
   const auto add_pattern = [&](std::string_view pattern, SplitBehavior behavior) -> absl::Status {
@@ -225,13 +234,17 @@ absl::Status ReadPreTokenizer(const Section& section, int depth, TokenizerParts&
     to.pre_tokenizer.Add(SplitText{std::move(pattern), behavior, invert});
   } else if (type == "ByteLevel") {
     RETURN_IF_ERROR(section.OnlyKeys({"type", "add_prefix_space", "trim_offsets", "use_regex"}));
-    ASSIGN_OR_RETURN(const bool prefix, section.Bool("add_prefix_space", std::nullopt));
+    ASSIGN_OR_RETURN(const bool says, section.Bool("add_prefix_space", std::nullopt));
+    const bool prefix = into.byte_level_prefix.value_or(says);
+    to.byte_level_prefix_changed = prefix != says;
     ASSIGN_OR_RETURN(const bool use_regex, section.Bool("use_regex", true));
     if (prefix) to.pre_tokenizer.Add(PrefixSpace{});
+    to.prefixes_space = to.prefixes_space || prefix;
     if (use_regex) RETURN_IF_ERROR(add_pattern(kGpt2Pattern, SplitBehavior::kIsolated));
     to.model.byte_level = true;
   } else if (type == "Metaspace") {
     ASSIGN_OR_RETURN(Metaspace metaspace, ReadMetaspace(section));
+    to.prefixes_space = to.prefixes_space || metaspace.prepend != Metaspace::Prepend::kNever;
     to.pre_tokenizer.Add(std::move(metaspace));
   } else if (type == "Digits") {
     RETURN_IF_ERROR(section.OnlyKeys({"type", "individual_digits"}));
@@ -471,7 +484,8 @@ absl::Status ReadDecoder(const Section& section, int depth, DecoderOrder& order,
 
 }  // namespace
 
-absl::StatusOr<TokenizerParts> ParseTokenizerJson(std::string_view text) {
+absl::StatusOr<TokenizerParts> ParseTokenizerJson(std::string_view text,
+                                                  std::optional<bool> byte_level_prefix) {
   ASSIGN_OR_RETURN(const json parsed, ParseJson(text, "", {.max_values = kMostValues}));
   const Section root(parsed, "the file");
   RETURN_IF_ERROR(root.CheckObject());
@@ -486,9 +500,11 @@ absl::StatusOr<TokenizerParts> ParseTokenizerJson(std::string_view text) {
   RETURN_IF_ERROR(ReadModel(Section(*model, "model"), parts.model));
   RETURN_IF_ERROR(ReadAddedTokens(root, parts.model, parts.added_tokens));
   if (const json* const normalizer = root.Find("normalizer"))
-    RETURN_IF_ERROR(ReadNormalizer(Section(*normalizer, "normalizer"), 0, parts.normalizer));
-  if (const json* const pre_tokenizer = root.Find("pre_tokenizer"))
-    RETURN_IF_ERROR(ReadPreTokenizer(Section(*pre_tokenizer, "pre_tokenizer"), 0, parts));
+    RETURN_IF_ERROR(ReadNormalizer(Section(*normalizer, "normalizer"), 0, parts));
+  if (const json* const pre_tokenizer = root.Find("pre_tokenizer")) {
+    PreTokenizerTo into{parts, byte_level_prefix};
+    RETURN_IF_ERROR(ReadPreTokenizer(Section(*pre_tokenizer, "pre_tokenizer"), 0, into));
+  }
   if (const json* const post_processor = root.Find("post_processor"))
     RETURN_IF_ERROR(ReadPostProcessor(Section(*post_processor, "post_processor"), 0, parts));
   if (const json* const decoder = root.Find("decoder")) {

@@ -3,6 +3,7 @@
 #define PENSTOCK_TEXT_TOKENIZER_JSON_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,10 +25,14 @@ struct TokenizerParts {
   Decoder decoder;
   // What the template puts before and behind a text.
   std::vector<int32_t> prefix, suffix;
+  bool byte_level_prefix_changed = false;
+  bool prefixes_space = false;  // something puts a space before a text that has none
 };
 
 // kInvalidArgument, one line: where in the file, what stands there, what is served.
-absl::StatusOr<TokenizerParts> ParseTokenizerJson(std::string_view json);
+// `byte_level_prefix`: in the place of what the file says of ByteLevel's add_prefix_space.
+absl::StatusOr<TokenizerParts> ParseTokenizerJson(std::string_view json,
+                                                  std::optional<bool> byte_level_prefix = std::nullopt);
 
 }  // namespace penstock::text
 

@@ -126,6 +126,45 @@ TEST_F(ExampleTest, OfMessagesTheAssistantIsLearned) {
       "<s>[INST] <<SYS>>\n Be kind.\n<</SYS>>\n\nHi [/INST][ Hello! </s>]<s>[INST] Bye [/INST][ c </s>]");
 }
 
+TEST_F(ExampleTest, AlpacasExamplesStandInTheWordsThatAlpacaWasTrainedWith) {
+  EXPECT_EQ(
+      Line(R"({"instruction": "Add.", "input": "1, 2", "output": "3"})"),
+      "Below is an instruction that describes a task, paired with an input that provides further context. "
+      "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### "
+      "Input:\n1, 2\n\n### Response:[3</s>]");
+  for (const char* const line : {R"({"instruction": "Say it.", "input": "", "output": "yes"})",
+                                 R"({"instruction": "Say it.", "input": null, "output": "yes"})",
+                                 R"({"instruction": "Say it.", "output": "yes", "history": []})"}) {
+    EXPECT_EQ(
+        Line(line),
+        "Below is an instruction that describes a task. Write a response that appropriately completes the "
+        "request.\n\n### Instruction:\nSay it.\n\n### Response:[yes</s>]");
+  }
+  EXPECT_EQ(Line(R"({"system": "S", "instruction": "Add.", "input": "1, 2", "output": "3"})",
+                 ChatTemplate::kChatMl),
+            "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nAdd.\n1, 2<|im_end|>\n"
+            "<|im_start|>assistant\n[3<|im_end|>]\n");
+}
+
+TEST_F(ExampleTest, ShareGptsConversationsAreMessages) {
+  const std::string expected = Line(R"({"messages": [{"role": "system", "content": "S"},
+      {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]})",
+                                    ChatTemplate::kChatMl);
+  EXPECT_THAT(expected, HasSubstr("assistant\n[Hello<|im_end|>]"));
+  for (
+      const char* const line :
+      {R"({"id": 7, "conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "Hi"},
+            {"from": "gpt", "value": "Hello"}]})",
+       R"({"system": "S", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]})",
+       R"({"conversations": [{"role": "system", "content": "S"}, {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello"}]})"}) {
+    EXPECT_EQ(Line(line, ChatTemplate::kChatMl), expected);
+  }
+  EXPECT_THAT(Line(R"({"conversations": [{"from": "human", "value": "Hi"}]})"), HasSubstr("need a template"));
+  EXPECT_THAT(Line(R"({"conversations": [{"from": "tool", "value": "Hi"}]})", ChatTemplate::kChatMl),
+              HasSubstr("conversations[0] is of role \"tool\""));
+}
+
 TEST_F(ExampleTest, WhatIsWrongWithALineIsNamed) {
   const std::pair<const char*, const char*> wrong[] = {
       {"{", "the JSON is malformed at byte 2"},

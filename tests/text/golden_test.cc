@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -19,19 +21,23 @@ namespace {
 
 using nlohmann::json;
 
-std::vector<std::string> Forms() {
-  std::vector<std::string> forms;
-  for (const auto& entry : std::filesystem::directory_iterator(PENSTOCK_GOLDEN "/text"))
-    forms.push_back(entry.path().stem().string());
-  std::sort(forms.begin(), forms.end());
-  return forms;
+std::vector<std::string> NamesIn(const char* directory) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(directory))
+    names.push_back(entry.path().stem().string());
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+json Read(const std::string& name) {
+  std::ifstream file(std::string(PENSTOCK_GOLDEN) + "/" + name + ".json");
+  return json::parse(file, nullptr, /*allow_exceptions=*/false);
 }
 
 class TextGoldenTest : public testing::TestWithParam<std::string> {
  protected:
   void SetUp() override {
-    std::ifstream file(std::string(PENSTOCK_GOLDEN) + "/text/" + GetParam() + ".json");
-    golden_ = json::parse(file, nullptr, /*allow_exceptions=*/false);
+    golden_ = Read("text/" + GetParam());
     ASSERT_TRUE(golden_.is_object());
     auto tokenizer = Tokenizer::Parse(golden_["tokenizer"].dump());
     ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
@@ -114,13 +120,67 @@ TEST_P(TextGoldenTest, ATextInPartsHasTheIdsOfTheWhole) {
 }
 
 TEST_P(TextGoldenTest, PublishedFormsNeedNotBeInMemoryAsAWhole) {
-  const std::set<std::string> published = {"gpt2",   "llama3",   "qwen2",  "o200k",
-                                           "smollm", "deepseek", "llama2", "mistral"};
+  const std::set<std::string> published = {"gpt2",     "llama3",       "qwen2",          "o200k",  "smollm",
+                                           "deepseek", "deepseek_llm", "spaces_at_ends", "llama2", "mistral"};
   EXPECT_EQ(Encoder(*tokenizer_).streams(), published.contains(GetParam()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Forms, TextGoldenTest, testing::ValuesIn(Forms()),
+INSTANTIATE_TEST_SUITE_P(Forms, TextGoldenTest, testing::ValuesIn(NamesIn(PENSTOCK_GOLDEN "/text")),
                          [](const auto& form) { return form.param; });
+
+// tokenizer.json with other files beside it, against transformers.
+class ConfigGoldenTest : public testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override {
+    std::string name = (std::filesystem::temp_directory_path() / "penstock-config-XXXXXX").string();
+    ASSERT_NE(mkdtemp(name.data()), nullptr);
+    directory_ = name;
+    golden_ = Read("text_config/" + GetParam());
+    ASSERT_TRUE(golden_.is_object());
+    Write("tokenizer", Read("text/" + golden_["base"].get<std::string>())["tokenizer"]);
+    // In the order of their keys.
+    std::ifstream file(std::string(PENSTOCK_GOLDEN) + "/text_config/" + GetParam() + ".json");
+    const auto ordered = nlohmann::ordered_json::parse(file, nullptr, /*allow_exceptions=*/false);
+    for (const auto& [stem, content] : ordered["files"].items()) Write(stem, content);
+  }
+  void TearDown() override { std::filesystem::remove_all(directory_); }
+  template <typename Json>
+  void Write(const std::string& stem, const Json& content) {
+    std::ofstream(directory_ / (stem + ".json")) << content.dump();
+  }
+
+  std::filesystem::path directory_;
+  json golden_;
+};
+
+TEST_P(ConfigGoldenTest, TokensThatOnlyTheFilesBesideItNameHaveTheIdsThatTransformersGivesThem) {
+  const auto opened = Tokenizer::Open(directory_.string());
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  const Tokenizer& tokenizer = **opened;
+  EXPECT_EQ(tokenizer.vocab_size(), golden_["length"].get<int32_t>());
+  for (const json& c : golden_["cases"]) {
+    const std::string text = c["in"];
+    const auto ids = c["ids"].get<std::vector<int32_t>>();
+    EXPECT_EQ(tokenizer.Encode(text).value_or(std::vector<int32_t>{}), ids) << text;
+    EXPECT_EQ(tokenizer.Encode(text, {.add_special_tokens = false}).value_or(std::vector<int32_t>{}),
+              c["plain"].get<std::vector<int32_t>>())
+        << text;
+    EXPECT_EQ(tokenizer.Decode(ids), c["text"].get<std::string>());
+    EXPECT_EQ(tokenizer.Decode(ids, /*skip_special_tokens=*/false), c["shown"].get<std::string>());
+  }
+  const SpecialIds& special = tokenizer.special_ids();
+  const json& named = golden_["special"];
+  const auto id = [&](const char* key) {
+    return named[key].is_null() ? std::nullopt : std::optional<int32_t>(named[key].get<int32_t>());
+  };
+  EXPECT_EQ(special.bos, id("bos"));
+  EXPECT_EQ(special.pad, id("pad"));
+  EXPECT_EQ(special.unk, id("unk"));
+  EXPECT_EQ(special.eos.empty() ? std::nullopt : std::optional<int32_t>(special.eos.front()), id("eos"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Files, ConfigGoldenTest, testing::ValuesIn(NamesIn(PENSTOCK_GOLDEN "/text_config")),
+                         [](const auto& files) { return files.param; });
 
 }  // namespace
 }  // namespace penstock::text

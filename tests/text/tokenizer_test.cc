@@ -23,6 +23,7 @@ namespace {
 using nlohmann::json;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::IsEmpty;
 
 using Ids = std::vector<int32_t>;
 
@@ -164,9 +165,10 @@ TEST(TokenizerTest, PatternsThatMeanSomethingElseToPcreAreRewrittenOrRefused) {
   EXPECT_EQ(rewritten(R"((?i:'s|'t)|(a|b)(?!x)(?>y))"), R"((?i:'s|'t)|(?:a|b)(?!x)(?>y))");
   EXPECT_EQ(rewritten(R"(\h\v\u0041{,2}{x)"), R"([0-9A-Fa-f]\x0b\x{41}{0,2}\{x)");
   EXPECT_EQ(rewritten(R"(\p{Han}\p{^L})"), R"(\p{sc:Han}\p{^L})");
-  for (const char* const pattern : {"^a", "a$", "[[a]b]", "[a&&b]", "[]a]", R"(\p{N}{1,3}+)", R"(\bword)",
-                                    R"((?m:a))", R"((?<name>a))", R"(\k<a>)", R"(\1)", "(", "[a", R"(\)",
-                                    R"(\x{110000})", R"(\x80)", R"(\p{Nonsense})", R"(\p{L)", R"([\W])"}) {
+  EXPECT_EQ(rewritten("^a|b$|[$^]"), "(?m:^)a|b(?m:$)|[$^]");
+  for (const char* const pattern :
+       {"[[a]b]", "[a&&b]", "[]a]", R"(\p{N}{1,3}+)", R"(\bword)", R"((?m:a))", R"((?<name>a))", R"(\k<a>)",
+        R"(\1)", "(", "[a", R"(\)", R"(\x{110000})", R"(\x80)", R"(\p{Nonsense})", R"(\p{L)", R"([\W])"}) {
     const auto regex = Regex::Compile(pattern);
     EXPECT_FALSE(regex.ok()) << pattern;
     EXPECT_TRUE(absl::IsInvalidArgument(regex.status())) << pattern;
@@ -177,6 +179,21 @@ TEST(TokenizerTest, PatternsThatMeanSomethingElseToPcreAreRewrittenOrRefused) {
   RegexScratch scratch;
   EXPECT_EQ(space->Find("\xE1\xA0\x8E", 0, scratch)->begin, std::string_view::npos);
   EXPECT_EQ(space->Find("x\xE3\x80\x80\n", 0, scratch)->begin, 1u);
+}
+
+TEST(TokenizerTest, SpacesAreLookedThroughOnceForTheEndOfALine) {
+  const auto regex = Regex::Compile(R"(\s+$)");
+  ASSERT_TRUE(regex.ok()) << regex.status();
+  EXPECT_TRUE(regex->LooksForwardOnly());
+  RegexScratch scratch;
+  std::string text(1 << 20, ' ');  // each tried up to the last would be 5 * 10^11 steps
+  text += "x \n ";
+  const auto match = regex->Find(text, 0, scratch);
+  ASSERT_TRUE(match.ok()) << match.status();
+  EXPECT_EQ(match->begin, text.size() - 3);
+  EXPECT_EQ(match->end, text.size());
+  // What follows may be no space.
+  EXPECT_EQ(regex->FindFinal(text, 0, scratch)->begin, std::string::npos);
 }
 
 TEST(TokenizerTest, BrokenUtf8IsRefusedWithItsPlaceOrReplacedAsAsked) {
@@ -315,7 +332,7 @@ TEST_F(TokenizerDirectoryTest, SpecialTokensAreNamedByTheFilesBesideIt) {
   EXPECT_FALSE((*Open())->special_ids().bos.has_value());
   Write("tokenizer_config.json",
         {{"bos_token", nullptr}, {"eos_token", {{"content", "<e>"}, {"lstrip", false}}}});
-  Write("special_tokens_map.json", {{"bos_token", "abc"}, {"pad_token", "aa"}, {"eos_token", "a"}});
+  Write("special_tokens_map.json", {{"bos_token", "abc"}, {"pad_token", "aa"}});
   Write("generation_config.json", {{"bos_token_id", 5}, {"eos_token_id", {7, 2}}, {"pad_token_id", 1}});
   const auto tokenizer = Tokenizer::Open((directory_ / "tokenizer.json").string());
   ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
@@ -326,10 +343,28 @@ TEST_F(TokenizerDirectoryTest, SpecialTokensAreNamedByTheFilesBesideIt) {
   EXPECT_THAT(special.eos, ElementsAre(7, 2));
 }
 
+TEST_F(TokenizerDirectoryTest, WhatTheFilesSayAndIsNotFollowedIsTold) {
+  const int32_t next = (*Open())->vocab_size();
+  EXPECT_THAT((*Open())->notes(), IsEmpty());
+  Write("tokenizer_config.json", {{"eos_token", "<e>"},
+                                  {"add_eos_token", true},
+                                  {"add_prefix_space", true},
+                                  {"added_tokens_decoder", {{"99", {{"content", "<n>"}}}}}});
+  const auto tokenizer = Open();
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  EXPECT_EQ((*tokenizer)->IdOf("<n>"), next);
+  EXPECT_EQ((*tokenizer)->base_vocab_size(), next);
+  EXPECT_THAT(
+      (*tokenizer)->notes(),
+      ElementsAre(HasSubstr("<n> has the id 99 there, and tokenizer.json leaves it " + std::to_string(next)),
+                  HasSubstr("add_eos_token is true"), HasSubstr("add_prefix_space is true")));
+}
+
 TEST_F(TokenizerDirectoryTest, FilesThatDisagreeAreRefused) {
-  Write("tokenizer_config.json", {{"eos_token", "</s>"}});
-  EXPECT_THAT(std::string(Open().status().message()),
-              HasSubstr("eos_token is \"</s>\", which tokenizer.json has not"));
+  Write("tokenizer_config.json", {{"split_special_tokens", true}});
+  EXPECT_THAT(std::string(Open().status().message()), HasSubstr("split_special_tokens is true"));
+  Write("tokenizer_config.json", {{"added_tokens_decoder", {{"x", "<n>"}}}});
+  EXPECT_THAT(std::string(Open().status().message()), HasSubstr("the id \"x\", no whole number"));
   Write("tokenizer_config.json", {{"eos_token", 7}});
   EXPECT_THAT(std::string(Open().status().message()), HasSubstr("eos_token names no token"));
   Write("tokenizer_config.json", json::object());
