@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/foreign_file.h"
 #include "base/io_error.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
@@ -104,6 +105,8 @@ class Builder : public nlohmann::json_sax<Json> {
 
 absl::StatusOr<Json> ParseJson(std::string_view text, std::string_view name, const JsonOptions& options) {
   Builder builder(options);
+  if (IsGitLfsPointer(text))
+    return absl::InvalidArgumentError(absl::StrCat(OneLine(name), name.empty() ? "" : ": ", kGitLfsPointer));
   const bool parsed = Json::sax_parse(text, &builder, nlohmann::detail::input_format_t::json,
                                       /*strict=*/true, /*ignore_comments=*/options.comments);
   if (!parsed) {

@@ -9,6 +9,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 
 namespace penstock::models {
@@ -30,11 +31,42 @@ bool Exists(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0;
 }
 
+// A name in `directory` of weights in another form; "" where there is none.
+std::string OtherWeights(const std::string& directory) {
+  std::string found;
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(directory);
+  if (!names.ok()) return found;
+  for (const std::string& name : *names) {
+    const bool torch = absl::StartsWith(name, "pytorch_model") &&
+                       (absl::EndsWith(name, ".bin") || absl::EndsWith(name, ".bin.index.json"));
+    const bool other = absl::EndsWith(name, ".gguf") || absl::EndsWith(name, ".pth") ||
+                       absl::EndsWith(name, ".pt") || absl::EndsWith(name, ".ckpt") ||
+                       name == "tf_model.h5" || name == "flax_model.msgpack";
+    if ((torch || other) && found.empty()) found = name;
+  }
+  return found;
+}
+
 }  // namespace
 
 bool HasWeights(const std::string& directory) {
   return Exists(absl::StrCat(directory, "/", kWeightIndex)) ||
          Exists(absl::StrCat(directory, "/", kSingleWeightFile));
+}
+
+bool HasOtherWeights(const std::string& directory) { return !OtherWeights(directory).empty(); }
+
+std::string WhyNoWeights(const std::string& directory) {
+  const std::string none = absl::StrCat("neither ", kSingleWeightFile, " nor ", kWeightIndex, " is there");
+  const std::string other = OtherWeights(directory);
+  if (other.empty()) return none;
+  return absl::StrCat(none, ", but ", other,
+                      ", which is not read; transformers converts it: python3 -c \"from transformers import "
+                      "AutoModelForCausalLM "
+                      "as M; M.from_pretrained('",
+                      directory, "'",
+                      absl::EndsWith(other, ".gguf") ? absl::StrCat(", gguf_file='", other, "'") : "",
+                      ", dtype='auto').save_pretrained('", directory, "')\"");
 }
 
 std::string WeightDirectory(const std::string& path) {
@@ -50,7 +82,7 @@ absl::StatusOr<std::string> MainWeightFile(const std::string& path, const std::s
     std::string file = absl::StrCat(path, "/", name);
     if (Exists(file)) return file;
   }
-  return Wrong(given, absl::StrCat("neither ", kSingleWeightFile, " nor ", kWeightIndex, " in there"));
+  return Wrong(given, WhyNoWeights(path));
 }
 
 absl::StatusOr<nlohmann::json> ReadJsonObject(const std::string& path, const std::string& given) {

@@ -20,6 +20,12 @@ inline constexpr const char* kWeightIndex = "model.safetensors.index.json";
 // Whether a directory has one of the two.
 bool HasWeights(const std::string& directory);
 
+// Whether a directory has weights of a form that is not read: pytorch_model.bin, GGUF, ...
+bool HasOtherWeights(const std::string& directory);
+
+// For a directory that HasWeights denies: what is there instead, and how it is converted.
+std::string WhyNoWeights(const std::string& directory);
+
 // The file or index that `path` means.
 absl::StatusOr<std::string> MainWeightFile(const std::string& path, const std::string& given);
 

@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/file.h"
+#include "base/foreign_file.h"
 #include "base/status_macros.h"
 #include "nlohmann/json.hpp"
 #include "swap/store_files.h"
@@ -329,6 +330,15 @@ absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(const
   RETURN_IF_ERROR(reader->ReadAt(0, prefix));
   uint64_t length = 0;
   for (size_t i = 0; i < 8; ++i) length |= static_cast<uint64_t>(prefix[i]) << (8 * i);
+  if (std::string head(std::min<uint64_t>(file_bytes, kForeignHeadBytes), '\0');
+      length > kMaxSafetensorsHeaderBytes) {
+    RETURN_IF_ERROR(reader->ReadAt(0, std::as_writable_bytes(std::span(head))));
+    if (IsGitLfsPointer(head)) return refuse(kGitLfsPointer);
+    if (head.starts_with("PK") || head.starts_with("\x80\x02"))
+      return refuse(
+          "is a file of torch.save, not safetensors: load it there and write it with "
+          "safetensors.torch.save_file");
+  }
   if (length > kMaxSafetensorsHeaderBytes || length > file_bytes - 8) {
     return refuse("not a safetensors file: a header of ", length, " bytes in a file of ", file_bytes);
   }

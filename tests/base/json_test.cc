@@ -36,6 +36,10 @@ TEST(JsonTest, MalformedTextIsNamedWithItsPlace) {
   EXPECT_THAT(std::string(ParseJson("[1,]", "f").status().message()),
               HasSubstr("f: the JSON is malformed at byte 4"));
   EXPECT_EQ(ParseJson("[1,]", "").status().message(), "the JSON is malformed at byte 4");
+  EXPECT_THAT(
+      std::string(
+          ParseJson("version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "f").status().message()),
+      HasSubstr("f: is a Git LFS pointer"));
 }
 
 TEST(JsonTest, NestingIsBounded) {

@@ -165,11 +165,15 @@ absl::Status Pack(PackFlags flags, std::ostream& out, std::ostream& err) {
   while (flags.out.size() > 1 && flags.out.back() == '/') flags.out.pop_back();
   const std::string config = absl::StrCat(flags.from, "/config.json");
   std::error_code error;
-  if (!fs::exists(config, error) || !models::HasWeights(flags.from)) {
+  if (!fs::exists(config, error)) {
     return absl::InvalidArgumentError(absl::StrCat(
         flags.from,
         ": not a Hugging Face directory (config.json and model.safetensors or its index); `penstock "
         "export` makes one of a state"));
+  }
+  if (!models::HasWeights(flags.from)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(flags.from, ": a config.json without weights: ", models::WhyNoWeights(flags.from)));
   }
   if (const auto packed = models::PackingOf(flags.from); packed.has_value()) {
     return absl::FailedPreconditionError(absl::StrCat(
