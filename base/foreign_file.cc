@@ -30,11 +30,9 @@ constexpr const char* kNumpy =
     "above 65536";
 
 // Marks of at least 6 bytes: random numbers do not begin with them.
-constexpr std::array<Format, 6> kLong = {{
+constexpr std::array<Format, 4> kLong = {{
     {"\x93NUMPY"sv, "an array of numpy.save", kNumpy},
     {"ARROW1"sv, "Arrow", kArrow},
-    {"\xff\xff\xff\xff\x00\x00\x00"sv, "Arrow", kArrow},
-    {"\xff\xff\xff\xff\x10\x00\x00"sv, "Arrow", kArrow},
     {"\x89HDF\r\n\x1a\n"sv, "HDF5", "write it as lines of JSON, or tokens as uint16 in a .bin"},
     {"SQLite format 3"sv, "an SQLite database", "write it as lines of JSON: sqlite3 -json"},
 }};
@@ -54,6 +52,11 @@ constexpr std::array<Format, 12> kShort = {{
     {"Obj\x01"sv, "Avro", "write it as lines of JSON"},
     {"%PDF-"sv, "PDF", "pdftotext '%s'"},
 }};
+
+// What `datasets` keeps: a continuation mark, a length of two bytes, a table of flatbuffers.
+bool IsArrowStream(std::string_view head) {
+  return head.size() >= 12 && head.starts_with("\xff\xff\xff\xff") && head.substr(6, 6) == "\0\0\x10\0\0\0"sv;
+}
 
 std::string Filled(std::string_view way, std::string_view path) {
   std::string text;
@@ -79,6 +82,7 @@ std::string DescribeForeignData(std::string_view head, std::string_view path, bo
   for (const Format& format : kLong) {
     if (head.starts_with(format.mark)) return Described(format, path);
   }
+  if (IsArrowStream(head)) return Described({"", "Arrow", kArrow}, path);
   if (tokens) return "";
   for (const Format& format : kShort) {
     if (head.starts_with(format.mark)) return Described(format, path);

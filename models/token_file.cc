@@ -19,12 +19,12 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
+#include "models/data_records.h"
 
 namespace penstock::models {
 namespace {
@@ -33,7 +33,6 @@ static_assert(std::endian::native == std::endian::little,
               "both files are little-endian and are read in place");
 
 constexpr size_t kPieceBytes = 4 << 20;
-constexpr size_t kLongestLine = size_t{1} << 30;
 
 using Header = TokenFileHeader;
 static_assert(sizeof(Header) == 64);
@@ -188,12 +187,12 @@ absl::Status AddFile(const std::string& path, kernels::Checksummer* sum) {
   }
 }
 
-absl::StatusOr<uint64_t> Digest(const Input& data, bool lines, const std::string& tokenizer_path,
-                                const TokenFileOptions& options) {
+absl::StatusOr<uint64_t> Digest(const Input& data, bool records, const text::Tokenizer& tokenizer,
+                                const std::string& tokenizer_path, const TokenFileOptions& options) {
   kernels::Checksummer sum;
   const std::array<uint64_t, 9> facts = {
       Header().version,
-      lines,
+      records,
       data.bytes(),
       static_cast<uint64_t>(data.info().st_mtim.tv_sec),
       static_cast<uint64_t>(data.info().st_mtim.tv_nsec),
@@ -210,8 +209,10 @@ absl::StatusOr<uint64_t> Digest(const Input& data, bool lines, const std::string
     ASSIGN_OR_RETURN(const size_t bytes, data.Read(last / (kSamples - 1) * i, sample.data(), kSampleBytes));
     sum.Update(sample.data(), bytes);
   }
-  ASSIGN_OR_RETURN(const uint64_t tokenizer, TokenizerDigest(tokenizer_path));
-  sum.Update(&tokenizer, sizeof(tokenizer));
+  ASSIGN_OR_RETURN(const uint64_t files, TokenizerDigest(tokenizer_path));
+  sum.Update(&files, sizeof(files));
+  // Earlier versions made other tokens of the same files.
+  if (tokenizer.config_counts()) sum.Update("config", 6);
   return sum.Digest();
 }
 
@@ -322,6 +323,20 @@ absl::Status InFile(const std::string& path, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
 }
 
+absl::Status CheckRows(const std::vector<int32_t>& ids, const text::Tokenizer& tokenizer,
+                       const TokenFileOptions& options) {
+  if (options.vocabulary == 0 || tokenizer.vocab_size() <= options.vocabulary) return absl::OkStatus();
+  for (const int32_t id : ids) {
+    if (id < options.vocabulary) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the token ", tokenizer.TokenOf(id), " has the id ", id, ", and the model has rows for ",
+        options.vocabulary,
+        " tokens: tokenizer_config.json adds it; give a model that was grown for it (transformers' "
+        "resize_token_embeddings), or a text without it"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status EncodeText(const Input& input, const std::string& path, const text::Tokenizer& tokenizer,
                         const TokenFileOptions& options, const std::function<bool(uint64_t)>& goes_on,
                         Writer* to) {
@@ -332,6 +347,7 @@ absl::Status EncodeText(const Input& input, const std::string& path, const text:
   to->BeginExample();
   const auto write = [&]() -> absl::Status {
     if (!ids.empty()) last = ids.back();
+    if (absl::Status rows = CheckRows(ids, tokenizer, options); !rows.ok()) return InFile(path, rows);
     RETURN_IF_ERROR(to->Add(ids));
     ids.clear();
     return absl::OkStatus();
@@ -355,51 +371,45 @@ absl::Status EncodeText(const Input& input, const std::string& path, const text:
   return absl::OkStatus();
 }
 
-absl::Status EncodeLines(const Input& input, const std::string& path, const text::Tokenizer& tokenizer,
-                         const TokenFileOptions& options, const std::function<bool(uint64_t)>& goes_on,
-                         Writer* to) {
-  std::string rest;  // of a line that goes on in the next piece
+absl::Status EncodeRecords(const Input& input, DataForm form, const std::string& path,
+                           const text::Tokenizer& tokenizer, const TokenFileOptions& options,
+                           const std::function<bool(uint64_t)>& goes_on, Writer* to) {
   std::vector<char> piece(kPieceBytes);
-  int64_t line_number = 0;
-  const auto take = [&](std::string_view line) -> absl::Status {
-    ++line_number;
-    if (line.ends_with('\r')) line.remove_suffix(1);
-    if (line.find_first_not_of(" \t") == std::string_view::npos) return absl::OkStatus();
-    const absl::StatusOr<text::Example> example = text::ExampleOfLine(line, tokenizer, options.chat);
+  RecordSplitter splitter(form);
+  const auto example_of = [&](std::string_view record) -> absl::StatusOr<text::Example> {
+    ASSIGN_OR_RETURN(text::Example example, text::ExampleOfLine(record, tokenizer, options.chat));
+    RETURN_IF_ERROR(CheckRows(example.ids, tokenizer, options));
+    return example;
+  };
+  bool ours = false;  // the error has its place already
+  const auto take = [&](std::string_view record) -> absl::Status {
+    const absl::StatusOr<text::Example> example = example_of(record);
     if (example.ok()) {
       to->BeginExample();
-      return to->Add(example->ids, example->learned);
+      ours = true;
+      RETURN_IF_ERROR(to->Add(example->ids, example->learned));
+      ours = false;
+      return absl::OkStatus();
     }
     if (!options.skip_broken || !absl::IsInvalidArgument(example.status())) {
       return absl::Status(example.status().code(),
-                          absl::StrCat(path, ": line ", line_number, ": ", example.status().message(),
+                          absl::StrCat(splitter.place(), ": ", example.status().message(),
                                        options.skip_broken ? "" : " (--skip-broken-lines passes over such)"));
     }
-    to->Skip(line_number);
+    to->Skip(splitter.number());
     return absl::OkStatus();
   };
+  const auto in_file = [&](const absl::Status& status) { return ours ? status : InFile(path, status); };
   for (uint64_t at = 0;;) {
     if (!goes_on(at)) return absl::CancelledError("stopped");
     ASSIGN_OR_RETURN(const size_t bytes, input.Read(at, piece.data(), piece.size()));
     if (bytes == 0) break;
     at += bytes;
-    std::string_view left(piece.data(), bytes);
-    for (size_t end = 0; (end = left.find('\n')) != std::string_view::npos; left.remove_prefix(end + 1)) {
-      if (rest.empty()) {
-        RETURN_IF_ERROR(take(left.substr(0, end)));
-        continue;
-      }
-      rest.append(left.substr(0, end));
-      RETURN_IF_ERROR(take(rest));
-      rest.clear();
-    }
-    rest.append(left);
-    if (rest.size() > kLongestLine) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(path, ": line ", line_number + 1, " is longer than 1 GiB: is it JSONL?"));
-    }
+    if (absl::Status status = splitter.Push(std::string_view(piece.data(), bytes), take); !status.ok())
+      return in_file(status);
   }
-  return rest.empty() ? absl::OkStatus() : take(rest);
+  absl::Status status = splitter.Finish(take);
+  return status.ok() ? status : in_file(status);
 }
 
 }  // namespace
@@ -424,11 +434,12 @@ absl::StatusOr<uint64_t> TokenizerDigest(const std::string& path) {
 absl::StatusOr<TokenFile> MakeTokenFile(const std::string& path, const text::Tokenizer& tokenizer,
                                         const std::string& tokenizer_path, const TokenFileOptions& options) {
   ASSIGN_OR_RETURN(const Input input, Input::Open(path));
-  const bool lines = absl::EndsWith(path, ".jsonl");
+  ASSIGN_OR_RETURN(const DataForm form, DataFormOf(path));
   if (options.chat.has_value()) {
     RETURN_IF_ERROR(text::CheckChatTemplate(*options.chat, tokenizer));
   }
-  ASSIGN_OR_RETURN(const uint64_t digest, Digest(input, lines, tokenizer_path, options));
+  ASSIGN_OR_RETURN(const uint64_t digest,
+                   Digest(input, form != DataForm::kText, tokenizer, tokenizer_path, options));
   TokenFile names;
   const std::string stem = absl::StrFormat("%s.%016x", path, digest);
   names.tokens_path = stem + ".bin";
@@ -449,8 +460,9 @@ absl::StatusOr<TokenFile> MakeTokenFile(const std::string& path, const text::Tok
   RETURN_IF_ERROR(examples.Empty());
   RETURN_IF_ERROR(tokens.Empty());
   Writer writer(std::move(tokens), std::move(examples), wide);
-  RETURN_IF_ERROR(lines ? EncodeLines(input, path, tokenizer, options, goes_on, &writer)
-                        : EncodeText(input, path, tokenizer, options, goes_on, &writer));
+  RETURN_IF_ERROR(form == DataForm::kText
+                      ? EncodeText(input, path, tokenizer, options, goes_on, &writer)
+                      : EncodeRecords(input, form, path, tokenizer, options, goes_on, &writer));
   // The pair's name stands for what the text was.
   struct stat now {};
   if (::stat(path.c_str(), &now) != 0 || now.st_size != input.info().st_size ||

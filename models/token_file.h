@@ -41,9 +41,11 @@ absl::StatusOr<uint64_t> TokenizerDigest(const std::string& path);
 struct TokenFileOptions {
   // Of lines with messages. Default: they are refused.
   std::optional<text::ChatTemplate> chat;
-  // Lines of JSONL that cannot be used are passed over and counted, and what is no UTF-8 in a text is read as
+  // Records that cannot be used are passed over and counted, and what is no UTF-8 in a text is read as
   // U+FFFD. Default: the first one is an error.
   bool skip_broken = false;
+  // Of the model: a text with a token from here on is an error, for the model has no row for it. 0: none is.
+  int64_t vocabulary = 0;
   // Asked now and then with the share that is done; false ends with kCancelled.
   std::function<bool(double share)> progress;
 };
@@ -51,17 +53,17 @@ struct TokenFileOptions {
 struct TokenFile {
   std::string tokens_path, examples_path;
   int64_t tokens = 0, examples = 0, learned = 0;
-  int64_t skipped = 0, first_skipped_line = 0;  // lines count from 1
+  int64_t skipped = 0, first_skipped_line = 0;  // records count from 1
   bool was_there = false;
   // All of it is learned: one stream, whatever its examples.
   bool is_stream() const { return learned == tokens; }
 };
 
-// The tokens of `path`: a file that ends in .jsonl has an example in each line that is not empty, any other
-// is one text. `tokenizer_path`: the file or directory that `tokenizer` was opened from. kInvalidArgument
-// names the line; kPermissionDenied, kResourceExhausted: the directory of `path` takes no files; kAborted:
-// the text changed meanwhile. Memory: a few MB, the longest line, 8 bytes an example, and a bit a token where
-// not all are learned.
+// The tokens of `path`: an example of each record, or one text, as models/data_records.h tells them apart.
+// `tokenizer_path`: the file or directory that `tokenizer` was opened from. kInvalidArgument names the
+// record; kPermissionDenied, kResourceExhausted: the directory of `path` takes no files; kAborted: the text
+// changed meanwhile. Memory: a few MB, the longest record, 8 bytes an example, and a bit a token where not
+// all are learned.
 absl::StatusOr<TokenFile> MakeTokenFile(const std::string& path, const text::Tokenizer& tokenizer,
                                         const std::string& tokenizer_path, const TokenFileOptions& options);
 

@@ -12,7 +12,7 @@
 #define PENSTOCK_TEXT_EXAMPLE_H_
 
 #include <cstdint>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string_view>
 #include <vector>

@@ -281,6 +281,12 @@ TEST_F(GenerateCliTest, WrongWordsAreNamedAndWhatWouldDoIsSaid) {
     EXPECT_THAT(ran.err, HasSubstr(says));
     EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
   }
+  WriteFile(dir_ + "/bad.json", "[{\"prompt\": \"a\"}, {\"text\": \"a\"}]");
+  EXPECT_THAT(Run(Generate({"--prompts", dir_ + "/bad.json"})).err, HasSubstr("bad.json, element 2"));
+  WriteFile(dir_ + "/cut.json", "[{\"prompt\": \"a\"}, {\"prompt\": \"b\"");
+  EXPECT_THAT(Run(Generate({"--prompts", dir_ + "/cut.json"})).err, HasSubstr("it was cut short"));
+  WriteFile(dir_ + "/p.parquet", "PAR1");
+  EXPECT_THAT(Run(Generate({"--prompts", dir_ + "/p.parquet"})).err, HasSubstr("read_parquet"));
   WriteFile(dir_ + "/bad.jsonl", "{\"prompt\": \"a\"}\n{\"text\": \"a\"}\n");
   const Ran bad = Run(Generate({"--prompts", dir_ + "/bad.jsonl"}));
   EXPECT_EQ(bad.code, 2);
@@ -288,6 +294,62 @@ TEST_F(GenerateCliTest, WrongWordsAreNamedAndWhatWouldDoIsSaid) {
   const Ran nowhere = Run(Generate({"--prompt", "a", "--kv", "nvme", "--kv-dir", dir_ + "/nowhere"}));
   EXPECT_EQ(nowhere.code, 1);
   EXPECT_THAT(nowhere.err, HasSubstr("nowhere"));
+}
+
+TEST_F(GenerateCliTest, PromptsInOneArrayAreThoseOfLines) {
+  const std::string lines = Prompts(7);
+  std::string array;
+  for (const std::string& line : Lines(ReadFile(lines))) array += (array.empty() ? "[" : ",\n") + line;
+  WriteFile(dir_ + "/prompts.json", array + "]");
+  const Arguments flags = {"--tokens", "4", "--out"};
+  ASSERT_EQ(Run(Generate({"--prompts", lines}) + flags + Arguments{dir_ + "/a.out"}).code, 0);
+  const Ran ran = Run(Generate({"--prompts", dir_ + "/prompts.json"}) + flags + Arguments{dir_ + "/b.out"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(Made(dir_ + "/b.out").size(), 7u);
+  for (const auto& [index, made] : Made(dir_ + "/a.out"))
+    EXPECT_EQ(Made(dir_ + "/b.out")[index]["tokens"], made["tokens"]);
+}
+
+// As in transformers: what generation_config.json names replaces what config.json names.
+TEST_F(GenerateCliTest, GenerationConfigSaysWhatEndsATextAndConfigOnlyWithoutIt) {
+  const auto tokens = [&] {
+    const Ran ran = Run(Generate({"--prompt", "once", "--tokens", "24", "--json"}));
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return json::parse(ran.out, nullptr, false)["tokens"].get<std::vector<int64_t>>();
+  };
+  const std::vector<int64_t> all = tokens();
+  ASSERT_EQ(all.size(), 24u);
+  const auto before = [&](int64_t end) {
+    return static_cast<size_t>(std::find(all.begin(), all.end(), end) - all.begin());
+  };
+  int64_t never = 0;
+  while (before(never) < all.size()) ++never;
+  json config = json::parse(ReadFile(Model() + "/config.json"));
+  config["eos_token_id"] = all[5];
+  WriteFile(Model() + "/config.json", config.dump());
+  const size_t short_length = tokens().size();
+  EXPECT_LE(short_length, before(all[5]) + 1);
+  WriteFile(Model() + "/generation_config.json", json{{"eos_token_id", {never}}}.dump());
+  EXPECT_EQ(tokens().size(), 24u);
+  WriteFile(Model() + "/generation_config.json", json{{"eos_token_id", {never, all[5]}}}.dump());
+  EXPECT_EQ(tokens().size(), short_length);
+  WriteFile(Model() + "/generation_config.json", json{{"do_sample", false}}.dump());
+  EXPECT_EQ(tokens().size(), short_length);
+}
+
+TEST_F(GenerateCliTest, WeightsOfAnotherFormAndPointersToThemAreNamed) {
+  const std::string weights = Model() + "/model.safetensors";
+  WriteFile(weights, "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n");
+  EXPECT_THAT(Run(Generate({"--prompt", "a"})).err, HasSubstr("git lfs pull"));
+  std::filesystem::rename(weights, Model() + "/pytorch_model.bin");
+  const Ran torch = Run(Generate({"--prompt", "a"}));
+  EXPECT_NE(torch.code, 0);
+  EXPECT_THAT(torch.err, HasSubstr("pytorch_model.bin, which is not read; transformers converts it"));
+  WriteFile(dir_ + "/text.txt", std::string(4096, 'a'));
+  const Ran train =
+      Run({"train", "--model", Model(), "--data", dir_ + "/text.txt", "--state-dir", dir_ + "/s"});
+  EXPECT_EQ(train.code, 2);
+  EXPECT_THAT(train.err, HasSubstr("pytorch_model.bin"));
 }
 
 }  // namespace

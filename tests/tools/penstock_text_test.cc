@@ -132,6 +132,105 @@ TEST_F(PenstockTextTest, SeveralTextsAreMixedAndTheirEndsHeldOut) {
   }
 }
 
+// One array of JSON learns what the same records in lines do, whatever the file is called.
+TEST_F(PenstockTextTest, TheFormOfDataIsToldByWhatIsInIt) {
+  std::string array, lines;
+  for (int i = 0; i < 40; ++i) {
+    const std::string record =
+        nlohmann::json{{"instruction", "count"}, {"input", ""}, {"output", "abc, [abc] \"{\""}}.dump();
+    lines += record + "\n";
+    array += (i == 0 ? "[\n  " : ",\n  ") + record;
+  }
+  WriteFile(dir_ + "/alpaca.txt", lines);
+  WriteFile(dir_ + "/alpaca.json", array + "\n]\n");
+  WriteFile(
+      dir_ + "/long.json",
+      R"({"model_type": "gpt2", "vocab_size": 264, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 256})");
+  std::vector<std::string> losses;
+  for (const char* const name : {"/alpaca.txt", "/alpaca.json"}) {
+    data_ = dir_ + name;
+    const Ran ran = Run({"train",
+                         "--model",
+                         dir_ + "/long.json",
+                         "--dtype",
+                         "fp32",
+                         "--threads",
+                         "1",
+                         "--data",
+                         data_,
+                         "--state-dir",
+                         data_ + ".state",
+                         "--seq",
+                         "256",
+                         "--batch",
+                         "4",
+                         "--log",
+                         data_ + ".log",
+                         "--tokenizer",
+                         model_,
+                         "--steps",
+                         "3",
+                         "--eval-data",
+                         dir_ + "/alpaca.json",
+                         "--eval-every",
+                         "3"});
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    losses.push_back(Losses(data_ + ".log"));
+    EXPECT_THAT(losses.back(), HasSubstr("3:"));
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+  // Bytes are no examples: nothing is made.
+  const Ran bytes = Run({"train", "--data", data_, "--state-dir", dir_ + "/bytes"});
+  EXPECT_EQ(bytes.code, 2);
+  EXPECT_THAT(bytes.err, HasSubstr("alpaca.json has texts in an array of JSON"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/bytes"));
+}
+
+TEST_F(PenstockTextTest, DataOfAnotherFormatIsNamedBeforeAnythingIsMade) {
+  const std::pair<const char*, std::string> files[] = {
+      {"git lfs pull", "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"},
+      {"read_parquet", "PAR1" + std::string(64, '\x01')},
+      {"gunzip -k", std::string("\x1f\x8b\x08\x00", 4)},
+      {"zstd -d", "\x28\xb5\x2f\xfd"},
+      {"numpy.load", "\x93NUMPY"},
+      {"a pickle runs code", std::string("\x80\x04\x95", 3)},
+      {"Dataset.from_file", std::string("\xff\xff\xff\xff\xc8\x01\x00\x00\x10\x00\x00\x00", 12)},
+  };
+  for (const auto& [says, content] : files) {
+    for (const char* const flag : {"--data", "--eval-data"}) {
+      const std::string path = dir_ + "/strange.jsonl";
+      WriteFile(path, content);
+      const Ran ran = Run(Flags(dir_ + "/none", Texts() + Arguments{flag, path}));
+      EXPECT_EQ(ran.code, 2) << says;
+      EXPECT_THAT(ran.err, HasSubstr(says));
+      EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+      EXPECT_FALSE(std::filesystem::exists(dir_ + "/none"));
+    }
+  }
+  WriteFile(dir_ + "/data.csv", "text,label\na,1\n");
+  EXPECT_THAT(Run(Flags("a", Texts() + Arguments{"--data", dir_ + "/data.csv"})).err,
+              HasSubstr("csv.DictReader"));
+  WriteFile(dir_ + "/tokens.bin", "version https://git-lfs.github.com/spec/v1\n");
+  EXPECT_THAT(Run(Flags("a", Texts() + Arguments{"--data", dir_ + "/tokens.bin"})).err,
+              HasSubstr("git lfs pull"));
+  WriteFile(dir_ + "/one.json", "{\n \"data\": [{\"text\": \"a\"}]\n}\n");
+  EXPECT_THAT(Run(Flags("a", Texts() + Arguments{"--data", dir_ + "/one.json"})).err,
+              HasSubstr("is one object of JSON"));
+}
+
+TEST_F(PenstockTextTest, ATokenThatTheModelHasNoRowForIsNamedAndOthersAreLearned) {
+  WriteFile(model_ + "/tokenizer_config.json", R"({"eos_token": "</s>", "pad_token": "[PAD]"})");
+  WriteFile(
+      dir_ + "/config.json",
+      R"({"model_type": "gpt2", "vocab_size": 261, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32})");
+  Ran ran = Run(Flags(dir_ + "/right", Texts() + Arguments{"--steps", "1"}));
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  WriteFile(data_, ReadFile(data_) + "{\"text\": \"a[PAD]\"}\n");
+  ran = Run(Flags(dir_ + "/wrong", Texts() + Arguments{"--steps", "1"}));
+  EXPECT_NE(ran.code, 0);
+  EXPECT_THAT(ran.err, HasSubstr("line 81: the token [PAD] has the id 261, and the model has rows for 261"));
+}
+
 TEST_F(PenstockTextTest, WhatIsWrongIsSaid) {
   Ran ran = Run(Flags("a"));
   EXPECT_NE(ran.code, 0);
@@ -151,7 +250,8 @@ TEST_F(PenstockTextTest, WhatIsWrongIsSaid) {
   WriteFile(data_, ReadFile(data_) + "{\"text\": 1}\n");
   ran = Run(Flags("a", Texts() + Arguments{"--steps", "1", "--skip-broken-lines", "--quiet"}));
   EXPECT_EQ(ran.code, 0) << ran.err;
-  EXPECT_THAT(ran.out + ran.err, HasSubstr("1 line passed over that cannot be used, the first is line 81"));
+  EXPECT_THAT(ran.out + ran.err,
+              HasSubstr("1 line or element passed over that cannot be used, the first is number 81"));
   // A model of fewer tokens.
   WriteFile(
       dir_ + "/config.json",

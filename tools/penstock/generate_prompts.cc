@@ -1,6 +1,7 @@
 #include "tools/penstock/generate_prompts.h"
 
 #include "absl/strings/str_cat.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "tools/base/cli.h"
 
@@ -14,17 +15,21 @@ absl::Status In(const std::string& where, const absl::Status& status) {
 }  // namespace
 
 absl::Status Prompts::Rewind() {
-  line_ = next_ = 0;
+  next_ = 0;
   if (path_.empty()) return absl::OkStatus();
+  const absl::StatusOr<models::DataForm> form = models::DataFormOf(path_);
+  if (!form.ok()) return absl::InvalidArgumentError(absl::StrCat("--prompts: ", form.status().message()));
+  // Whatever is no array is lines, whose errors say what they are.
+  splitter_.emplace(*form == models::DataForm::kArray ? *form : models::DataForm::kLines);
+  read_.clear();
   file_ = std::ifstream(path_, std::ios::binary);
   open_ = true;
   if (!file_) return absl::InvalidArgumentError(absl::StrCat("--prompts ", path_, ": cannot be read"));
   return absl::OkStatus();
 }
 
-absl::StatusOr<Prompt> Prompts::Parse(const std::string& line) const {
-  const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object()) return absl::InvalidArgumentError("not a JSON object");
+absl::StatusOr<Prompt> Prompts::Parse(const std::string& record) const {
+  ASSIGN_OR_RETURN(const nlohmann::json json, ParseJsonObject(record, "not a JSON object"));
   Prompt prompt;
   if (json.contains("id")) prompt.id = json["id"];
   const auto text = json.find("prompt"), tokens = json.find("tokens"), most = json.find("max_tokens");
@@ -58,16 +63,29 @@ absl::StatusOr<std::optional<Prompt>> Prompts::Next() {
     return Prompt{next_++, nullptr, *std::move(tokens), 0};
   }
   if (!open_) RETURN_IF_ERROR(Rewind());
-  for (std::string line; std::getline(file_, line);) {
-    ++line_;
-    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
-    absl::StatusOr<Prompt> prompt = Parse(line);
-    if (!prompt.ok()) return In(absl::StrCat("--prompts ", path_, ", line ", line_), prompt.status());
-    prompt->index = next_++;
-    return *std::move(prompt);
-  }
+  while (read_.empty() && splitter_.has_value()) RETURN_IF_ERROR(ReadMore());
+  if (read_.empty()) return std::nullopt;
+  const auto [place, record] = std::move(read_.front());
+  read_.pop_front();
+  absl::StatusOr<Prompt> prompt = Parse(record);
+  if (!prompt.ok()) return In(absl::StrCat("--prompts ", path_, ", ", place), prompt.status());
+  prompt->index = next_++;
+  return *std::move(prompt);
+}
+
+// Reads on, to the end of a record at least; at the file's end there is no splitter any more.
+absl::Status Prompts::ReadMore() {
+  const auto take = [&](std::string_view record) {
+    read_.emplace_back(splitter_->place(), record);
+    return absl::OkStatus();
+  };
+  std::string piece(64 << 10, '\0');
+  file_.read(piece.data(), static_cast<std::streamsize>(piece.size()));
   if (file_.bad()) return StreamError(absl::StrCat("--prompts ", path_, ": read"));
-  return std::nullopt;
+  piece.resize(static_cast<size_t>(file_.gcount()));
+  absl::Status status = piece.empty() ? splitter_->Finish(take) : splitter_->Push(piece, take);
+  if (piece.empty()) splitter_.reset();
+  return status.ok() ? status : In(absl::StrCat("--prompts ", path_), status);
 }
 
 }  // namespace penstock::tools

@@ -8,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "base/directory.h"
 #include "base/status_macros.h"
+#include "models/data_records.h"
 #include "models/family.h"
 #include "models/token_file.h"
 #include "tools/penstock/flag_check.h"
@@ -74,6 +75,29 @@ absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run,
   return absl::OkStatus();
 }
 
+// Whether a file holds what it is read as. One that cannot be read is left to those who read it.
+absl::Status CheckForm(const std::string& path, TrainSettings* settings) {
+  if (absl::EndsWith(path, ".bin") || (settings->text.tokenizer.empty() && settings->vocab > 0)) {
+    const absl::Status tokens = models::CheckTokenData(path);
+    return absl::IsInvalidArgument(tokens) ? tokens : absl::OkStatus();
+  }
+  bool keys_unknown = false;
+  const absl::StatusOr<models::DataForm> form = models::DataFormOf(path, &keys_unknown);
+  if (!form.ok()) return absl::IsInvalidArgument(form.status()) ? form.status() : absl::OkStatus();
+  if (*form != models::DataForm::kText && settings->text.tokenizer.empty()) {
+    return WrongFlag(absl::StrCat(path, " has texts in ",
+                                  *form == models::DataForm::kLines ? "lines" : "an array",
+                                  " of JSON, which become tokens by a tokenizer: give --tokenizer DIR"));
+  }
+  if (keys_unknown) {
+    settings->notes.push_back(
+        absl::StrCat(path,
+                     ": its first line is an object of JSON without a key that examples have (text, prompt, "
+                     "messages, conversations, instruction): its characters are learned as they are"));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& path,
                                                           const TrainSettings& settings,
                                                           const text::Tokenizer* tokenizer,
@@ -87,14 +111,15 @@ absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& pat
     return models::Dataset::Open(path, models::InferTokenFormat(path, vocab), settings.model->vocabulary(),
                                  settings.seq);
   }
-  if (tokenizer->vocab_size() > settings.model->vocabulary()) {
+  if (tokenizer->base_vocab_size() > settings.model->vocabulary()) {
     return absl::InvalidArgumentError(
-        absl::StrCat(settings.text.tokenizer, ": the tokenizer has ", tokenizer->vocab_size(),
+        absl::StrCat(settings.text.tokenizer, ": the tokenizer has ", tokenizer->base_vocab_size(),
                      " tokens, the model ", settings.model->vocabulary(), ": they do not belong together"));
   }
   models::TokenFileOptions options;
   options.chat = settings.text.chat;
   options.skip_broken = settings.text.skip_broken;
+  options.vocabulary = settings.model->vocabulary();
   options.progress = [&](double share) {
     hooks.preparing(absl::StrFormat("making tokens of %s: %.0f%%", path, 100 * share));
     return !hooks.stops();
@@ -102,8 +127,9 @@ absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& pat
   ASSIGN_OR_RETURN(const models::TokenFile file,
                    models::MakeTokenFile(path, *tokenizer, settings.text.tokenizer, options));
   if (file.skipped > 0) {
-    hooks.tell(absl::StrCat(path, ": ", file.skipped, file.skipped == 1 ? " line" : " lines",
-                            " passed over that cannot be used, the first is line ", file.first_skipped_line));
+    hooks.tell(
+        absl::StrCat(path, ": ", file.skipped, file.skipped == 1 ? " line or element" : " lines or elements",
+                     " passed over that cannot be used, the first is number ", file.first_skipped_line));
   }
   ASSIGN_OR_RETURN(std::unique_ptr<models::Dataset> data,
                    models::Dataset::OpenExamples(file, settings.model->vocabulary(), settings.seq));
@@ -152,11 +178,7 @@ absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, T
   std::vector<std::string> paths = settings->data_paths;
   paths.push_back(settings->eval_path);
   for (const std::string& path : paths) {
-    if (settings->text.tokenizer.empty() && absl::EndsWith(path, ".jsonl") && !flags.vocab.has_value()) {
-      return WrongFlag(absl::StrCat(path,
-                                    " has texts in lines of JSON, which become tokens by a tokenizer: give "
-                                    "--tokenizer DIR"));
-    }
+    if (!path.empty()) RETURN_IF_ERROR(CheckForm(path, settings));
   }
   return absl::OkStatus();
 }

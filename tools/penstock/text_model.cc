@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "models/family.h"
 #include "models/weight_files.h"
@@ -23,6 +24,25 @@ namespace {
 
 constexpr int64_t kBytes = 256;  // tokens of a model of plain text
 
+// eos_token_id: a number, or a list of them.
+std::vector<int64_t> EndsIn(const nlohmann::json& config) {
+  std::vector<int64_t> ends;
+  const auto end = config.find("eos_token_id");
+  if (end == config.end()) return ends;
+  for (const nlohmann::json& id : end->is_array() ? *end : nlohmann::json::array({*end})) {
+    if (id.is_number_integer()) ends.push_back(id.get<int64_t>());
+  }
+  return ends;
+}
+
+// Those of a directory's generation_config.json; none where it is missing or names none.
+absl::StatusOr<std::vector<int64_t>> GenerationEnds(const std::string& directory) {
+  const absl::StatusOr<nlohmann::json> config = ReadJsonObject(directory + "/generation_config.json");
+  if (absl::IsNotFound(config.status())) return std::vector<int64_t>();
+  RETURN_IF_ERROR(config.status());
+  return EndsIn(*config);
+}
+
 absl::Status OpenDirectory(const std::string& directory, std::string_view program, std::ostream& err,
                            TextModel* text) {
   std::vector<std::string> notes;
@@ -39,14 +59,9 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
   if (text->packed.has_value())
     text->identity.update({{"bits", text->packed->bits}, {"group", text->packed->group}});
   // The tokens that end a text, where config.json says so.
-  const nlohmann::json published = text->model->ToPublished();
-  const auto end = published.find("eos_token_id");
-  if (end != published.end() && end->is_number_integer()) text->ends.push_back(end->get<int64_t>());
-  if (end != published.end() && end->is_array()) {
-    for (const nlohmann::json& id : *end) {
-      if (id.is_number_integer()) text->ends.push_back(id.get<int64_t>());
-    }
-  }
+  // As in transformers, generation_config.json replaces them.
+  ASSIGN_OR_RETURN(text->ends, GenerationEnds(directory));
+  if (text->ends.empty()) text->ends = EndsIn(text->model->ToPublished());
   return absl::OkStatus();
 }
 
@@ -100,8 +115,16 @@ absl::Status OpenTokenizer(const std::optional<std::string>& tokenizer, const st
   absl::StatusOr<std::unique_ptr<text::Tokenizer>> opened = text::Tokenizer::Open(path);
   if (opened.ok()) {
     text->tokenizer = *std::move(opened);
-    const std::vector<int32_t>& ends = text->tokenizer->special_ids().eos;
-    text->ends.insert(text->ends.end(), ends.begin(), ends.end());
+    for (const std::string& note : text->tokenizer->notes())
+      err << program << ": " << note << "\n" << std::flush;
+    // A model's own files come before those of the tokenizer, and the numbers there before the names.
+    if (text->ends.empty()) {
+      ASSIGN_OR_RETURN(text->ends, GenerationEnds(models::WeightDirectory(path)));
+    }
+    if (text->ends.empty()) {
+      const std::vector<int32_t>& ends = text->tokenizer->special_ids().eos;
+      text->ends.assign(ends.begin(), ends.end());
+    }
     return absl::OkStatus();
   }
   if (!optional || tokenizer.has_value()) return opened.status();
@@ -129,9 +152,7 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
   }
   if (published && !models::HasWeights(first)) {
     return absl::InvalidArgumentError(
-        absl::StrCat(first,
-                     ": a config.json without weights: neither model.safetensors nor "
-                     "model.safetensors.index.json is there"));
+        absl::StrCat(first, ": a config.json without weights: ", models::WhyNoWeights(first)));
   }
   if (published) {
     RETURN_IF_ERROR(OpenDirectory(first, program, err, &text));

@@ -24,7 +24,8 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
                  "one, unless it is far larger than a layer [auto]");
   app.add_option(
          "--data", flags.data,
-         "Text, or .jsonl with text, prompt and completion, or messages in its lines: tokens by the model's "
+         "Text, or JSON (a line each, or one array) with text, prompt and completion, messages, "
+         "conversations, or instruction and output, told by what is in it: tokens by the model's "
          "tokenizer, or the bytes of a text where there is none; or tokens, as nanoGPT's .bin; several are "
          "mixed")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);

@@ -179,6 +179,7 @@ class Training {
     std::optional<NotedStopSignals> noted;
     if (!settings_.text.tokenizer.empty()) {
       ASSIGN_OR_RETURN(tokenizer_, text::Tokenizer::Open(settings_.text.tokenizer));
+      for (const std::string& note : tokenizer_->notes()) Say(note);
       noted.emplace();  // tokens take long to make; stopped, nothing is left of them
     }
     const absl::Status opened = OpenEach();

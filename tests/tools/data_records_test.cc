@@ -1,0 +1,124 @@
+// What form data has, and its records, in pieces of any length.
+#include "models/data_records.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <vector>
+
+namespace penstock::models {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+class DataRecordsTest : public testing::Test {
+ protected:
+  DataRecordsTest() {
+    std::string name = (std::filesystem::current_path() / "data_records_test.XXXXXX").string();
+    directory_ = ::mkdtemp(name.data());
+  }
+  ~DataRecordsTest() override { std::filesystem::remove_all(directory_); }
+  DataForm Form(const std::string& name, const std::string& content) const {
+    const std::string path = directory_ + "/" + name;
+    std::ofstream(path, std::ios::binary) << content;
+    const auto form = DataFormOf(path);
+    EXPECT_TRUE(form.ok()) << form.status();
+    return form.value_or(DataForm::kText);
+  }
+
+  std::string directory_;
+};
+
+struct Cut {
+  std::vector<std::string> records;
+  std::string error;
+};
+
+Cut CutUp(DataForm form, const std::string& text, size_t bytes) {
+  RecordSplitter splitter(form);
+  Cut cut;
+  const auto take = [&](std::string_view record) {
+    cut.records.emplace_back(splitter.place() + "=" + std::string(record));
+    return absl::OkStatus();
+  };
+  absl::Status status;
+  for (size_t at = 0; at < text.size() && status.ok(); at += bytes)
+    status = splitter.Push(std::string_view(text).substr(at, bytes), take);
+  if (status.ok()) status = splitter.Finish(take);
+  cut.error = std::string(status.message());
+  return cut;
+}
+
+TEST_F(DataRecordsTest, AnArrayIsOneWhoseFirstElementIsAnObject) {
+  EXPECT_EQ(Form("a.json", "[{\"text\": \"a\"}, {}]"), DataForm::kArray);
+  EXPECT_EQ(Form("a.txt", "\xEF\xBB\xBF \n[\n  {\"a\": [1, {\"b\": \"]}\"}]}\n]"), DataForm::kArray);
+  EXPECT_EQ(Form("a", "[{\"text\": \"" + std::string(100'000, 'x') + "\"}, what is no JSON"),
+            DataForm::kArray);
+  EXPECT_EQ(Form("a.json", " [ ] "), DataForm::kArray);
+  for (const char* const text :
+       {"[1] A footnote.\n", "[{not json}, 1]", "[\"a\", \"b\"]", "[", "[section]\nkey = 1\n", "[[1, 2]]",
+        "[x](y) {\"text\": 1}", "[{\"text\": \"a\"}"}) {
+    EXPECT_EQ(Form("a.txt", text), DataForm::kText) << text;
+  }
+}
+
+TEST_F(DataRecordsTest, LinesAreThoseWhoseFirstIsAnExampleOrWhoseNameSaysSo) {
+  EXPECT_EQ(Form("a.txt", "\n{\"text\": \"a\"}\n{\"text\": \"b\"}\n"), DataForm::kLines);
+  EXPECT_EQ(Form("a", "{\"conversations\": []}"), DataForm::kLines);
+  EXPECT_EQ(Form("a.jsonl", "what is no JSON\n"), DataForm::kLines);
+  EXPECT_EQ(Form("a.jsonl", ""), DataForm::kLines);
+  EXPECT_EQ(Form("a.txt", "{\"level\": \"info\"}\n"), DataForm::kText);
+  EXPECT_EQ(Form("a.c", "{ int x; }\n"), DataForm::kText);
+  EXPECT_EQ(Form("a.txt", ""), DataForm::kText);
+}
+
+TEST_F(DataRecordsTest, ElementsAreWholeInPiecesOfAnyLength) {
+  const std::string text = "[ {\"a\": \"],\\\"}\"} ,\n{\"b\": [1, {\"c\": {}}]},7,\"x,y\" ] \n";
+  for (size_t bytes = 1; bytes <= text.size(); ++bytes) {
+    const Cut cut = CutUp(DataForm::kArray, text, bytes);
+    EXPECT_EQ(cut.error, "");
+    EXPECT_THAT(cut.records,
+                ElementsAre("element 1={\"a\": \"],\\\"}\"} ", "element 2={\"b\": [1, {\"c\": {}}]}",
+                            "element 3=7", "element 4=\"x,y\" "));
+  }
+  EXPECT_EQ(CutUp(DataForm::kArray, "[]", 1).records.size(), 0u);
+}
+
+TEST_F(DataRecordsTest, LinesAreWholeInPiecesOfAnyLength) {
+  const std::string text = "\xEF\xBB\xBF{}\r\n \n{\"a\": 1}\nend";
+  for (size_t bytes = 1; bytes <= text.size(); ++bytes) {
+    const Cut cut = CutUp(DataForm::kLines, text, bytes);
+    EXPECT_EQ(cut.error, "");
+    EXPECT_THAT(cut.records, ElementsAre("line 1={}", "line 3={\"a\": 1}", "line 4=end"));
+  }
+}
+
+TEST_F(DataRecordsTest, AnArrayThatIsNoneIsAnErrorWithItsPlace) {
+  for (const auto& [text, says] : {std::pair{"[{}, {", "element 2: the file ends within the array"},
+                                   {"[{}", "element 1: the file ends"},
+                                   {"[{}] x", "element 2: text behind"},
+                                   {"[{},, {}]", "element 2: nothing between"},
+                                   {"[{},]", "element 2: nothing between"},
+                                   {"[{}, }", "element 2: a } without"},
+                                   {"", "the file ends within"}}) {
+    for (const size_t bytes : {size_t{1}, size_t{100}})
+      EXPECT_THAT(CutUp(DataForm::kArray, text, bytes).error, HasSubstr(says)) << text;
+  }
+}
+
+TEST_F(DataRecordsTest, TokensAreRefusedOnlyWhereTheyAreCertainlyNone) {
+  const auto check = [&](const std::string& content) {
+    std::ofstream(directory_ + "/a.bin", std::ios::binary) << content;
+    return std::string(CheckTokenData(directory_ + "/a.bin").message());
+  };
+  EXPECT_EQ(check("\x1f\x8b\x08\x01"), "");  // two tokens as good as others
+  EXPECT_THAT(check("\x93NUMPY\x01"), HasSubstr("numpy.load"));
+  EXPECT_THAT(check("version https://git-lfs.github.com/spec/v1\n"), HasSubstr("git lfs pull"));
+}
+
+}  // namespace
+}  // namespace penstock::models
