@@ -40,7 +40,6 @@ std::string OtherWeights(const std::string& directory) {
     const bool torch = absl::StartsWith(name, "pytorch_model") &&
                        (absl::EndsWith(name, ".bin") || absl::EndsWith(name, ".bin.index.json"));
     const bool other = absl::EndsWith(name, ".gguf") || absl::EndsWith(name, ".pth") ||
-                       absl::EndsWith(name, ".pt") || absl::EndsWith(name, ".ckpt") ||
                        name == "tf_model.h5" || name == "flax_model.msgpack";
     if ((torch || other) && found.empty()) found = name;
   }

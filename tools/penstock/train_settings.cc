@@ -497,8 +497,8 @@ class Resolver {
     if (!weights.has_value() && (flags_.model.has_value() || adapter_.has_value()) && !directory.empty()) {
       if (models::HasWeights(directory)) {
         weights = flags_.model.value_or(directory);
-      } else if (models::HasOtherWeights(directory)) {
-        return WrongFlag(absl::StrCat("--model ", *flags_.model, ": ", models::WhyNoWeights(directory),
+      } else if (needs_data_ && models::HasOtherWeights(directory)) {
+        return WrongFlag(absl::StrCat("--model ", directory, ": ", models::WhyNoWeights(directory),
                                       " (for random values, give the config.json alone)"));
       } else if (!adapts) {
         settings_.notes.push_back(absl::StrCat(
