@@ -169,7 +169,7 @@ TEST_F(ExampleTest, WhatIsWrongWithALineIsNamed) {
   const std::pair<const char*, const char*> wrong[] = {
       {"{", "the JSON is malformed at byte 2"},
       {"[1]", "no object"},
-      {R"({"txt": "x"})", "none of text, messages, or prompt and completion"},
+      {R"({"txt": "x"})", "none of text, prompt and completion, messages"},
       {R"({"text": 7})", "text is no text"},
       {R"({"prompt": "x"})", "no completion"},
       {R"({"completion": "x"})", "no prompt"},
