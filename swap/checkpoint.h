@@ -45,6 +45,7 @@ struct CheckpointOptions {
   // could not be made. `meet` runs on the copy's thread; what it returns is the same on all ranks: an error
   // if any of them had one.
   int rank = 0;
+  Uuid id{};  // the same on all ranks, and of no other checkpoint: parts of two never pass as one
   std::function<absl::Status(const absl::Status& mine)> meet;
 };
 

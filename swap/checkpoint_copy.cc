@@ -206,7 +206,7 @@ absl::Status CheckpointCopy::WriteStore(const std::string& directory) {
   ASSIGN_OR_RETURN(std::unique_ptr<Store> target,
                    Store::Create(engine_, target_options, source_.layout, source_.identity));
   RETURN_IF_ERROR(WriteTiles(*target));
-  return CommitAlone(*target, {source_.step, source_.updates, source_.payload});
+  return CommitAlone(*target, {source_.step, source_.updates, source_.payload, options_.id});
 }
 
 absl::Status CheckpointCopy::WriteTiles(Store& target) {

@@ -49,6 +49,7 @@ absl::Status Store::Commit(CommitIo* io, const CommitInfo& info) {
   next_.overwriting = false;
   next_.step = info.step;
   next_.updates = info.updates;
+  next_.checkpoint = info.checkpoint;
   next_.payload.assign(info.payload);
   for (uint32_t tile = 0; tile < geometry_.tiles(); ++tile) {
     const Written& written = written_[tile];

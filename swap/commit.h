@@ -26,6 +26,7 @@
 
 #include "absl/status/status.h"
 #include "aio/request.h"
+#include "swap/format.h"
 
 namespace penstock::swap {
 
@@ -37,6 +38,7 @@ struct CommitInfo {
   uint64_t updates = 0;      // optimizer updates applied so far; below `step` after skips
   std::string_view payload;  // JSON for whoever resumes: schedule, loss scale, random state, data position,
                              // log line; at most StoreOptions::payload_capacity bytes. Copied; opaque here
+  Uuid checkpoint{};         // Record::checkpoint
 };
 
 // What recovery found.

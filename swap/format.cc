@@ -224,6 +224,7 @@ constexpr size_t kRecordPayloadBytes = 64;
 constexpr size_t kRecordTiles = 72;
 constexpr size_t kRecordOverwriting = 76;
 constexpr size_t kRecordBodyChecksum = 80;
+constexpr size_t kRecordCheckpoint = 88;
 
 uint64_t TableBytes(const Geometry& geometry) {
   return uint64_t{geometry.tiles()} * 16 + geometry.total_segments() * 8;
@@ -530,6 +531,7 @@ void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& reco
   Put(at + kRecordPayloadBytes, static_cast<uint64_t>(record.payload.size()));
   Put(at + kRecordTiles, geometry.tiles());
   Put(at + kRecordOverwriting, static_cast<uint32_t>(record.overwriting ? 1 : 0));
+  std::memcpy(at + kRecordCheckpoint, record.checkpoint.data(), record.checkpoint.size());
   const uint64_t seed = RecordSeed(uuid, record.sequence);
   Put(at + kRecordBodyChecksum, Hash(out.subspan(kSectorBytes, body_bytes), seed));
   Put(at + kHeaderChecksumOffset, Hash(out.first(kHeaderChecksumOffset), seed));
@@ -561,6 +563,7 @@ absl::StatusOr<Record> DecodeRecord(const Geometry& geometry, const Uuid& uuid, 
   record.overwriting = overwriting == 1;
   record.step = Get<uint64_t>(at + kRecordStep);
   record.updates = Get<uint64_t>(at + kRecordUpdates);
+  std::memcpy(record.checkpoint.data(), at + kRecordCheckpoint, record.checkpoint.size());
   const uint64_t body_bytes = Get<uint64_t>(at + kRecordBodyBytes);
   const uint64_t payload_bytes = Get<uint64_t>(at + kRecordPayloadBytes);
   if (record.sequence == 0 || record.sequence % kRecordPlaces != place ||

@@ -225,6 +225,8 @@ struct Record {
   bool overwriting = false;
   uint64_t step = 0;
   uint64_t updates = 0;
+  Uuid checkpoint{};  // of a checkpoint of several ranks: the same in all parts of it, and in no other. Zero:
+                      // a run's, of one rank, or from before there were such numbers
   std::string payload;
   std::vector<TileVersion> tiles;
   std::vector<uint64_t> checksums;

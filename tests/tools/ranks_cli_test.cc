@@ -256,6 +256,27 @@ TEST_F(RanksTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
 }
 
 // Whatever differs between ranks is refused on all of them with exit code 2, before anything is touched.
+TEST_F(RanksTest, PartsOfTwoStepsAreRefusedByEveryVerb) {
+  const std::string kept = dir_ + "/kept", newest = kept + "/step-00000004";
+  const Arguments two = Small(
+      dir_ + "/state", {"--batch", "2", "--steps", "4", "--checkpoint-dir", kept, "--checkpoint-every", "2"});
+  for (const Ran& ran : Wait(Start({two, two}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  std::filesystem::copy(
+      kept + "/step-00000002/rank-1", newest + "/rank-1",
+      std::filesystem::copy_options::recursive | std::filesystem::copy_options::overwrite_existing);
+  for (const Arguments& arguments :
+       {Arguments{"inspect", newest}, Arguments{"inspect", newest, "--json"},
+        Arguments{"verify", newest, "--quiet"},
+        Arguments{"export", newest, dir_ + "/out.safetensors", "--quiet"},
+        Small(dir_ + "/one", {"--batch", "4", "--steps", "6", "--checkpoint-dir", kept, "--resume"})}) {
+    const Ran ran = Run(arguments);
+    EXPECT_EQ(ran.code, 1) << arguments.front() << ": " << ran.err;
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("rank-1 is of step 2, and ")) << arguments.front();
+    EXPECT_THAT(ran.err, HasSubstr("rank-0 of step 4")) << arguments.front();
+  }
+}
+
 TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
   std::string other = ReadFile(text_);
   other[other.size() / 3] ^= 1;

@@ -247,5 +247,42 @@ TEST_F(RankCheckpointsTest, PartsThatDoNotBelongTogetherAreNamed) {
   EXPECT_THAT(std::string(mixed.status().message()), testing::HasSubstr(a + "/rank-1 is not the part"));
 }
 
+// Parts of two checkpoints of one run never pass as one: neither of two steps, whose commits have the same
+// number, nor of one step that was written twice.
+TEST_F(RankCheckpointsTest, PartsOfTwoCheckpointsAreRefused) {
+  const auto copy_part = [](const std::string& from, const std::string& to) {
+    std::filesystem::copy(
+        from + "/rank-1", to + "/rank-1",
+        std::filesystem::copy_options::recursive | std::filesystem::copy_options::overwrite_existing);
+  };
+  const auto refusal = [](const std::string& checkpoint) {
+    const auto inspections = InspectShards(*FindShards({checkpoint}));
+    EXPECT_TRUE(absl::IsDataLoss(inspections.status())) << inspections.status();
+    return std::string(inspections.status().message());
+  };
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
+  run.stop_after = 4;
+  run.evaluate_every = 0;
+  run.state_dir = scratch_ + "/state";
+  run.checkpoints = {scratch_ + "/kept", 2, 0};
+  ASSERT_EQ(Train(run, 2, false)["status"], "");
+  const std::string second = scratch_ + "/kept/" + swap::CheckpointName(2),
+                    fourth = scratch_ + "/kept/" + swap::CheckpointName(4);
+  // The same step once more, by a process that goes on from it.
+  run.resume = true;
+  run.stop_after = 0;
+  run.checkpoints = {scratch_ + "/again", 4, 0};
+  ASSERT_EQ(Train(run, 2, false)["status"], "");
+  const std::string again = scratch_ + "/again/" + swap::CheckpointName(4);
+  for (const std::string& whole : {second, fourth, again})
+    EXPECT_TRUE(InspectShards(*FindShards({whole})).ok()) << whole;
+
+  copy_part(fourth, again);
+  EXPECT_THAT(refusal(again), testing::HasSubstr(again + "/rank-1 is of step 4 in another checkpoint than "));
+  copy_part(second, fourth);
+  EXPECT_THAT(refusal(fourth),
+              testing::HasSubstr(fourth + "/rank-1 is of step 2, and " + fourth + "/rank-0 of step 4"));
+}
+
 }  // namespace
 }  // namespace penstock::zero

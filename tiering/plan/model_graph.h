@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -59,6 +60,16 @@ struct Precision {
   int64_t SegmentBytes(size_t segment, int64_t elements) const {
     const int bytes = segment_bytes[segment];
     return elements * bytes + (bytes == 1 ? (elements + kScaleBlock - 1) / kScaleBlock * 4 : 0);
+  }
+  // Elements of a tile whose segments are so long: one that has all of them, or its weights alone. 0: no tile
+  // of this precision has such segments.
+  int64_t ElementsOf(std::span<const uint64_t> segments) const {
+    if (segments.size() != segment_bytes.size() && segments.size() != 1) return 0;
+    const int64_t elements = static_cast<int64_t>(segments[0]) / weight_bytes();
+    for (size_t s = 0; s < segments.size(); ++s) {
+      if (static_cast<int64_t>(segments[s]) != SegmentBytes(s, elements)) return 0;
+    }
+    return elements;
   }
   // Of all segments, without padding.
   int64_t UnpaddedBytes(int64_t elements) const {

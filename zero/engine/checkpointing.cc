@@ -60,10 +60,10 @@ Checkpointing::Checkpointing(CheckpointSchedule schedule, std::span<std::byte> t
 absl::Status Checkpointing::CleanUp() const {
   if (comm_ != nullptr && comm_->rank() > 0) return absl::OkStatus();
   RETURN_IF_ERROR(swap::RemovePartialCheckpoints(schedule_.parent));
-  return swap::KeepNewestCheckpoints(schedule_.parent, Options().keep);
+  return swap::KeepNewestCheckpoints(schedule_.parent, Options(0).keep);
 }
 
-swap::CheckpointOptions Checkpointing::Options() const {
+swap::CheckpointOptions Checkpointing::Options(uint64_t step) const {
   swap::CheckpointOptions options;
   options.parent = schedule_.parent;
   options.lock = schedule_.lock.get();
@@ -71,6 +71,8 @@ swap::CheckpointOptions Checkpointing::Options() const {
   options.keep = static_cast<uint32_t>(std::max<int64_t>(0, schedule_.keep));
   if (comm_ != nullptr) {
     options.rank = comm_->rank();
+    options.id = series_;
+    for (size_t i = 0; i < sizeof(step); ++i) options.id[i] ^= static_cast<uint8_t>(step >> (8 * i));
     options.meet = [this](const absl::Status& mine) {
       return AgreeOnStatus(*comm_, Channel::kCheckpoint, mine);
     };
@@ -95,7 +97,7 @@ absl::Status Checkpointing::Begin(std::unique_ptr<swap::CheckpointCopy> copy, in
 absl::Status Checkpointing::BeginOfStore(swap::Store& store, bool commits_every_step) {
   RETURN_IF_ERROR(Finish());
   ASSIGN_OR_RETURN(std::unique_ptr<swap::CheckpointCopy> copy,
-                   swap::CheckpointCopy::OfStore(store, Options()));
+                   swap::CheckpointCopy::OfStore(store, Options(store.committed_step())));
   const uint32_t slots = store.geometry().slots();
   const bool at_leisure = slots > 2 || (slots == 2 && !commits_every_step);
   const auto step = static_cast<int64_t>(store.committed_step());
@@ -106,7 +108,8 @@ absl::Status Checkpointing::BeginOfStore(swap::Store& store, bool commits_every_
 absl::Status Checkpointing::BeginOfMemory(aio::Engine& io, swap::CheckpointSource source) {
   RETURN_IF_ERROR(Finish());
   last_step_ = static_cast<int64_t>(source.step) + 1;
-  return Begin(swap::CheckpointCopy::OfMemory(io, Options(), std::move(source)), 1);
+  const swap::CheckpointOptions options = Options(source.step);
+  return Begin(swap::CheckpointCopy::OfMemory(io, options, std::move(source)), 1);
 }
 
 absl::Status Checkpointing::MakeUpFor(swap::Store& store, bool commits_every_step) {

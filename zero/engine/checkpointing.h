@@ -55,6 +55,9 @@ class Checkpointing {
   Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Comm* comm, Report report);
   // Gives up what is not finished.
   ~Checkpointing() = default;
+  // Of several ranks, before the first checkpoint: a number that all of them have, and no other run or object
+  // of this one. Each checkpoint's own is made of it and of the step, so that its parts know each other.
+  void set_series(const swap::Uuid& series) { series_ = series; }
 
   // Removes what killed runs left in the directory, and more than are to be kept. Of several ranks, rank 0
   // does.
@@ -84,11 +87,12 @@ class Checkpointing {
 
  private:
   absl::Status Begin(std::unique_ptr<swap::CheckpointCopy> copy, int64_t steps);
-  swap::CheckpointOptions Options() const;
+  swap::CheckpointOptions Options(uint64_t step) const;
 
   const CheckpointSchedule schedule_;
   const std::span<std::byte> tile_memory_;
   Comm* const comm_;
+  swap::Uuid series_{};
   const Report report_;
   std::unique_ptr<swap::CheckpointCopy> copy_;
   int64_t last_step_ = 0;   // whose update must wait for the copy; 0: none

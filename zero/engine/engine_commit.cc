@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "aio/arena.h"
 #include "aio/engine.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "tiering/program/program.h"
@@ -133,7 +134,8 @@ absl::Status Engine::Impl::CommitDescription(nlohmann::json description) {
   RETURN_IF_ERROR(Flush());
   // What is only evaluated has nothing to say, and others may read it as well.
   if (store() == nullptr || !options_.trains) return absl::OkStatus();
-  nlohmann::json payload = nlohmann::json::parse(store()->committed_payload());
+  ASSIGN_OR_RETURN(nlohmann::json payload,
+                   ParseJsonObject(store()->committed_payload(), "the last commit's payload"));
   payload["step"] = std::move(description);
   return CommitAgainWhereItDiffers(payload.dump());
 }
@@ -167,6 +169,8 @@ absl::StatusOr<std::string> Engine::Impl::Checkpoint(const std::string& parent) 
     if (!checkpoint_uuid_.has_value()) {
       ASSIGN_OR_RETURN(checkpoint_uuid_, AgreeOnUuid(*options_.comm));
     }
+    ASSIGN_OR_RETURN(const swap::Uuid series, AgreeOnUuid(*options_.comm));
+    once.set_series(series);
   }
   std::unique_ptr<aio::Engine> own_io;
   RETURN_IF_ERROR(BroadcastError(BeginOnce(&once, &own_io)));

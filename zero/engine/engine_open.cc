@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "aio/engine.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "tiering/program/program.h"
@@ -178,6 +179,8 @@ absl::Status Engine::Impl::MakeCheckpointing() {
     // Nobody writes there before rank 0 has cleaned up.
     RETURN_IF_ERROR(AgreeOnDirectory(*options_.comm, options_.storage.checkpoints.parent));
     ASSIGN_OR_RETURN(checkpoint_uuid_, AgreeOnUuid(*options_.comm));
+    ASSIGN_OR_RETURN(const swap::Uuid series, AgreeOnUuid(*options_.comm));
+    checkpointing_->set_series(series);
   }
   return absl::OkStatus();
 }
@@ -218,8 +221,9 @@ absl::Status Engine::Impl::Restore() {
 absl::StatusOr<nlohmann::json> Engine::Impl::PayloadOf(const swap::Recovered& recovered) const {
   for (const std::string& line : recovered.damage) Log(absl::StrCat("healed: ", line));
   for (const std::string& line : recovered.cut_short) Log(absl::StrCat("cut short: ", line));
-  nlohmann::json payload = nlohmann::json::parse(recovered.payload, nullptr, /*allow_exceptions=*/false);
-  if (!payload.is_object() || !payload.contains("run") || !payload["run"].is_object())
+  absl::StatusOr<nlohmann::json> payload = ParseJsonObject(recovered.payload, "");
+  if (!payload.ok()) return DamagedPayload(recovered, absl::StrCat("payload: ", payload.status().message()));
+  if (!payload->contains("run") || !(*payload)["run"].is_object())
     return DamagedPayload(recovered, "payload");
   return payload;
 }

@@ -50,17 +50,8 @@ struct FoundTile {
   bool weights_alone = false;
 };
 FoundTile Find(const swap::TileLayout& tile, const tiering::Precision& precision) {
-  FoundTile found;
-  if (tile.segment_bytes.empty()) return found;
-  const int64_t elements = static_cast<int64_t>(tile.segment_bytes[0]) / precision.weight_bytes();
-  const size_t segments = tile.segment_bytes.size();
-  found.weights_alone = segments == 1 && precision.segment_bytes.size() > 1;
-  if (!found.weights_alone && segments != precision.segment_bytes.size()) return found;
-  for (size_t s = 0; s < segments; ++s) {
-    if (static_cast<int64_t>(tile.segment_bytes[s]) != precision.SegmentBytes(s, elements)) return found;
-  }
-  found.elements = elements;
-  return found;
+  return {.elements = precision.ElementsOf(tile.segment_bytes),
+          .weights_alone = tile.segment_bytes.size() == 1 && precision.segment_bytes.size() > 1};
 }
 
 // Whether what is frozen of a block lies in tiles of its own.

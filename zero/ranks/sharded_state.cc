@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "swap/checkpoint.h"
@@ -19,8 +20,7 @@ constexpr const char* kRank = "rank";
 constexpr int kMostRanksLookedFor = 64;  // for any that is there, where rank 0 is not
 
 nlohmann::json Parsed(const std::string& identity) {
-  nlohmann::json json = nlohmann::json::parse(identity, nullptr, /*allow_exceptions=*/false);
-  return json.is_object() ? json : nlohmann::json::object();
+  return ParseJsonObject(identity, "").value_or(nlohmann::json::object());
 }
 
 int64_t NumberIn(const nlohmann::json& json, const char* key, int64_t otherwise) {
@@ -29,6 +29,23 @@ int64_t NumberIn(const nlohmann::json& json, const char* key, int64_t otherwise)
 
 bool HoldsAnything(const swap::Finding& finding) {
   return finding.holding != swap::Holding::kNothing && finding.holding != swap::Holding::kForeign;
+}
+
+// Parts at one number of commits are of one commit: every checkpoint's has the number 1.
+absl::Status CheckOfOneCommit(const ShardDirectories& parts,
+                              const std::vector<swap::Inspection>& inspections) {
+  const swap::Record& first = inspections.front().record;
+  for (size_t k = 1; k < parts.size(); ++k) {
+    const swap::Record& record = inspections[k].record;
+    if (record.sequence != first.sequence) continue;  // in use, and moving on
+    const bool same_step = record.step == first.step && record.updates == first.updates;
+    if (same_step && record.checkpoint == first.checkpoint) continue;
+    return absl::DataLossError(absl::StrCat(
+        parts[k].front(), " is of step ", record.step, same_step ? " in another checkpoint than " : ", and ",
+        parts.front().front(), same_step ? "" : absl::StrCat(" of step ", first.step),
+        ": bring the parts of one checkpoint together"));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -120,6 +137,7 @@ absl::StatusOr<std::vector<swap::Inspection>> InspectShards(const ShardDirectori
       return before.status();
     }
   }
+  RETURN_IF_ERROR(CheckOfOneCommit(parts, inspections));
   return inspections;
 }
 
@@ -177,16 +195,9 @@ absl::Status ShardedState::PlaceTiles(const std::vector<int64_t>& block_elements
       const int64_t part = tiering::ShardElements(block_elements[b], world);
       for (int64_t at = 0; at < part;) {
         if (next == geometry.tiles()) return not_its_models(next);
-        const int64_t elements =
-            static_cast<int64_t>(geometry.segment_bytes(next, 0)) / precision_.weight_bytes();
-        bool fits =
-            elements > 0 && elements <= part - at && elements % tiering::kScaleBlock == 0 &&
-            (geometry.segments(next) == precision_.segment_bytes.size() || geometry.segments(next) == 1);
-        for (uint32_t s = 0; fits && s < geometry.segments(next); ++s) {
-          fits =
-              static_cast<int64_t>(geometry.segment_bytes(next, s)) == precision_.SegmentBytes(s, elements);
-        }
-        if (!fits) return not_its_models(next);
+        const int64_t elements = precision_.ElementsOf(stores_[k]->shape().tiles[next].layout.segment_bytes);
+        if (elements <= 0 || elements > part - at || elements % tiering::kScaleBlock != 0)
+          return not_its_models(next);
         blocks_[tiering::BlockIndex(b)].push_back({k, next++, static_cast<int64_t>(k) * part + at, elements});
         at += elements;
       }

@@ -5,9 +5,10 @@
 //
 // Rank k of W has, of every block, elements [k * P, (k + 1) * P) with P = tiering::ShardElements(run, W), cut
 // into tiles as its plan wanted. The identity of each part says W ("ranks", absent where there is one) and k
-// ("rank"); all else of it, the uuid, the step and the number of the commit are the same in all of them. In a
-// state directory a part may have made one commit more than others when its run was killed: the run is at the
-// least of them.
+// ("rank"); all else of it, the uuid, the step and the number of the commit are the same in all of them.
+// Parts of a checkpoint also have its number (Record::checkpoint), which older ones lack. In a state
+// directory a part may have made one commit more than others when its run was killed: the run is at the least
+// of them.
 //
 // Needs no LibTorch.
 #ifndef PENSTOCK_ZERO_RANKS_SHARDED_STATE_H_
@@ -43,8 +44,8 @@ std::vector<std::string> RankDirectories(const std::vector<std::string>& directo
 // An identity without what says whose part it is of; {} where it is no object.
 nlohmann::json WholeIdentity(const std::string& identity);
 
-// All parts, at the newest commit that all of them have. kDataLoss: they are not parts of one run, or of
-// commits too far apart (unless one is in use and may be moving on: its newest then).
+// All parts, at the newest commit that all of them have. kDataLoss: they are not parts of one run, of commits
+// too far apart (unless one is in use and may be moving on: its newest then), or of two checkpoints.
 absl::StatusOr<std::vector<swap::Inspection>> InspectShards(const ShardDirectories& parts);
 
 // Ranges of blocks. Every tile that is read is checked.
