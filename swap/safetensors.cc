@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <functional>
 #include <optional>
 #include <set>
 #include <tuple>
@@ -16,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "aio/file.h"
 #include "base/foreign_file.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "nlohmann/json.hpp"
 #include "swap/store_files.h"
@@ -56,46 +56,8 @@ std::string DirectoryOf(const std::string& path) {
   return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
 }
 
-// Says no to a name that stands twice in one object, which the parser would pass over: a reader that takes
-// the first and one that takes the last would see different files.
-class DuplicateKeys {
- public:
-  bool operator()(int /*depth*/, nlohmann::json::parse_event_t event, nlohmann::json& value) {
-    using Event = nlohmann::json::parse_event_t;
-    if (event == Event::object_start) open_.emplace_back();
-    if (event == Event::object_end && !open_.empty()) open_.pop_back();
-    if (event == Event::key && !open_.empty() &&
-        !open_.back().insert(value.get_ref<const std::string&>()).second) {
-      found_ = value.get_ref<const std::string&>();
-    }
-    return true;
-  }
-  const std::optional<std::string>& found() const { return found_; }
-
- private:
-  std::vector<std::set<std::string>> open_;
-  std::optional<std::string> found_;
-};
-
-// Nesting that no such header has; deeper values could exhaust the stack of whatever walks them.
-bool TooDeep(std::string_view json) {
-  int depth = 0;
-  bool in_string = false;
-  for (size_t i = 0; i < json.size(); ++i) {
-    const char c = json[i];
-    if (in_string) {
-      if (c == '\\') ++i;
-      if (c == '"') in_string = false;
-    } else if (c == '"') {
-      in_string = true;
-    } else if (c == '{' || c == '[') {
-      if (++depth > 8) return true;
-    } else if (c == '}' || c == ']') {
-      --depth;
-    }
-  }
-  return false;
-}
+// A tensor's entry is 8 values: 100,000 tensors. None nests deeper than "shape".
+constexpr JsonOptions kHeaderOptions = {.max_depth = 8, .max_values = 800'000, .duplicate_keys = false};
 
 absl::StatusOr<TensorInfo> ParseTensor(const std::string& name, const nlohmann::json& value, uint64_t* end) {
   const auto refuse = [&](const auto&... parts) {
@@ -263,21 +225,15 @@ absl::Status SafetensorsWriter::Finish() {
 // ---- reading ----
 
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view json, uint64_t data_bytes) {
-  if (TooDeep(json)) return absl::DataLossError("a safetensors header that is nested too deep");
-  DuplicateKeys duplicates;
-  const nlohmann::json header = nlohmann::json::parse(json, std::ref(duplicates), /*allow_exceptions=*/false,
-                                                      /*ignore_comments=*/false);
-  if (header.is_discarded() || !header.is_object()) {
-    return absl::DataLossError("the safetensors header is not a JSON object");
-  }
-  if (duplicates.found().has_value()) {
-    return absl::DataLossError(
-        absl::StrCat("the safetensors header has \"", *duplicates.found(), "\" twice"));
-  }
+  const absl::StatusOr<nlohmann::json> parsed =
+      ParseJsonObject(json, "the safetensors header", kHeaderOptions);
+  if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
+  const nlohmann::json& header = *parsed;
   SafetensorsHeader result;
   std::vector<std::pair<uint64_t, uint64_t>> ranges;
   for (const auto& [name, value] : header.items()) {
     if (name == "__metadata__") {
+      if (value.is_null()) continue;
       if (!value.is_object()) return absl::DataLossError("__metadata__ is not an object");
       for (const auto& [key, text] : value.items()) {
         if (!text.is_string())
