@@ -18,7 +18,7 @@ using kernels::DType;
 class StateSource : public WeightSource {
  public:
   StateSource(aio::Engine* engine, const models::ModelLayout& layout, DType type)
-      : WeightSource(engine), layout_(layout), width_(type == DType::kFp32 ? 4 : 2) {
+      : WeightSource(engine), layout_(layout), type_(type), width_(type == DType::kFp32 ? 4 : 2) {
     tensors_.assign(layout_.tensors.size(), Stored{type, false});
   }
 
@@ -39,7 +39,7 @@ class StateSource : public WeightSource {
     std::vector<swap::Store*> ranks;
     ranks.reserve(stores_.size());
     for (const auto& store : stores_) ranks.push_back(store.get());
-    ASSIGN_OR_RETURN(tiles_, models::PlaceTiles(ranks, layout_, static_cast<int64_t>(width_)));
+    ASSIGN_OR_RETURN(tiles_, models::PlaceTiles(ranks, layout_, type_));
     for (const int tensor : uses) {
       for (size_t t = 0; t < tiles_.size(); ++t) {
         const std::optional<WeightPart> part = PartOf(tensor, tiles_[t]);
@@ -138,6 +138,7 @@ class StateSource : public WeightSource {
   }
 
   const models::ModelLayout layout_;
+  const DType type_;
   const uint64_t width_;                              // bytes of an element
   std::vector<std::unique_ptr<swap::Store>> stores_;  // by rank
   std::vector<Tile> tiles_;

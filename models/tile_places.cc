@@ -1,12 +1,20 @@
 #include "models/tile_places.h"
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "tiering/plan/model_graph.h"
+#include "zero/engine/state_identity.h"
+#include "zero/ranks/sharded_state.h"
 
 namespace penstock::models {
 
 absl::StatusOr<std::vector<TilePlace>> PlaceTiles(std::span<swap::Store* const> parts,
-                                                  const ModelLayout& layout, int64_t weight_bytes) {
+                                                  const ModelLayout& layout, kernels::DType weights) {
+  const std::string& path = parts.front()->path(0);
+  ASSIGN_OR_RETURN(const tiering::Precision precision,
+                   zero::PrecisionOf(zero::WholeIdentity(parts.front()->identity()), path));
+  if (precision.weight_bytes() != static_cast<int>(kernels::BytesPerElement(weights)))
+    return absl::DataLossError(absl::StrCat(path, " holds weights of another type than its model"));
   std::vector<TilePlace> places;
   std::vector<uint32_t> next(parts.size(), 0);
   for (size_t block = 0; block < layout.block_elements.size(); ++block) {
@@ -21,8 +29,9 @@ absl::StatusOr<std::vector<TilePlace>> PlaceTiles(std::span<swap::Store* const> 
           return absl::DataLossError(
               absl::StrCat(parts[p]->path(0), " has fewer tiles than its model needs"));
         }
-        const int64_t elements = static_cast<int64_t>(geometry.segment_bytes(t, 0)) / weight_bytes;
-        if (elements <= 0 || at + elements > share) {
+        // All segments are looked at: what is read of one reaches as far as the weights do.
+        const int64_t elements = precision.ElementsOf(parts[p]->shape().tiles[t].layout.segment_bytes);
+        if (elements <= 0 || elements > share - at) {
           return absl::DataLossError(
               absl::StrCat("tile ", t, " of ", parts[p]->path(0), " is not one of its model's"));
         }

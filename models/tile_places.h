@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kernels/float16.h"
 #include "models/layout.h"
 #include "swap/store.h"
 
@@ -27,10 +28,10 @@ struct TilePlace {
 };
 
 // In the order of blocks, elements ascending; tiles wholly beyond a block's end are left out. `parts`: the
-// ranks' stores. `weight_bytes`: of an element in the first segment. kDataLoss: the tiles are not those of
-// such a model.
+// ranks' stores. `weights`: the type of those in the first segment. kDataLoss: the tiles are not those of
+// such a model: too few, too many, or with segments of other lengths than its elements have.
 absl::StatusOr<std::vector<TilePlace>> PlaceTiles(std::span<swap::Store* const> parts,
-                                                  const ModelLayout& layout, int64_t weight_bytes);
+                                                  const ModelLayout& layout, kernels::DType weights);
 
 }  // namespace penstock::models
 

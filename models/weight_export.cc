@@ -473,8 +473,7 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
                                   const ExportOptions& options) {
   std::vector<swap::Geometry> geometries;
   for (const swap::Store* part : parts) geometries.push_back(part->geometry());
-  ASSIGN_OR_RETURN(const std::vector<TilePlace> places,
-                   PlaceTiles(parts, layout, static_cast<int64_t>(kernels::BytesPerElement(weight_type))));
+  ASSIGN_OR_RETURN(const std::vector<TilePlace> places, PlaceTiles(parts, layout, weight_type));
   const Segments segments = SegmentsFor(options, weight_type);
   const ExportMemory needs = MemoryForExport(geometries, layout, options, weight_type);
   const uint64_t slot_bytes = SlotBytes(geometries, segments, weight_type);
