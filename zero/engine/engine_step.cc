@@ -27,11 +27,9 @@ using tiering::Pass;
 absl::Status Engine::Impl::CheckRates(const std::vector<GroupRates>& groups) const {
   auto needed = static_cast<int>(decisions_.named_groups().size()) + 1;
   for (const auto& layout : layouts_) needed = std::max(needed, layout->groups());
-  if (groups.size() > 1 && static_cast<int>(groups.size()) != needed) {
-    return absl::InvalidArgumentError(absl::StrCat("rates of ", groups.size(),
-                                                   " groups given, the model's "
-                                                   "parameters are in ",
-                                                   needed));
+  if (groups.size() > 1 && static_cast<int>(groups.size()) < needed) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rates of ", groups.size(), " groups given, the model's parameters are in ", needed));
   }
   for (const GroupRates& group : groups) {
     const double decay = group.weight_decay.value_or(0);

@@ -38,7 +38,9 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
         raise TypeError(f"the engine has no {kind}: it updates by AdamW, Adam, Adagrad, Lion and SGD")
     if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise ValueError(f"this {kind} has made steps already: its states would be lost. Hand over a new one")
-    groups = optimizer.param_groups
+    # What one without parameters says is the program's own affair: Trainer makes a group for weight decay and one without.
+    numbered = [(index, group) for index, group in enumerate(optimizer.param_groups) if group["params"]]
+    groups = [group for _, group in numbered]
     if not groups:
         raise ValueError(f"this {kind} has no parameters")
     for option in ("amsgrad", "maximize"):
@@ -58,17 +60,27 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
         result["beta1"], result["beta2"] = (float(beta) for beta in first["betas"])
     for option in ("eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"):
         if option in first:
-            result[option] = first[option] if option == "nesterov" else float(first[option])
+            result[option] = first[option] if option == "nesterov" else _number(first[option], option, kind)
     if result["type"] == "Adagrad" and float(first.get("initial_accumulator_value", 0)) != 0:
         raise ValueError("Adagrad with an initial_accumulator_value is not served: its sums begin at 0")
     if result["type"] == "Lion":
         result.pop("eps", None)
-    for index, group in enumerate(groups):
+    for index, group in numbered:
         for option, value in group.items():
             if option in _BY_GROUP or option in _IGNORED or value == first.get(option):
                 continue
-            raise ValueError(f"group {index} has another {option} than group 0: groups differ in lr, betas and weight_decay")
+            raise ValueError(f"group {index} has another {option} than group {numbered[0][0]}: groups differ in lr, betas and weight_decay")
     return result
+
+
+def _number(value: Any, option: str, kind: str) -> float:
+    try:
+        return _tensors.number(value, option)
+    except TypeError:
+        raise TypeError(
+            f"{option} of this {kind} is {value!r}, and must be a number: its groups are another optimizer's (accelerate hands those of Adafactor, or of "
+            "whatever else optim= names, to DeepSpeedCPUAdam). The engine has AdamW, Adam, Adagrad, Lion and SGD: optim='adamw_torch'"
+        ) from None
 
 
 class EngineOptimizer(torch.optim.Optimizer):
