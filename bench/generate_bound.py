@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How much of the drive `penstock generate` gets: tokens a second beside a raw pass over the same bytes.
 
-    bench/generate_bound.py DIR [--pairs 7] [--batch 1] [--host-memory 400M] [--tokens 8] [--kv auto] [--penstock PATH]
+    bench/generate_bound.py DIR [--pairs 7] [--batch 1] [--host-memory 400MiB] [--tokens 8] [--kv auto] [--penstock PATH]
 
 In turns, since drives drift: ds_io reads as many bytes as the model has past the page cache, with nothing else
 to do, from a file of its own (made once, in --directory, which is to be on the model's drive); then `penstock
@@ -50,7 +50,7 @@ def main():
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--host-memory", default="400M")
+    parser.add_argument("--host-memory", default="400MiB")
     parser.add_argument("--kv", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--penstock", default="build/release/bin/penstock")

@@ -37,7 +37,7 @@ def round_trip(directory, kind, keys):
     with open(path("tokens.bin"), "wb") as file:
         array.array("H", [(i * 7 + i * i // 3) % TINY["vocab_size"] for i in range(5000)]).tofile(file)
     penstock("train", "--model", path("model"), "--data", path("tokens.bin"), "--state-dir", path("state"), "--steps", "3",
-             "--lr", "0", "--weight-decay", "0", "--seq", "16", "--batch", "1", "--dtype", "fp32", "--host-memory", "300M")
+             "--lr", "0", "--weight-decay", "0", "--seq", "16", "--batch", "1", "--dtype", "fp32", "--host-memory", "300MiB")
     for dtype in (torch.float32, torch.bfloat16):
         name = "fp32" if dtype == torch.float32 else "bf16"
         os.makedirs(path(name))

@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Union
 
+from . import _core
+
 PathLike = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 
 MAX_OFFSET = 2**63 - 1
@@ -103,25 +105,14 @@ def truth(value: Any, name: str) -> bool:
     raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
 
 def byte_size(value: Any, name: str) -> int:
-    """Bytes from a number, or from a text as the command line takes it: "512M", "4GiB", "1e9"."""
+    """Bytes from a number, or from a text as the command line takes it: "512MiB", "4GB" (4 * 10^9), "1e9"."""
     if isinstance(value, str):
-        text = value.strip().upper()
-        for ending in ("IB", "B"):
-            if text.endswith(ending):
-                text = text[: -len(ending)]
-                break
-        unit = text[-1:] if text[-1:] in "KMGT" else ""
         try:
-            number = float(text[: len(text) - len(unit)])
-        except ValueError:
-            raise ValueError(f"{name} is {value!r}: write bytes, or a size like 512M or 4GiB") from None
-        if not 0 <= number < 2**62:
-            raise ValueError(f"{name} is {value!r}, must be 0 or more")
-        return int(number * _UNITS[unit])
+            return _core.parse_size(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
     if isinstance(value, float):
         if not math.isfinite(value) or value != int(value):
             raise TypeError(f"{name} is {value!r}: bytes are whole")

@@ -137,6 +137,11 @@ def _open(checkpoint_dir: Union[PathLike, Sequence[PathLike]], tag: Optional[str
     return _OfPenstock(directories)
 
 
+def open_weights(path: PathLike) -> _Weights:
+    """Of a checkpoint, value by value."""
+    return _open(path, None)
+
+
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Union[PathLike, Sequence[PathLike]], tag: Optional[str] = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> "OrderedDict[str, torch.Tensor]":
@@ -165,11 +170,6 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: PathL
 def _size_of(most: Union[int, str, None]) -> Optional[int]:
     if most is None:
         return None
-    if isinstance(most, str):
-        # transformers' sizes: "5GB" is 5 * 10^9.
-        decimal = re.fullmatch(r"(\d+)\s*([KMGT]?)B", most.strip(), re.IGNORECASE)
-        if decimal:
-            most = int(decimal.group(1)) * 1000 ** " KMGT".index(decimal.group(2).upper() or " ")
     size = byte_size(most, "max_shard_size")
     if size < 1:
         raise ValueError(f"max_shard_size is {most}: bytes, or '5GB'; None for one file")

@@ -33,6 +33,7 @@
 #include "ranks.h"
 #include "run_watch.h"
 #include "swap/inspect.h"
+#include "tiering/plan/byte_size.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
@@ -513,6 +514,16 @@ void BindEngine(nb::module_& module) {
       },
       nb::arg("text"), nb::arg("total_steps") = 0, nb::arg("world") = 1,
       "What a DeepSpeed configuration asks for, with DeepSpeed's values in open places, as JSON.");
+  module.def(
+      "read_config", [](const std::string& path) { return ValueOrRaise(ReadConfigFile(path)); },
+      nb::arg("path"),
+      "A configuration file, with comments and all else that DeepSpeed reads, as plain JSON.");
+  module.def(
+      "plain_config", [](const std::string& text) { return ValueOrRaise(PlainConfig(text)); },
+      nb::arg("text"), "The same of its text.");
+  module.def(
+      "parse_size", [](const std::string& text) { return ValueOrRaise(tiering::ParseSize(text)); },
+      nb::arg("text"), "Bytes: \"512MiB\", \"4GB\", \"1e9\".");
   module.def(
       "elastic_batch",
       [](const std::string& text, int world) { return ValueOrRaise(ElasticBatchAsJson(text, world)).dump(); },

@@ -10,12 +10,15 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
 #include "zero/compute/tile_format.h"
 #include "zero/config/config.h"
+#include "zero/config/config_json.h"
 #include "zero/config/elasticity.h"
+#include "zero/config/unused_keys.h"
 #include "zero/engine/config_options.h"
 #include "zero/memory/host_memory.h"
 #include "zero/memory/thread_times.h"
@@ -206,6 +209,21 @@ zero::WatchOptions WatchOf(const zero::PenstockConfig& config) {
   return watch;
 }
 
+// What changes nothing here, in words.
+void AddUnusedKeys(const zero::Config& config, std::vector<std::string>* notes) {
+  for (std::string& note : zero::UnusedKeys(config)) notes->push_back(std::move(note));
+  for (std::string& note : zero::UnusedDeviceKeys(config, "from Python")) notes->push_back(std::move(note));
+  const zero::FlopsProfilerConfig& profiler = config.flops_profiler;
+  for (const auto& [given, key] : {std::pair{profiler.module_depth.has_value(), "module_depth"},
+                                   {profiler.top_modules.has_value(), "top_modules"},
+                                   {profiler.detailed.has_value(), "detailed"}}) {
+    if (given && profiler.on()) {
+      notes->push_back(absl::StrCat(
+          "flops_profiler.", key, ": accepted and ignored: from Python the profile is of the model as one"));
+    }
+  }
+}
+
 // The batch sizes that elasticity chooses, in the place of the configuration's.
 absl::Status ChooseElasticBatch(int world, zero::ParsedConfig* parsed) {
   zero::Config& config = parsed->config;
@@ -351,6 +369,7 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
   if (config.elasticity.on()) {
     RETURN_IF_ERROR(ChooseElasticBatch(world, &parsed));
   }
+  AddUnusedKeys(config, &parsed.notes);
   Json json = {{"notes", parsed.notes}, {"filled", filled}, {"optimizer", OptimizerJson(config.optimizer)}};
   json["monitors"] = config.csv_monitor.on() || config.tensorboard.on();
   json["flops_profiler"] = {{"enabled", config.flops_profiler.on()},
@@ -387,6 +406,24 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
     json["schedule"] = schedule.ToJson();
   }
   return json;
+}
+
+absl::StatusOr<std::string> PlainConfig(const std::string& text) {
+  ASSIGN_OR_RETURN(const nlohmann::ordered_json config, zero::ParseHjson(text));
+  if (!config.is_object()) return absl::InvalidArgumentError("not a configuration: it is no JSON object");
+  return config.dump();
+}
+
+absl::StatusOr<std::string> ReadConfigFile(const std::string& path) {
+  const auto named = [&path](const absl::Status& status) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("config file ", zero::Printable(path, 4096), ": ", std::string(status.message())));
+  };
+  const absl::StatusOr<std::string> text = ReadSmallFile(path);
+  if (!text.ok()) return named(text.status());
+  absl::StatusOr<std::string> config = PlainConfig(*text);
+  if (!config.ok()) return named(config.status());
+  return config;
 }
 
 absl::StatusOr<Json> ElasticBatchAsJson(const std::string& text, int world) {

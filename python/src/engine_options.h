@@ -57,6 +57,11 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& options, std::shared
 // for people.
 absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps, int world);
 
+// A configuration file, as plain JSON: DeepSpeed's are HJSON (zero/config/config_json.h). kInvalidArgument
+// also where it cannot be read.
+absl::StatusOr<std::string> ReadConfigFile(const std::string& path);
+absl::StatusOr<std::string> PlainConfig(const std::string& text);
+
 // What an `elasticity` section chooses, as JSON: train_batch, the numbers of `ranks`, and for `world` of them
 // (0: nobody asks) the micro_batch of each. kInvalidArgument: they cannot share it.
 absl::StatusOr<nlohmann::json> ElasticBatchAsJson(const std::string& text, int world);

@@ -137,7 +137,7 @@ def test_weights_whose_writer_was_killed_are_there_for_any_reader(tmp_path):
 import os, sys, torch, penstock
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from test_evaluates_only import small_model
-engine, *_ = penstock.initialize(model=small_model().requires_grad_(False), state_dir={str(tmp_path / 'state')!r}, host_memory="32M")
+engine, *_ = penstock.initialize(model=small_model().requires_grad_(False), state_dir={str(tmp_path / 'state')!r}, host_memory="32MiB")
 engine(torch.arange(8).reshape(1, 8))
 os.kill(os.getpid(), 9)
 """
@@ -147,7 +147,7 @@ os.kill(os.getpid(), 9)
         expected = small_model()(ids).logits
     for seed in (1, 2):  # one after the other, and neither has anything to commit
         model = small_model(seed=seed).requires_grad_(False)
-        engine, *_ = penstock.initialize(model=model, state_dir=tmp_path / "state", host_memory="32M", resume=True)
+        engine, *_ = penstock.initialize(model=model, state_dir=tmp_path / "state", host_memory="32MiB", resume=True)
         assert torch.equal(engine(ids).logits, expected)
         engine.close()
 
@@ -161,7 +161,7 @@ def test_a_block_that_is_frozen_whole_has_no_state(tmp_path):
             for block in model.transformer.h[:14]:
                 block.requires_grad_(False)
         directory = tmp_path / str(frozen)
-        engine, *_ = penstock.initialize(model=model, state_dir=directory, host_memory="64M")
+        engine, *_ = penstock.initialize(model=model, state_dir=directory, host_memory="64MiB")
         ids = torch.arange(32).reshape(2, 16)
         engine.backward(engine(ids, labels=ids).loss)
         engine.step()
@@ -173,7 +173,7 @@ def test_a_block_that_is_frozen_whole_has_no_state(tmp_path):
 
 def test_a_resumed_engine_may_begin_with_generate(tmp_path):
     def opened(seed, **more):
-        engine, *_ = penstock.initialize(model=small_model(seed=seed), state_dir=tmp_path / "state", host_memory="64M", **more)
+        engine, *_ = penstock.initialize(model=small_model(seed=seed), state_dir=tmp_path / "state", host_memory="64MiB", **more)
         return engine
 
     engine = opened(0)

@@ -125,7 +125,7 @@ def test_the_bits_depend_on_no_memory_and_no_place(kind, dtype, directory):
     arguments = dict(momentum=0.9) if kind is SGD else {}
     found = []
     for places in (dict(host_memory=LEAST), dict(host_memory="64MiB"), dict(nvme_offload_fraction=0.0),
-                   dict(nvme_offload_fraction=0.4, host_memory=LEAST), dict(nvme_offload_fraction=1.0, host_memory="16M")):
+                   dict(nvme_offload_fraction=0.4, host_memory=LEAST), dict(nvme_offload_fraction=1.0, host_memory="16MiB")):
         params = parameters(MEDIUM, dtype)
         optimizer = kind(params, lr=1e-3, **arguments, state_dir=directory, **places)
         train(optimizer, params, 2)
@@ -498,6 +498,11 @@ def test_memory_stays_within_the_budget(in_child, directory):
     assert int(out) <= 8 + 16, out  # of states of 128 MiB
 
 
+def test_a_directory_for_the_states_is_made(directory):
+    AdamW(parameters(SMALL), state_dir=directory / "new" / "dir")
+    assert (directory / "new" / "dir").is_dir()
+
+
 # What goes wrong.
 
 
@@ -505,8 +510,9 @@ def test_wrong_arguments_are_refused_by_name(directory):
     p = parameters(SMALL)
     with pytest.raises(ValueError, match="state_dir is missing"):
         AdamW(p)
-    with pytest.raises(OSError, match="no existing directory"):
-        AdamW(p, state_dir=directory / "none")
+    (directory / "file").touch()
+    with pytest.raises(NotADirectoryError, match="state_dir is no directory"):
+        AdamW(p, state_dir=directory / "file")
     with pytest.raises(ValueError, match="two names"):
         AdamW(p, state_dir=directory, nvme_offload_dir=directory)
     for wrong in (dict(host_memory=1 << 20), dict(host_memory="much"), dict(nvme_offload_fraction=1.5), dict(lr=-1.0),
@@ -606,7 +612,7 @@ def test_a_killed_process_leaves_nothing(directory):
         [sys.executable, "-c", f"""
 import os, signal, torch, penstock.optim
 p = [torch.nn.Parameter(torch.zeros(3_000_000))]
-optimizer = penstock.optim.AdamW(p, state_dir={str(directory)!r}, host_memory="2M")
+optimizer = penstock.optim.AdamW(p, state_dir={str(directory)!r}, host_memory="2MiB")
 p[0].grad = torch.ones(3_000_000)
 optimizer.step()
 print("stepped", flush=True)
@@ -628,7 +634,7 @@ def test_a_full_drive_is_found_at_construction(in_child, directory):
         import errno, resource, sys, torch, penstock.optim
         resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, 20 << 20))
         p = [torch.nn.Parameter(torch.zeros(1_000_000))]
-        optimizer = penstock.optim.AdamW(p, state_dir=sys.argv[1], host_memory="2M")   # 8 MB
+        optimizer = penstock.optim.AdamW(p, state_dir=sys.argv[1], host_memory="2MiB")   # 8 MB
         try:
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(4_000_000))]})
         except OSError as failure:
@@ -638,7 +644,7 @@ def test_a_full_drive_is_found_at_construction(in_child, directory):
         p[0].grad = torch.ones(1_000_000)
         optimizer.step()
         try:
-            penstock.optim.AdamW([torch.nn.Parameter(torch.zeros(4_000_000))], state_dir=sys.argv[1], host_memory="2M")
+            penstock.optim.AdamW([torch.nn.Parameter(torch.zeros(4_000_000))], state_dir=sys.argv[1], host_memory="2MiB")
         except OSError as failure:
             assert failure.errno == errno.EFBIG, failure
             print("told")
@@ -662,7 +668,7 @@ def shorten(optimizer, nbytes):
 def test_a_failure_before_anything_was_changed_leaves_the_step_to_be_made_again(directory):
     ours, plain = parameters(MEDIUM), parameters(MEDIUM)
     optimizer = AdamW(ours, state_dir=directory, host_memory=LEAST)
-    oracle = AdamW(plain, state_dir=directory, host_memory="64M")
+    oracle = AdamW(plain, state_dir=directory, host_memory="64MiB")
     train(optimizer, ours, 1)
     train(oracle, plain, 1)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -684,7 +690,7 @@ def test_a_failure_before_anything_was_changed_leaves_the_step_to_be_made_again(
 def test_a_failure_in_the_middle_breaks_the_optimizer_until_a_checkpoint_is_loaded(directory):
     ours, plain = parameters(MEDIUM), parameters(MEDIUM)
     optimizer = AdamW(ours, state_dir=directory, host_memory=LEAST)
-    oracle = AdamW(plain, state_dir=directory, host_memory="64M")
+    oracle = AdamW(plain, state_dir=directory, host_memory="64MiB")
     train(optimizer, ours, 2)
     train(oracle, plain, 2)
     saved = copy.deepcopy({"model": [p.detach() for p in ours], "optimizer": optimizer.state_dict()})
@@ -713,7 +719,7 @@ def test_an_interrupt_does_not_part_a_step_from_its_count(in_child, directory):
         import os, signal, sys, torch, penstock.optim
         p = [torch.nn.Parameter(torch.ones(3_000_000))]
         q = [torch.nn.Parameter(torch.ones(3_000_000))]
-        optimizer = penstock.optim.AdamW(p, state_dir=sys.argv[1], host_memory="2M")
+        optimizer = penstock.optim.AdamW(p, state_dir=sys.argv[1], host_memory="2MiB")
         other = penstock.optim.AdamW(q, state_dir=sys.argv[1], nvme_offload_fraction=0.0)
         p[0].grad = q[0].grad = torch.ones(3_000_000)
         core = optimizer._core
@@ -768,7 +774,7 @@ def test_a_failing_write_breaks_the_optimizer(in_child, directory):
         """
         import errno, os, resource, sys, torch, penstock.optim
         p = [torch.nn.Parameter(torch.zeros(3_000_000))]
-        optimizer = penstock.optim.AdamW(p, state_dir=sys.argv[1], host_memory="2M")
+        optimizer = penstock.optim.AdamW(p, state_dir=sys.argv[1], host_memory="2MiB")
         p[0].grad = torch.ones(3_000_000)
         optimizer.step()
         resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 64 << 20))

@@ -33,11 +33,11 @@ class DeviceFlags : public ProgramTest {
 };
 
 TEST_F(DeviceFlags, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied) {
-  const Arguments steps = {"--steps", "4", "--host-memory", "32M"};
+  const Arguments steps = {"--steps", "4", "--host-memory", "32MiB"};
   const Ran cpu = Run(Train(dir_ + "/cpu") + steps + Arguments{"--report", dir_ + "/cpu.json"});
   ASSERT_EQ(cpu.code, 0) << cpu.err;
-  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
-  const Arguments device = {"--device", "cuda", "--device-memory", "24M"};
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256MiB", 1);
+  const Arguments device = {"--device", "cuda", "--device-memory", "24MiB"};
   const Ran cuda = Run(Train(dir_ + "/cuda") + steps + device + ProcessorUpdates() +
                        Arguments{"--report", dir_ + "/cuda.json"});
   ASSERT_EQ(cuda.code, 0) << cuda.err;
@@ -78,7 +78,7 @@ TEST_F(DeviceFlags, WeightsPastHostMemoryWhereTheConfigurationAsks) {
       {"offload_optimizer": {"device": "nvme", "nvme_path": "/unused", "ratio": 1}}})");
   const auto train = [&](const std::string& name, const Arguments& more) {
     Arguments arguments = Train(dir_ + "/" + name) + Arguments{"--steps",       "3",
-                                                               "--host-memory", "32M",
+                                                               "--host-memory", "32MiB",
                                                                "--eval-data",   text_,
                                                                "--eval-every",  "2",
                                                                "--config",      dir_ + "/gds.json",
@@ -94,9 +94,9 @@ TEST_F(DeviceFlags, WeightsPastHostMemoryWhereTheConfigurationAsks) {
   EXPECT_THAT(cpu["text"].get<std::string>(), HasSubstr("aio.use_gds: accepted and ignored"));
   EXPECT_EQ(cpu["gds"], false);
   for (const bool has : {false, true}) {
-    setenv("PENSTOCK_TEST_DEVICE", has ? "capacity=256M,gds=1" : "capacity=256M", 1);
+    setenv("PENSTOCK_TEST_DEVICE", has ? "capacity=256MiB,gds=1" : "capacity=256MiB", 1);
     const std::string name = has ? "straight" : "around";
-    const json report = train(name, {"--device", "cuda", "--device-memory", "24M"});
+    const json report = train(name, {"--device", "cuda", "--device-memory", "24MiB"});
     EXPECT_EQ(report["gds"], has);
     EXPECT_EQ(report["totals"]["gds_read_bytes"].get<int64_t>() > 0, has);
     EXPECT_LE(report["totals"]["gds_read_bytes"], report["totals"]["nvme_read_bytes"]);
@@ -106,7 +106,7 @@ TEST_F(DeviceFlags, WeightsPastHostMemoryWhereTheConfigurationAsks) {
     for (size_t i = 0; i < 3; ++i) EXPECT_EQ(report["steps"][i]["loss"], cpu["steps"][i]["loss"]) << i;
   }
   const Ran plan =
-      Run(Arguments{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device", "cuda", "--seq", "32",
+      Run(Arguments{"plan", "--model", "gpt-tiny", "--host-memory", "32MiB", "--device", "cuda", "--seq", "32",
                     "--no-probe", "--config", dir_ + "/gds.json", "--state-dir", dir_ + "/planned"});
   EXPECT_THAT(plan.out, HasSubstr("weights that only it needs come straight from the drive"));
 }
@@ -114,7 +114,7 @@ TEST_F(DeviceFlags, WeightsPastHostMemoryWhereTheConfigurationAsks) {
 // Two ranks, a device each: the losses of two ranks on processors.
 TEST_F(DeviceFlags, RanksTrainOnADeviceEach) {
   const auto losses = [&](const std::string& name, const Arguments& device) {
-    const Arguments arguments = Train(dir_ + "/" + name) + Arguments{"--steps", "3", "--host-memory", "48M"} +
+    const Arguments arguments = Train(dir_ + "/" + name) + Arguments{"--steps", "3", "--host-memory", "48MiB"} +
                                 device + Arguments{"--report", dir_ + "/" + name + ".json"};
     for (const Ran& ran : WaitForAll(testing_support::StartRanks(dir_, {arguments, arguments}))) {
       EXPECT_EQ(ran.code, 0) << ran.err;
@@ -130,11 +130,11 @@ TEST_F(DeviceFlags, RanksTrainOnADeviceEach) {
     return of_steps;
   };
   const std::vector<double> processors = losses("processors", {});
-  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256MiB", 1);
   EXPECT_EQ(processors.size(), 3u);
-  EXPECT_EQ(losses("devices", {"--device", "cuda", "--device-memory", "24M"}), processors);
-  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M,linked=1", 1);
-  EXPECT_EQ(losses("linked", {"--device", "cuda", "--device-memory", "24M"}), processors);
+  EXPECT_EQ(losses("devices", {"--device", "cuda", "--device-memory", "24MiB"}), processors);
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256MiB,linked=1", 1);
+  EXPECT_EQ(losses("linked", {"--device", "cuda", "--device-memory", "24MiB"}), processors);
 }
 
 // Without a drive state lives on the device; the configuration's ratio leaves the processor its share.
@@ -158,7 +158,7 @@ TEST_F(DeviceFlags, TheRatioDividesTheStateBetweenProcessorAndDevice) {
   };
   const json of_cpu = trained("cpu.json", {});
   EXPECT_EQ(of_cpu["updated_on_device_share"], 0);
-  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256MiB", 1);
   for (const char* ratio : {"0", "0.5", "1"}) {
     testing_support::WriteFile(
         dir_ + "/config.json",
@@ -182,8 +182,8 @@ TEST_F(DeviceFlags, TheRatioDividesTheStateBetweenProcessorAndDevice) {
 }
 
 TEST_F(DeviceFlags, PlanShowsTheTier) {
-  setenv("PENSTOCK_TEST_DEVICE", "capacity=64M", 1);
-  const Arguments arguments = Arguments{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device",
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=64MiB", 1);
+  const Arguments arguments = Arguments{"plan", "--model", "gpt-tiny", "--host-memory", "32MiB", "--device",
                                         "cuda", "--seq",   "32",       "--no-probe"} +
                               ProcessorUpdates();
   const Ran text = Run(arguments);
@@ -208,12 +208,12 @@ TEST_F(DeviceFlags, PlanShowsTheTier) {
 }
 
 TEST_F(DeviceFlags, WrongOnesAreOneLineAndExitTwo) {
-  setenv("PENSTOCK_TEST_DEVICE", "capacity=64M", 1);
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=64MiB", 1);
   const std::vector<std::pair<Arguments, std::string>> wrong = {
       {{"--device", "tpu"}, "must be cpu or cuda"},
       {{"--device", "cuda", "--device-memory", "0"}, "must be above 0"},
       {{"--device", "cuda", "--device-memory", "lots"}, "--device-memory lots"},
-      {{"--device", "cuda", "--device-memory", "65M"}, "the device has 67108864"},
+      {{"--device", "cuda", "--device-memory", "65MiB"}, "the device has 67108864"},
   };
   for (const auto& [arguments, text] : wrong) {
     const Ran ran = Run(Train(dir_ + "/state") + arguments);

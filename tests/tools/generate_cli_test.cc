@@ -73,7 +73,7 @@ class GenerateCliTest : public testing_support::ProgramTest {
 TEST_F(GenerateCliTest, AListThatIsKilledIsGoneOnWithAndNothingIsLostOrMadeTwice) {
   const std::string prompts = Prompts(60);
   const Arguments list = Generate({"--prompts", prompts, "--tokens", "40", "--batch", "8", "--temperature",
-                                   "0.8", "--kv", "nvme", "--host-memory", "48M"});
+                                   "0.8", "--kv", "nvme", "--host-memory", "48MiB"});
   const Ran whole = Run(list + Arguments{"--out", dir_ + "/whole.jsonl"});
   ASSERT_EQ(whole.code, 0) << whole.err;
   const auto expected = Made(dir_ + "/whole.jsonl");
@@ -152,8 +152,8 @@ TEST_F(GenerateCliTest, ADeviceMakesTheSameTextAndTheReportSaysWhatItHad) {
   const Arguments words = {"--prompt", "hello", "--tokens", "60"};
   const Ran plain = Run(Generate(words));
   ASSERT_EQ(plain.code, 0) << plain.err;
-  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
-  const Arguments device = {"--device", "cuda", "--device-memory", "64M"};
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256MiB", 1);
+  const Arguments device = {"--device", "cuda", "--device-memory", "64MiB"};
   for (const std::string kv : {"device", "host", "nvme"}) {
     const std::string report = dir_ + "/" + kv + ".json";
     const Ran ran = Run(Generate(words + device + Arguments{"--kv", kv, "--report", report}));
@@ -166,8 +166,8 @@ TEST_F(GenerateCliTest, ADeviceMakesTheSameTextAndTheReportSaysWhatItHad) {
     EXPECT_GT(said["h2d_bytes"], 0);
     EXPECT_LE(said["device_planned_bytes"], said["device_memory_budget_bytes"]);
   }
-  const Ran small = Run(Generate(words + Arguments{"--device", "cuda", "--device-memory", "1M"}));
-  const Ran large = Run(Generate(words + Arguments{"--device", "cuda", "--device-memory", "1G"}));
+  const Ran small = Run(Generate(words + Arguments{"--device", "cuda", "--device-memory", "1MiB"}));
+  const Ran large = Run(Generate(words + Arguments{"--device", "cuda", "--device-memory", "1GiB"}));
   const Ran plan = Run(
       Arguments{"plan", "--generate", Model(), "--json", "--prompt-tokens", "8", "--tokens", "8"} + device);
   unsetenv("PENSTOCK_TEST_DEVICE");
@@ -222,7 +222,7 @@ TEST_F(GenerateCliTest, DamageOfAStateIsFound) {
 TEST_F(GenerateCliTest, APlanSaysWhatGeneratingWouldTakeAndWhatWouldChangeIt) {
   const Arguments plan = {"plan", "--generate", Model(), "--threads", "1", "--prompt-tokens",
                           "20",   "--tokens",   "8"};
-  const Ran ran = Run(plan + Arguments{"--json", "--batch", "1", "--host-memory", "64M"});
+  const Ran ran = Run(plan + Arguments{"--json", "--batch", "1", "--host-memory", "64MiB"});
   ASSERT_EQ(ran.code, 0) << ran.err;
   const json told = json::parse(ran.out);
   EXPECT_EQ(told["weights"], 16);
@@ -247,7 +247,7 @@ TEST_F(GenerateCliTest, APlanSaysWhatGeneratingWouldTakeAndWhatWouldChangeIt) {
             0);
   for (const auto& [flags, line] : std::vector<std::pair<Arguments, std::string>>{
            {{"--tokens", "4000"}, "the model takes 256"},
-           {{"--host-memory", "1K"}, "is too small"},
+           {{"--host-memory", "1KiB"}, "is too small"},
            {{"--kv", "floppy"}, "must be auto, device, host or nvme"},
            {{"--sequences", "0"}, "must be 1 or more"}}) {
     const Ran refused = Run(Arguments{"plan", "--generate", Model(), "--threads", "1"} + flags);
@@ -267,12 +267,12 @@ TEST_F(GenerateCliTest, WrongWordsAreNamedAndWhatWouldDoIsSaid) {
       {Generate({"--prompt", "a", "--prompt-lookup", "4", "--kv", "nvme"}), "keys and values in memory"},
       {Generate({"--prompt", "a", "--kv", "device"}), "--device cuda"},
       {Generate({"--prompt", "a", "--device", "tpu"}), "--device tpu"},
-      {Generate({"--prompt", "a", "--device-memory", "1G"}), "--device-memory"},
+      {Generate({"--prompt", "a", "--device-memory", "1GiB"}), "--device-memory"},
       {Generate({"--prompt", "a", "--device-memory", "much"}), "--device-memory much"},
       {Generate({"--prompt", "a", "--top-p", "0"}), "--top-p 0"},
       {Generate({"--prompt", "a", "--tokens", "0"}), "--tokens 0"},
       {Generate({"--prompt", std::string(300, 'a')}), "300 tokens"},
-      {Generate({"--prompt", "a", "--host-memory", "1M"}), "the least that works here is"},
+      {Generate({"--prompt", "a", "--host-memory", "1MiB"}), "the least that works here is"},
       {Generate({"--prompts", dir_ + "/none.jsonl"}), "none.jsonl"},
       {Generate({"--prompt", "a", "--stream", "--out", dir_ + "/x"}), "--stream"},
   };

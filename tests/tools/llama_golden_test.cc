@@ -286,7 +286,7 @@ TEST_F(LlamaGoldenTest, WeightsComeBackToTheBitThroughTheProgram) {
                               "--dtype",
                               number % 2 == 0 ? "fp32" : "bf16",
                               "--host-memory",
-                              "200M",
+                              "200MiB",
                               "--quiet"});
     ASSERT_EQ(trained.code, 0) << trained.err;
     const std::string out = dir_ + "/out" + name;

@@ -295,7 +295,7 @@ TEST_F(LoraCliTest, WhatIsFrozenIsNotWrittenAndStaysAsItIs) {
   EXPECT_EQ(report["evaluations"].size(), 1U);
   ASSERT_EQ(Run({"export", dir_ + "/state", dir_ + "/out"}).code, 0);
   ASSERT_EQ(
-      Run({"export", dir_ + "/state", dir_ + "/merged.safetensors", "--merge", "--host-memory", "8M"}).code,
+      Run({"export", dir_ + "/state", dir_ + "/merged.safetensors", "--merge", "--host-memory", "8MiB"}).code,
       0);
   // The matrices that no adapter goes to are the published ones, to the bit.
   const auto model = *models::ModelFromJson(kSmall);

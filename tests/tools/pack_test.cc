@@ -159,7 +159,7 @@ TEST_F(PackTest, EveryWeightComesBackWithinHalfAStepAndVectorsExactly) {
             dir_ + "/to" + std::to_string(number) + "." + std::to_string(bits * 1000 + group);
         const Ran ran = Pack(from, to,
                              {"--weights", std::to_string(bits), "--group", std::to_string(group),
-                              "--max-shard", group == 64 ? "64K" : "4GiB"});
+                              "--max-shard", group == 64 ? "64KiB" : "4GiB"});
         ASSERT_EQ(ran.code, 0) << ran.err;
         EXPECT_EQ(std::filesystem::exists(to + "/model.safetensors.index.json"), group == 64);
         EXPECT_EQ(ReadFile(to + "/config.json"), ReadFile(from + "/config.json"));
@@ -353,10 +353,10 @@ TEST_F(PackTest, AKillLeavesNothingUnderTheNameAndTheNextPackGoesThrough) {
   config["intermediate_size"] = 4'000;
   const std::string from = Model("from", config), to = dir_ + "/to";
   const std::string whole = dir_ + "/whole";
-  ASSERT_EQ(Pack(from, whole, {"--max-shard", "200K"}).code, 0);
+  ASSERT_EQ(Pack(from, whole, {"--max-shard", "200KiB"}).code, 0);
   int killed = 0;
   for (int round = 0; round < 12; ++round) {
-    testing_support::Program program(dir_, {"pack", from, to, "--max-shard", "200K", "--quiet"});
+    testing_support::Program program(dir_, {"pack", from, to, "--max-shard", "200KiB", "--quiet"});
     for (int i = 0; i < 2000 && !std::filesystem::exists(to + ".partial") && !std::filesystem::exists(to);
          ++i)
       std::this_thread::sleep_for(std::chrono::microseconds(500));
@@ -371,7 +371,7 @@ TEST_F(PackTest, AKillLeavesNothingUnderTheNameAndTheNextPackGoesThrough) {
   if (std::filesystem::exists(to)) {
     EXPECT_TRUE(models::PackingOf(to).has_value());
   } else {
-    ASSERT_EQ(Pack(from, to, {"--max-shard", "200K"}).code, 0);
+    ASSERT_EQ(Pack(from, to, {"--max-shard", "200KiB"}).code, 0);
   }
   for (const auto& entry : std::filesystem::directory_iterator(whole)) {
     const std::string name = entry.path().filename();

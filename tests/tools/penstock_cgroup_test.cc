@@ -76,12 +76,12 @@ TEST_F(CgroupTest, TheDefaultBudgetIsThatOfTheGroup) {
 
 TEST_F(CgroupTest, WhatDoesNotFitIsRefusedWithTheWayOut) {
   const Ran large = RunInGroup({"plan", "--model", "gpt-7b", "--seq", "16", "--batch", "1", "--threads", "1",
-                                "--state-dir", dir_ + "/state", "--host-memory", "1G", "--no-probe"});
+                                "--state-dir", dir_ + "/state", "--host-memory", "1GiB", "--no-probe"});
   EXPECT_EQ(large.code, 2) << large.err;
   EXPECT_THAT(large.err, HasSubstr("bytes are free here"));
   // A budget that the plan fits in, and the group does not hold.
   const Ran train = RunInGroup({"train", "--model", "gpt-125m", "--data", text_, "--steps", "1", "--threads",
-                                "1", "--seq", "32", "--state-dir", dir_ + "/state", "--host-memory", "310M"});
+                                "1", "--seq", "32", "--state-dir", dir_ + "/state", "--host-memory", "310MiB"});
   EXPECT_EQ(train.code, 2) << train.err << train.out;
   EXPECT_THAT(train.err, testing::AllOf(HasSubstr("memory in all"), HasSubstr("--host-memory ")));
 }

@@ -72,7 +72,7 @@ TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
   for (const auto& [states, clip, most] : {Case{"fp32", "0", 26}, {"8bit", "0", 14.1}, {"fp32", "1", 30}}) {
     const Arguments model = {"train", "--model", "gpt-small", "--data", text_, "--batch", "1", "--seq", "64"};
     const Arguments places = {"--state-dir", dir_ + "/state", "--report", dir_ + "/report"};
-    const Arguments rest = {"--host-memory", "96M", "--overwrite", "--quiet", "--steps", "8"};
+    const Arguments rest = {"--host-memory", "96MiB", "--overwrite", "--quiet", "--steps", "8"};
     Ran ran;
     json report;
     double read = 0, written = 0;
@@ -272,7 +272,7 @@ TEST_F(CliTest, ATraceHasNoGapThatTheReportDoesNotExplain) {
 
 TEST_F(CliTest, NorHasAPredictedOne) {
   const std::string trace_file = dir_ + "/plan.json";
-  const Ran ran = Run({"plan", "--model", "gpt-tiny", "--state-dir", dir_ + "/state", "--host-memory", "24M",
+  const Ran ran = Run({"plan", "--model", "gpt-tiny", "--state-dir", dir_ + "/state", "--host-memory", "24MiB",
                        "--no-probe", "--trace", trace_file});
   ASSERT_EQ(ran.code, 0) << ran.err;
   ExpectEveryGapNamed(trace_file);
@@ -447,9 +447,9 @@ TEST_F(CliTest, ExportsWhatTheStateHolds) {
   std::filesystem::create_directory(dir_ + "/published");
   const std::vector<Ran> ran =
       RunAll({to + Arguments{dir_ + "/fp32"}, to + Arguments{dir_ + "/bf16", "--dtype", "bf16"},
-              to + Arguments{dir_ + "/strips", "--host-memory", "2M"},
+              to + Arguments{dir_ + "/strips", "--host-memory", "2MiB"},
               to + Arguments{dir_ + "/published", "--quiet"},
-              to + Arguments{dir_ + "/none", "--host-memory", "64K"}});
+              to + Arguments{dir_ + "/none", "--host-memory", "64KiB"}});
   for (size_t i = 0; i < 4; ++i) ASSERT_EQ(ran[i].code, 0) << ran[i].err;
   EXPECT_EQ(ran[4].code, 2);
   EXPECT_THAT(ran[4].err, HasSubstr("at least"));
@@ -534,7 +534,7 @@ TEST_F(CliTest, WeightsThatWereExportedAreWhereARunStartsFrom) {
     const std::vector<Ran> ran =
         RunAll({arguments + Arguments{"--state-dir", dir_ + "/a-" + dtype, "--dtype", "fp32"},
                 arguments + Arguments{"--state-dir", dir_ + "/b-" + dtype, "--dtype", "bf16", "--host-memory",
-                                      "24M"}});
+                                      "24MiB"}});
     ASSERT_EQ(ran[0].code, 0) << ran[0].err;
     ASSERT_EQ(ran[1].code, 0) << ran[1].err;
     for (const std::string again : {"/a-", "/b-"}) {
@@ -656,7 +656,7 @@ TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
   const std::string state = dir_ + "/state";
   ASSERT_EQ(Run(Train(state, {"--steps", "12", "--seq", "64", "--lr", "3e-3"})).code, 0);
   const Arguments arguments = {"sample", state, "--prompt", "water ", "--tokens", "24", "--threads", "1"};
-  const Ran refused = Run(arguments + Arguments{"--host-memory", "1K"});
+  const Ran refused = Run(arguments + Arguments{"--host-memory", "1KiB"});
   EXPECT_EQ(refused.code, 2);
   std::smatch found;
   ASSERT_TRUE(
@@ -693,7 +693,7 @@ TEST_F(CliTest, SamplesAtEveryLengthInTheLeastMemoryOfTheLongest) {
                      "--tokens", tokens, "--threads", "1"};
   };
   const auto least = [&](const std::string& tokens) {
-    const std::string err = Run(arguments(tokens) + Arguments{"--host-memory", "1K"}).err;
+    const std::string err = Run(arguments(tokens) + Arguments{"--host-memory", "1KiB"}).err;
     std::smatch found;
     EXPECT_TRUE(std::regex_search(err, found, std::regex("least that works( here)? is .*?([0-9]+) bytes")))
         << err;

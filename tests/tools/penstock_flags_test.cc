@@ -163,7 +163,7 @@ TEST_F(FlagsTest, DirectoriesOfAnotherRun) {
 }
 
 TEST_F(FlagsTest, BudgetTooSmallNamesTheLeastAndTheLeastWorks) {
-  const Ran refused = Run(Train(dir_ + "/small", {"--host-memory", "1M"}));
+  const Ran refused = Run(Train(dir_ + "/small", {"--host-memory", "1MiB"}));
   EXPECT_EQ(refused.code, 2);
   ASSERT_EQ(Lines(refused.err).size(), 1u) << refused.err;
   std::smatch found;

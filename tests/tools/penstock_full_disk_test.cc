@@ -173,7 +173,7 @@ TEST_F(FullDiskTest, WhereStateIsSparseAStepFindsNoRoomAndNothingIsLost) {
 TEST_F(FullDiskTest, RoomForSpilledInputsIsCountedAndTakenAtTheStart) {
   const Arguments shape = {"--steps", "5", "--seq", "128", "--batch", "32", "--accumulate", "2"};
   // The least memory, in which inputs do not stay.
-  const Ran refused = Run(Train(dir_ + "/state", shape + Arguments{"--host-memory", "1M"}));
+  const Ran refused = Run(Train(dir_ + "/state", shape + Arguments{"--host-memory", "1MiB"}));
   std::smatch found;
   ASSERT_TRUE(std::regex_search(refused.err, found, std::regex("least that works is ([0-9]+) bytes")))
       << refused.err;

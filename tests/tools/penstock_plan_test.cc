@@ -16,7 +16,7 @@ class PlanTest : public ProgramTest {};
 TEST_F(PlanTest, CheckTellsABudgetThatIsTooSmall) {
   const Arguments arguments = {"train", "--check", "--model",     "gpt-small",
                                "--seq", "16",      "--state-dir", dir_ + "/state"};
-  const Ran small = Run(arguments + Arguments{"--host-memory", "5M"});
+  const Ran small = Run(arguments + Arguments{"--host-memory", "5MiB"});
   EXPECT_EQ(small.code, 2) << small.out;
   EXPECT_THAT(small.err, HasSubstr("5242880 bytes is too small: the least that works is "));
   const size_t at = small.err.find("least that works is ");

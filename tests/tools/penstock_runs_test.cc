@@ -802,7 +802,7 @@ TEST_F(RunsTest, ReplacingARunReplacesItsLog) {
   EXPECT_EQ(Run(Small(state, {"--steps", "3", "--overwrite", "--log", dir_ + "/other.log"})).code, 2);
   EXPECT_EQ(ReadFile(dir_ + "/other.log"), other);
   // A refused one replaces nothing.
-  EXPECT_EQ(Run(arguments + Arguments{"--host-memory", "1M"}).code, 2);
+  EXPECT_EQ(Run(arguments + Arguments{"--host-memory", "1MiB"}).code, 2);
   EXPECT_EQ(Lines(ReadFile(log)), lines);
   for (const std::string text : {"a thesis\n", "a thesis without an end"}) {
     WriteFile(dir_ + "/thesis", text);
@@ -817,7 +817,7 @@ TEST_F(RunsTest, ReplacingARunReplacesItsLog) {
 // What the drive moved while it was saturated is not all that it moved.
 TEST_F(RunsTest, TheRateWhileSaturatedCountsWhatCameWhileSaturated) {
   const std::string report = dir_ + "/report";
-  const Ran ran = Run(Train(dir_ + "/state", {"--host-memory", "24M", "--steps", "8", "--report", report}));
+  const Ran ran = Run(Train(dir_ + "/state", {"--host-memory", "24MiB", "--steps", "8", "--report", report}));
   ASSERT_EQ(ran.code, 0) << ran.err;
   const json told = json::parse(ReadFile(report));
   double bytes = 0;

@@ -19,7 +19,7 @@ class StoreCliTest : public CliTest {
   // A run of 24 steps that some memory is left in, so that part of its state stays there.
   Arguments Partly(const std::string& state, const Arguments& more = {}) const {
     return Train(state,
-                 Arguments{"--host-memory", "16M", "--seq", "32", "--batch", "2", "--steps", "24"} + more);
+                 Arguments{"--host-memory", "16MiB", "--seq", "32", "--batch", "2", "--steps", "24"} + more);
   }
   // The losses of that run, never stopped.
   std::vector<std::string> Whole() {
@@ -58,7 +58,7 @@ TEST_F(StoreCliTest, WithDurabilityCheckpointAKillGoesBackToTheLastOne) {
   EXPECT_GT(saved, told["state_bytes_total"].get<int64_t>() / 8);
   // What `plan` said, and what the steps wrote between checkpoints.
   const Ran plan = Run({"plan", "--model", "gpt-tiny", "--dtype", "fp32", "--threads", "1", "--host-memory",
-                        "16M", "--seq", "32", "--batch", "2", "--config", dir_ + "/config.json",
+                        "16MiB", "--seq", "32", "--batch", "2", "--config", dir_ + "/config.json",
                         "--state-dir", dir_ + "/unused", "--json", "--no-probe"});
   ASSERT_EQ(plan.code, 0) << plan.err;
   EXPECT_EQ(json::parse(plan.out)["durability"], "checkpoint");
@@ -274,7 +274,7 @@ TEST_F(StoreCliTest, ExportedShardsHaveAnIndexAndComeBack) {
   std::filesystem::create_directory(one);
   std::filesystem::create_directory(many);
   ASSERT_EQ(Run({"export", state, one, "--quiet"}).code, 0);
-  const Arguments cut = {"export", state, many, "--quiet", "--max-shard", "100000", "--host-memory", "4M"};
+  const Arguments cut = {"export", state, many, "--quiet", "--max-shard", "100000", "--host-memory", "4MiB"};
   ASSERT_EQ(Run(cut).code, 0);
   const json index = json::parse(ReadFile(many + "/model.safetensors.index.json"));
   auto whole = swap::SafetensorsReader::Open(one + "/model.safetensors");

@@ -29,7 +29,7 @@ class RanksTest : public ProgramTest {
 
   Arguments Small(const std::string& state, Arguments more = {}) const {
     return Train(state,
-                 Arguments{"--seq", "32", "--host-memory", "128M", "--lr", "1e-3", "--warmup", "0"} + more);
+                 Arguments{"--seq", "32", "--host-memory", "128MiB", "--lr", "1e-3", "--warmup", "0"} + more);
   }
 };
 
@@ -212,7 +212,7 @@ TEST_F(RanksTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
   const std::string kept = dir_ + "/kept", log = dir_ + "/log.jsonl", config = dir_ + "/one.json";
   std::ofstream(config) << R"({"penstock": {"versions": 1}})";
   const auto arguments = [&](const std::string& state, const std::string& to, const Arguments& more) {
-    return Train(state, Arguments{"--config", config, "--host-memory", "9M", "--seq", "32", "--batch", "2",
+    return Train(state, Arguments{"--config", config, "--host-memory", "9MiB", "--seq", "32", "--batch", "2",
                                   "--steps", "24", "--log", to} +
                             more);
   };

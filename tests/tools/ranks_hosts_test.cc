@@ -78,7 +78,7 @@ class HostsTest : public ProgramTest {
     return StartRanks(dir_, std::vector<Arguments>(static_cast<size_t>(hosts), arguments), where);
   }
   Arguments Small(const std::string& state, Arguments more) const {
-    return Train(state, Arguments{"--seq", "32", "--host-memory", "128M", "--warmup", "0"} + more);
+    return Train(state, Arguments{"--seq", "32", "--host-memory", "128MiB", "--warmup", "0"} + more);
   }
 
  private:

@@ -138,7 +138,7 @@ TEST_F(TrainSettingsTest, WithoutOffloadThereIsNoneButForAStateDir) {
 
 // Penstock's own keys say nothing of DeepSpeed's: the program's defaults hold, as without a file.
 TEST_F(TrainSettingsTest, AFileOfPenstocksKeysAloneChangesNothingElse) {
-  const TrainSettings settings = Resolve(R"({"penstock": {"host_memory": "64M"}})");
+  const TrainSettings settings = Resolve(R"({"penstock": {"host_memory": "64MiB"}})");
   EXPECT_EQ(settings.engine.storage.offload, zero::OffloadDevice::kNvme);
   EXPECT_EQ(settings.engine.optimizer.schedule->name(), "WarmupThenCosine");
   EXPECT_EQ(AdamOf(settings).weight_decay, 0.01);

@@ -523,7 +523,7 @@ TEST_F(VocabularyTilesTest, ARefusalNamesANumberThatFits) {
   }
   EXPECT_GT(least.front(), 2 * *std::min_element(least.begin(), least.end()));
   // No budget changes what auto takes: it would change the losses.
-  for (const char* budget : {"4GiB", "700M"})
+  for (const char* budget : {"4GiB", "700MiB"})
     EXPECT_EQ(json::parse(plan({"--host-memory", budget}).out)["vocabulary_tiles"], 1) << budget;
 
   std::sort(least.begin(), least.end());
@@ -540,7 +540,7 @@ TEST_F(VocabularyTilesTest, ARefusalNamesANumberThatFits) {
   EXPECT_EQ(Run(check + Arguments{tiles}).code, 0) << refused.err;
   EXPECT_THAT(plan({"--host-memory", tight, "--vocabulary-tiles", "1"}).err, HasSubstr(named));
   // Where no number helps, none is named.
-  EXPECT_THAT(plan({"--host-memory", "2M"}).err,
+  EXPECT_THAT(plan({"--host-memory", "2MiB"}).err,
               testing::AllOf(HasSubstr("too small"), testing::Not(HasSubstr(named))));
 }
 

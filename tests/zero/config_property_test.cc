@@ -235,7 +235,7 @@ const std::vector<std::string>& Corpus() {
           "zero_optimization": {"stage": 2, "cpu_offload": true, "reduce_bucket_size": 5e8}})",
       R"({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 1000, "warmup_num_steps": 10}},
           "activation_checkpointing": {"cpu_checkpointing": true}, "checkpoint": {"tag_validation": "fail"},
-          "penstock": {"host_memory": "512M", "durability": "step", "sync": "process", "order": "next_forward",
+          "penstock": {"host_memory": "512MiB", "durability": "step", "sync": "process", "order": "next_forward",
             "tile_bytes": "4MiB", "io_threads": 2}, "elasticity": {"enabled": false}, "wandb": {"enabled": true}})"};
   return corpus;
 }

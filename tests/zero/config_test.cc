@@ -56,7 +56,7 @@ constexpr std::string_view kInfinity = R"({
   "activation_checkpointing": {"cpu_checkpointing": true, "partition_activations": false},
   "checkpoint": {"tag_validation": "Warn"},
   "penstock": {"host_memory": "4GiB", "device_memory": 2147483648, "durability": "checkpoint", "sync": "power",
-               "versions": 2, "order": "next_forward", "tile_bytes": "16M", "io_threads": 2, "update_threads": 4}
+               "versions": 2, "order": "next_forward", "tile_bytes": "16MiB", "io_threads": 2, "update_threads": 4}
 })";
 
 TEST(ParseConfig, EverythingServedArrives) {
@@ -98,7 +98,8 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_EQ(c.aio.block_size_bytes, 1 << 20);
   EXPECT_EQ(c.aio.queue_depth, 8);
   EXPECT_EQ(c.aio.intra_op_parallelism, 2);
-  EXPECT_EQ(c.activation_checkpointing.cpu_checkpointing, true);
+  EXPECT_THAT(parsed.notes,
+              Contains(StartsWith("activation_checkpointing.cpu_checkpointing: accepted and ignored")));
   EXPECT_EQ(c.penstock.host_memory_budget_bytes, int64_t{4} << 30);
   EXPECT_EQ(c.penstock.device_memory_budget_bytes, int64_t{2} << 30);
   EXPECT_EQ(c.penstock.durability, Durability::kCheckpoint);
@@ -373,7 +374,7 @@ TEST(ParseConfig, RangesAreChecked) {
   EXPECT_THAT(Refusal(R"({"penstock": {"host_memory": "4 parsecs"}})"),
               StartsWith("penstock.host_memory: \"4 parsecs\""));
   EXPECT_THAT(Refusal(R"({"penstock": {"host_memory": 0}})"), StartsWith("penstock.host_memory: must be"));
-  EXPECT_THAT(Refusal(R"({"penstock": {"tile_bytes": "1K"}})"), StartsWith("penstock.tile_bytes: must be"));
+  EXPECT_THAT(Refusal(R"({"penstock": {"tile_bytes": "1KiB"}})"), StartsWith("penstock.tile_bytes: must be"));
 }
 
 TEST(ParseConfig, WordsOfAChoice) {

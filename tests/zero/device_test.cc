@@ -183,7 +183,7 @@ TEST(Device, ABudgetBeyondWhatTheDeviceHasIsRefused) {
 }
 
 TEST(Device, TheTestDeviceIsParsed) {
-  const auto device = TestDevice::Parse("capacity=64M,bandwidth=1e9,latency=1e-5");
+  const auto device = TestDevice::Parse("capacity=64MiB,bandwidth=1e9,latency=1e-5");
   ASSERT_TRUE(device.ok()) << device.status();
   EXPECT_EQ((*device)->capacity_bytes(), 64 * kMiB);
   for (const char* given : {"capacity", "capacity=-1", "speed=1", "bandwidth=fast"}) {

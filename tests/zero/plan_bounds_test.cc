@@ -164,9 +164,9 @@ const std::map<std::string, std::function<void()>>& Obeyed() {
        }},
       {"penstock.placement_const_bytes",
        [] {
-         const Plan plan = PlanOf(Own(R"("placement": "const", "placement_const_bytes": "6M")"));
+         const Plan plan = PlanOf(Own(R"("placement": "const", "placement_const_bytes": "6MiB")"));
          EXPECT_LE(2 * ResidentElements(plan) + ResidentTiles(plan) * plan.tile_state_bytes, 6 * kMiB);
-         EXPECT_EQ(ParseConfig(Own(R"("placement_const_bytes": "6M")"))->notes.size(), 1u)
+         EXPECT_EQ(ParseConfig(Own(R"("placement_const_bytes": "6MiB")"))->notes.size(), 1u)
              << "of const alone";
        }},
       {"penstock.gpu_margin_mem_ratio",

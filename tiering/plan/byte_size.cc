@@ -34,7 +34,7 @@ double SizeFactor(std::string_view unit) {
   const size_t power = kPrefixes.find(unit[0]);
   if (power == std::string_view::npos) return 0;
   const std::string_view rest = unit.substr(1);
-  const double base = rest == "b" ? 1000 : rest.empty() || rest == "ib" ? 1024 : 0;
+  const double base = rest.empty() || rest == "b" ? 1000 : rest == "ib" ? 1024 : 0;
   return base == 0 ? 0 : std::pow(base, static_cast<double>(power + 1));
 }
 
@@ -47,7 +47,7 @@ double CountFactor(std::string_view unit) {
   return 0;
 }
 
-constexpr Syntax kSize = {"size", "512M, 4GiB or 1e9", SizeFactor};
+constexpr Syntax kSize = {"size", "512MiB, 4GB or 1e9", SizeFactor};
 constexpr Syntax kCount = {"count", "350M, 7B or 1e9", CountFactor};
 
 absl::StatusOr<int64_t> Parse(const Syntax& syntax, std::string_view text) {

@@ -1,4 +1,4 @@
-// Byte sizes and counts in words: "512M", "4GiB", "1e9"; "7B" parameters.
+// Byte sizes and counts in words: "512MiB", "4GB", "1e9"; "7B" parameters.
 #ifndef PENSTOCK_TIERING_PLAN_BYTE_SIZE_H_
 #define PENSTOCK_TIERING_PLAN_BYTE_SIZE_H_
 
@@ -12,9 +12,10 @@
 namespace penstock::tiering {
 
 // A decimal number (an exponent is allowed), then a unit in any case, with or without a blank between them:
-//   K M G T P, KiB MiB GiB TiB PiB   powers of 1024 (memory's units, and those of ds_io's flags)
-//   KB MB GB TB PB                   powers of 1000 (disk makers' units)
-//   B or nothing                     bytes
+//   KiB MiB GiB TiB PiB         powers of 1024
+//   K M G T P, KB MB GB TB PB   powers of 1000
+//   B or nothing                bytes
+// ds_io's flags are DeepSpeed's, whose K, M and G are powers of 1024 (aio/bytes.h).
 // The value is rounded to whole bytes; exact for everything that a double or int64 holds exactly. Refused
 // with kInvalidArgument, one line: empty, no number, an unknown unit, negative, not finite, beyond 2^63 - 1.
 absl::StatusOr<int64_t> ParseSize(std::string_view text);

@@ -1,5 +1,5 @@
 // Byte sizes on command lines and in output. The rules are tiering/plan/byte_size.h's, so that a size means
-// the same as a flag and in a config file: K, M, G and KiB, MiB, GiB are powers of 1024; KB, MB, GB powers of
+// the same as a flag and in a config file: KiB, MiB, GiB are powers of 1024; K, M, G and KB, MB, GB powers of
 // 1000; 1e9 is bytes.
 #ifndef PENSTOCK_TOOLS_BASE_SIZE_H_
 #define PENSTOCK_TOOLS_BASE_SIZE_H_

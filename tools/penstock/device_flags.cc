@@ -10,6 +10,7 @@
 #include "tools/penstock/flag_check.h"
 #include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/test_device.h"
+#include "zero/config/unused_keys.h"
 
 namespace penstock::tools {
 namespace {
@@ -56,19 +57,8 @@ absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config
     settings->notes.emplace_back(
         "--device-memory is of no effect with --device cpu: host memory is all there is");
   }
-  if (config.penstock.device_memory_budget_bytes.has_value()) {
-    settings->notes.emplace_back(
-        "penstock.device_memory: accepted and ignored: with --device cpu host memory is all there is");
-  }
-  if (config.aio.use_gds.value_or(false)) {
-    settings->notes.emplace_back(
-        "aio.use_gds: accepted and ignored: with --device cpu weights end in host memory");
-  }
-  if (config.zero.offload_optimizer.ratio.has_value()) {
-    settings->notes.emplace_back(
-        "zero_optimization.offload_optimizer.ratio: accepted and ignored: with --device cpu the "
-        "processor updates everything");
-  }
+  for (std::string& note : zero::UnusedDeviceKeys(config, "with --device cpu"))
+    settings->notes.push_back(std::move(note));
   return absl::OkStatus();
 }
 

@@ -42,14 +42,14 @@ absl::StatusOr<uint64_t> BudgetOf(const std::optional<std::string>& text, int th
   if (!text.has_value()) return static_cast<uint64_t>(DefaultHostMemory(1, threads));
   const absl::StatusOr<int64_t> bytes = ParseSize(*text);
   if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
-  return WrongFlag(absl::StrCat("--host-memory ", *text, ": must be a size above 0, as 512M or 4GiB"));
+  return WrongFlag(absl::StrCat("--host-memory ", *text, ": must be a size above 0, as 512MiB or 4GiB"));
 }
 
 }  // namespace
 
 void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags) {
   app.add_option("--batch", flags.batch, "Texts at once, or auto [auto]");
-  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512MiB or 4GiB [half of what is free]");
   app.add_option("--device", flags.device, "What computes: cpu or cuda [cpu]");
   app.add_option("--device-memory", flags.device_memory, "Hard budget of the device [what is free on it]");
   app.add_option("--kv", flags.kv, "Where keys and values live: auto, device, host or nvme [auto]");

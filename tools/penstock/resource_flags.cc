@@ -2,7 +2,7 @@
 
 #include <cstdint>
 #include <string>
-#include <tuple>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
@@ -10,6 +10,7 @@
 #include "tools/penstock/device_flags.h"
 #include "tools/penstock/flag_check.h"
 #include "tools/penstock/state_reader.h"
+#include "zero/config/unused_keys.h"
 #include "zero/engine/config_options.h"
 #include "zero/memory/thread_times.h"
 
@@ -48,25 +49,7 @@ absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config
 absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   zero::ApplyConfig(config, &engine);
-  const zero::ZeroConfig& zero_config = config.zero;
-  const zero::OffloadOptimizerConfig& offload_optimizer = zero_config.offload_optimizer;
-  const bool no_ahead = offload_optimizer.pipeline_read == false;
-  const bool no_behind = offload_optimizer.pipeline_write == false;
-  if (no_ahead != no_behind) {
-    settings->notes.push_back(absl::StrCat(
-        "zero_optimization.offload_optimizer.pipeline_", no_ahead ? "read" : "write",
-        " false: at most two tiles of optimizer state are in flight at once, one of which may still be read ",
-        "ahead or written behind; with pipeline_read and pipeline_write false it is one at a time"));
-  }
-  for (const auto& [given, key, why] :
-       {std::tuple{zero_config.reduce_bucket_size_elements.has_value(),
-                   "zero_optimization.reduce_bucket_size", "a block is reduced as one, in small pieces"},
-        {zero_config.allgather_bucket_size_elements.has_value(), "zero_optimization.allgather_bucket_size",
-         "a block is gathered as one"},
-        {config.penstock.io_threads.has_value(), "penstock.io_threads",
-         "one thread drives a device at its full speed"}}) {
-    if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
-  }
+  for (std::string& note : zero::UnusedKeys(config)) settings->notes.push_back(std::move(note));
   engine.optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(
       zero::DefaultUpdateThreads(engine.device->has_own_memory(), Sharing(engine))));
   return absl::OkStatus();

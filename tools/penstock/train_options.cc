@@ -50,7 +50,7 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
                  "Where training state lives; several are striped [penstock-state]")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_option("--offload", flags.offload, "none, cpu or nvme [nvme]");
-  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512MiB or 4GiB [half of what is free]");
   app.add_option("--device-memory", flags.device_memory, "Hard budget of the device [what is free on it]");
   app.add_option("--device", flags.device, "cpu or cuda [cpu]");
   app.add_option("--dtype", flags.dtype, "bf16, fp16, fp32 or auto [auto]");

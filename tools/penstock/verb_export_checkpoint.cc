@@ -205,7 +205,7 @@ absl::Status Export(const ExportCheckpointFlags& flags, std::ostream& out) {
     const absl::StatusOr<int64_t> given = ParseSize(flags.host_memory);
     if (!given.ok() || *given < kLeastMemoryBytes)
       return absl::InvalidArgumentError(
-          absl::StrCat("--host-memory ", flags.host_memory, ": must be a size of 1M or more, as 128M"));
+          absl::StrCat("--host-memory ", flags.host_memory, ": must be a size of 1MiB or more, as 128MiB"));
     memory = *given;
   }
   ASSIGN_OR_RETURN(const ExportedRun run, FindRun(flags));
@@ -270,7 +270,7 @@ int RunExportCheckpoint(int argc, const char* const* argv, std::ostream& out, st
   app.add_option("--tag", flags.tag, "Of the checkpoint [global_stepN_universal]");
   app.add_flag("--torch-optimizer", flags.torch_optimizer,
                "For torch's own optimizers (torch_adam), which count steps in a tensor");
-  app.add_option("--host-memory", flags.host_memory, "Most memory for buffers [128M]");
+  app.add_option("--host-memory", flags.host_memory, "Most memory for buffers [128MiB]");
   app.add_flag("--overwrite", flags.overwrite, "Replace the tag that is there");
   app.add_flag("--quiet", flags.quiet, "No progress, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;

@@ -45,7 +45,7 @@ class TestDevice : public CpuDevice {
   // Finishes what was started.
   ~TestDevice() override;
 
-  // From "capacity=64M,bandwidth=1e9,latency=1e-5,linked=1"; kInvalidArgument names what is wrong.
+  // From "capacity=64MiB,bandwidth=1e9,latency=1e-5,linked=1"; kInvalidArgument names what is wrong.
   static absl::StatusOr<std::shared_ptr<Device>> Parse(const std::string& given);
 
   std::string_view name() const override { return "test"; }

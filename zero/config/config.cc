@@ -214,7 +214,6 @@ Config Fill(const Filler& f) {
   f.Get("aio.queue_depth", c.aio.queue_depth);
   f.Get("aio.intra_op_parallelism", c.aio.intra_op_parallelism);
   f.Get("aio.use_gds", c.aio.use_gds);
-  f.Get("activation_checkpointing.cpu_checkpointing", c.activation_checkpointing.cpu_checkpointing);
 
   f.Get("wall_clock_breakdown", c.wall_clock_breakdown);
   f.Get("comms_logger.enabled", c.comms_logger);

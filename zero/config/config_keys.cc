@@ -122,12 +122,13 @@ constexpr auto kTop = std::to_array<KeySpec>({
     Needless("graph_harvesting", KeyType::kBool, "there are no graphs to harvest"),
     Needless("compile", KeyType::kObject, "there is nothing to compile at run time"),
     Needless("use_data_before_expert_parallelism", KeyType::kBool, "all ranks are data-parallel"),
-    Needless("managed_gradient_accumulation", KeyType::kBool, "the engine always manages the accumulation"),
+    Ignored("managed_gradient_accumulation", KeyType::kBool,
+            "the program makes the steps itself; from Python each step() updates then", "true"),
     Needless("vocabulary_size", KeyType::kWhole, "the model and --vocab say it"),
     Needless("dataloader_drop_last", KeyType::kBool, "every batch is complete"),
-    Needless("nebula", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
-    Needless("datastates_ckpt", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
-    Needless("datastates", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
+    Needless("nebula", KeyType::kObject, "checkpoints are Penstock's own"),
+    Needless("datastates_ckpt", KeyType::kObject, "checkpoints are Penstock's own"),
+    Needless("datastates", KeyType::kObject, "checkpoints are Penstock's own"),
 
     Refused("amp", "Apex's mixed precision is not served; use bf16 or fp16"),
     Refused("torch_autocast", "autocast is not served; use bf16 or fp16"),
@@ -430,7 +431,9 @@ constexpr auto kAio = std::to_array<KeySpec>({
 });
 
 constexpr auto kActivationCheckpointing = std::to_array<KeySpec>({
-    Bool("cpu_checkpointing"),
+    Ignored("cpu_checkpointing", KeyType::kBool,
+            "the inputs that are saved, one for each block, stay in the memory of the device that computes",
+            "false"),
     Needless("partition_activations", KeyType::kBool,
              "all ranks are data-parallel: each has its own activations"),
     Needless("number_checkpoints", KeyType::kWhole, "one input is saved for each block"),
@@ -450,7 +453,7 @@ constexpr auto kCheckpoint = std::to_array<KeySpec>({
     Needless("checkpoint_serialization", KeyType::kBool, "the format is Penstock's own"),
     Ignored("writer", KeyType::kObject,
             "DeepSpeed then writes through pinned buffers of its own; here checkpoints always go from pinned "
-            "memory past the page cache, while training goes on, as the aio block says"),
+            "memory past the page cache, as the aio block says"),
     Ignored("load_universal", KeyType::kBool,
             "a checkpoint of DeepSpeed's is told by its files, universal or of ZeRO-1, 2 or 3: penstock "
             "import-checkpoint and, from Python, engine.load_checkpoint read each of them",
@@ -469,7 +472,9 @@ constexpr auto kCheckpointWriter = std::to_array<KeySpec>({
      .type = KeyType::kChoice,
      .why = kWriterIsOne,
      .choices = "mock|python|fast"},
-    Needless("decoupled", KeyType::kBool, "checkpoints are always written while training goes on"),
+    Needless(
+        "decoupled", KeyType::kBool,
+        "penstock train writes checkpoints while training goes on; from Python the caller waits for them"),
     {.name = "io_buffer_size", .use = kNeedless, .type = KeyType::kWhole, .why = kWriterIsOne, .least = 1},
     Needless("io_buffer_double", KeyType::kBool, kWriterIsOne),
     {.name = "io_multiplier", .use = kNeedless, .type = KeyType::kWhole, .why = kWriterIsOne, .least = 1},

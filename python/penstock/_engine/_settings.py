@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import errno
 import importlib.util
 import json
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 
 from .. import _core
 from .._buffers import byte_size, truth, whole_number
-from .._small_files import parse_json, read_text
 from .._tensors import number
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -34,10 +35,12 @@ class Settings:
     host_memory: int = 0
     micro_batches: int = 1
     forwards: int = 1  # that a step's losses may come from; micro_batches at least
+    managed: bool = True  # gradient accumulation; False: each step() of the caller updates
     clip: float = 0.0
     optimizer: Optional[Dict[str, Any]] = None
     optimizer_states: str = "fp32"
     nothing_trains: bool = False  # no parameter required a gradient when initialize was called
+    has_no_optimizer: bool = False  # nor is to have one: the engine evaluates, whatever requires a gradient
     schedule: Optional[str] = None
     train_batch_size: int = 0  # samples of a step, where the configuration says it
     micro_batch_size: int = 0  # samples of a micro-batch, likewise
@@ -52,17 +55,27 @@ class Settings:
     notes: List[str] = field(default_factory=list)
 
 
-def _config_text(config: Any) -> str:
+def config_text(config: Any) -> str:
+    """A configuration as plain JSON; "" where there is none. config: a dictionary, or what DeepSpeed takes for one: the path of a file,
+    with comments and whatever else its reader allows, or such a text in base64. ValueError: it is none of them.
+    """
     if config is None:
         return ""
     if isinstance(config, (str, os.PathLike)):
-        return read_text(config)
-    if isinstance(config, dict):
+        path = os.fspath(config)
+        if not os.path.exists(path):
+            try:
+                text = base64.urlsafe_b64decode(path).decode("utf-8")
+            except ValueError:
+                raise FileNotFoundError(errno.ENOENT, "config is no file that is there, nor a configuration in base64", path) from None
+            return str(_core.plain_config(text))
+        return str(_core.read_config(path))
+    if isinstance(config, Mapping):
         # accelerate gives steps_per_print as inf, which JSON has no word for.
         kept = {key: value for key, value in config.items() if key != "steps_per_print" or value != math.inf}
         _check_finite("", kept)
         return json.dumps(kept)
-    raise TypeError(f"config is a dictionary or the path of a JSON file, not {type(config).__name__}")
+    raise TypeError(f"config is a dictionary, the path of a JSON file or such a text in base64, not {type(config).__name__}")
 
 
 def _check_finite(place: str, value: Any) -> None:
@@ -84,11 +97,8 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def without_places(text: str) -> str:
-    """A configuration without what each rank may have elsewhere; one that is no plain JSON as it is."""
-    try:
-        config = parse_json(text, "config")
-    except ValueError:
-        return text
+    """A configuration without what each rank may have elsewhere."""
+    config = json.loads(text or "{}")
     for part in ("offload_param", "offload_optimizer"):
         described = (config.get("zero_optimization") or {}).get(part)
         if isinstance(described, dict):
@@ -105,22 +115,32 @@ def without_places(text: str) -> str:
 _WANDB_KEYS = ("enabled", "group", "team", "project")
 
 
-def _without_wandb(text: str) -> Tuple[str, Optional[Dict[str, Any]]]:
-    """The configuration without its wandb, which Python serves, and that, where it is switched on."""
-    try:
-        config = parse_json(text, "config")
-    except ValueError:
-        return text, None  # the parser says what is wrong, and where
-    wandb = config.get("wandb") if isinstance(config, dict) else None
-    if not isinstance(wandb, dict) or not truth(wandb.get("enabled", False), "wandb.enabled"):
-        return text, None
-    unknown = [key for key in wandb if key not in _WANDB_KEYS]
-    if unknown:
-        raise ValueError(f"wandb.{unknown[0]}: there is no such key; there are {', '.join(_WANDB_KEYS)}")
-    if importlib.util.find_spec("wandb") is None:
-        raise ValueError("wandb.enabled: wandb is not installed (pip install wandb), or switch on csv_monitor or tensorboard, which need nothing")
-    del config["wandb"]
-    return json.dumps(config), wandb
+@dataclass
+class _Served:
+    """What Python serves itself of a configuration."""
+
+    wandb: Optional[Dict[str, Any]] = None  # where it is switched on
+    managed: bool = True  # gradient accumulation
+
+
+def _without_served(text: str) -> Tuple[str, _Served]:
+    """The configuration without that, and it."""
+    config = json.loads(text or "{}")
+    served = _Served()
+    managed = config.pop("managed_gradient_accumulation", None)
+    if managed not in (None, "auto"):
+        served.managed = truth(managed, "managed_gradient_accumulation")
+    wandb = config.get("wandb")
+    if isinstance(wandb, dict) and truth(wandb.get("enabled", False), "wandb.enabled"):
+        unknown = [key for key in wandb if key not in _WANDB_KEYS]
+        if unknown:
+            raise ValueError(f"wandb.{unknown[0]}: there is no such key; there are {', '.join(_WANDB_KEYS)}")
+        if importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                "wandb.enabled: wandb is not installed (pip install wandb), or switch on csv_monitor or tensorboard, which need nothing"
+            )
+        served.wandb = config.pop("wandb")
+    return json.dumps(config) if text else "", served
 
 
 def resolve(
@@ -135,8 +155,8 @@ def resolve(
     world: int = 1,
 ) -> Settings:
     """Arguments win over the configuration. Raises ValueError naming what is missing or contradictory."""
-    text, wandb = _without_wandb(_config_text(config))
-    settings = Settings(config=text, wandb=wandb, world=world)
+    text, served = _without_served(config_text(config))
+    settings = Settings(config=text, wandb=served.wandb, managed=served.managed, world=world)
     if text:
         parsed = json.loads(_core.parse_config(text, 0, world))
         settings.notes = parsed["notes"] + parsed["filled"]
