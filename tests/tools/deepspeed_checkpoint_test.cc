@@ -111,8 +111,9 @@ class DeepSpeedCheckpointTest : public ProgramTest {
   // Losses of the steps that follow, by step.
   std::map<int, double> GoOn(const std::string& state, int last) {
     const std::string log = state + ".log";
-    const Ran ran = Run({"train", "--resume", "--state-dir", state, "--data", dir_ + "/tokens.bin",
-                         "--host-memory", "300M", "--steps", std::to_string(last), "--log", log, "--quiet"});
+    const Ran ran =
+        Run({"train", "--resume", "--state-dir", state, "--data", dir_ + "/tokens.bin", "--host-memory",
+             "300MiB", "--steps", std::to_string(last), "--log", log, "--quiet"});
     EXPECT_EQ(ran.code, 0) << ran.err;
     std::map<int, double> losses;
     for (const std::string& line : Lines(ReadFile(log))) {
@@ -149,7 +150,7 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
   const std::string first = dir_ + "/first", second = dir_ + "/second", out = dir_ + "/universal";
   ASSERT_EQ(Run(Import(Checkpoint("zero3"), first)).code, 0);
   // The least memory: matrices are turned in strips.
-  const Ran exported = Run({"export-checkpoint", first, out, "--host-memory", "1M"});
+  const Ran exported = Run({"export-checkpoint", first, out, "--host-memory", "1MiB"});
   ASSERT_EQ(exported.code, 0) << exported.err;
   const Ran named = Run({"export-checkpoint", first, out, "--tag", "latest_universal"});
   EXPECT_EQ(named.code, 2) << named.err;
@@ -311,6 +312,16 @@ std::map<std::string, std::vector<float>> ModuleOf(const std::string& path) {
     EXPECT_TRUE(whole.Read(0, tensor->elements, of.data(), &buffer).ok());
   }
   return values;
+}
+
+// torch.load, which such a name is for, reads no safetensors.
+TEST_F(DeepSpeedCheckpointTest, AFileByANameOfTorchsIsRefused) {
+  for (const char* name : {"pytorch_model.bin", "model.pt", "model.pth", "last.ckpt"}) {
+    const Ran ran = Run({"zero_to_fp32", Checkpoint("zero2"), dir_ + "/" + name});
+    EXPECT_EQ(ran.code, 2);
+    EXPECT_THAT(ran.err, AllOf(HasSubstr(name), HasSubstr("call it .safetensors")));
+    EXPECT_FALSE(std::filesystem::exists(dir_ + "/" + name));
+  }
 }
 
 TEST_F(DeepSpeedCheckpointTest, ItsWeightsAreWrittenWhole) {

@@ -20,6 +20,7 @@
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
 #include "tools/penstock/export_deepspeed.h"
+#include "tools/penstock/flag_check.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/model_files.h"
 #include "tools/penstock/state_reader.h"
@@ -60,7 +61,7 @@ absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::opti
   const absl::StatusOr<int64_t> bytes = ParseSize(*text);
   if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
   return absl::InvalidArgumentError(
-      absl::StrCat(flag, " ", *text, ": must be a size above 0, as 512M or 4GiB"));
+      absl::StrCat(flag, " ", *text, ": must be a size above 0, as 512MiB or 4GiB"));
 }
 
 // What others need besides weights and config: the tokenizer of the directory that the model came from.
@@ -368,6 +369,20 @@ absl::Status Run(const ExportFlags& flags, std::ostream& out, std::ostream& err)
   return absl::OkStatus();
 }
 
+// A file that torch.load is to read, by its name, would be one that it does not read.
+absl::Status CheckIsSafetensors(const std::string& path) {
+  const std::string ending = std::filesystem::path(path).extension().string();
+  if (IsDirectory(path)) return absl::OkStatus();
+  for (const char* const torchs : {".bin", ".pt", ".pth", ".ckpt"}) {
+    if (ending != torchs) continue;
+    return WrongFlag(absl::StrCat(
+        path, ": what is written is safetensors, and ", ending,
+        " a name of torch's files: call it .safetensors; the Python package's penstock zero_to_fp32 writes ",
+        ending, " too"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
@@ -397,13 +412,14 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
                  "fp32 (the exact masters) or bf16 (of a bf16 run: what forward sees) [fp32]");
   app.add_option("--max-shard", flags.max_shard,
                  "Files of so many bytes at the most, as 5GB, and an index of them [one file]");
-  app.add_option("--host-memory", flags.host_memory, "Most memory for tiles and turned matrices [256M]");
+  app.add_option("--host-memory", flags.host_memory, "Most memory for tiles and turned matrices [256MiB]");
   app.add_flag("--overwrite", flags.overwrite, "Replace what is there");
   app.add_flag("--quiet", flags.quiet, "No progress, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   flags.out = paths.back();
   flags.dirs.assign(paths.begin(), paths.end() - 1);
-  const absl::Status status = Run(flags, out, err);
+  absl::Status status = CheckIsSafetensors(flags.out);
+  if (status.ok()) status = Run(flags, out, err);
   return status.ok() ? kExitOk : Fail(name, status, err);
 }
 
