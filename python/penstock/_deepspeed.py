@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -14,46 +15,70 @@ import shutil
 import socket
 import sys
 import weakref
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union, cast
 
 import torch
 from torch import nn
 
 from . import _core
-from ._engine._engine import Engine
+from ._buffers import truth
+from ._engine._engine import NO_OPTIMIZER, Engine
 from ._engine._engine import initialize as _initialize
+from ._engine._in_memory import InMemory
 from ._engine._on_disk import init_on_disk
 from ._engine._optimizer import ConfigScheduler
 from ._engine._ranks import make_group
-from ._engine._settings import PathLike
-from ._small_files import read_json
+from ._engine._settings import PathLike, config_text
+from ._engine._weights import ZeroParamStatus
 
 logger = logging.getLogger("penstock")
 
 _SCRATCH = "penstock-swap-"
+_numbers = itertools.count()  # of this process's directories: an engine makes its own with its first forward
 # By the parameter's id: a tensor is no key, since == compares its elements. Engines go with their models.
 _owners: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()
+_engines: "weakref.WeakSet[DeepSpeedEngine]" = weakref.WeakSet()
 
 
-def init_distributed(dist_backend: Optional[str] = None, *_: Any, **__: Any) -> None:
+def init_distributed(
+    dist_backend: Optional[str] = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: Optional[str] = None,
+    dist_init_required: Optional[bool] = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
     """torch.distributed's process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; over Gloo, whatever is asked for."""
+    if init_method is not None or rank != -1 or world_size != -1:
+        raise NotImplementedError(
+            "init_method, rank and world_size are not served: torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
+            "torch.distributed.init_process_group yourself before"
+        )
     make_group()
 
 
 class DeepSpeedEngine(nn.Module):
     """DeepSpeed's engine over Penstock's: ``engine`` is the latter, ``module`` the model."""
 
-    def __init__(self, engine: Engine, config: Dict[str, Any], scratch: Sequence[str]) -> None:
+    def __init__(self, engine: Engine, config: Dict[str, Any], scratch: Sequence[str], has_optimizer: bool = True) -> None:
         super().__init__()
         self.module = engine.module
         object.__setattr__(self, "engine", engine)
         self._config = config
-        self.optimizer = engine.optimizer
-        self.optimizer.overflow = False  # type: ignore[attr-defined]
+        #: None where there is none, which is an engine that evaluates only.
+        self.optimizer: Any = engine.optimizer if has_optimizer else None
+        if self.optimizer is not None:
+            self.optimizer.overflow = False
         self.lr_scheduler = engine.lr_scheduler
         self._remove_scratch = weakref.finalize(self, _remove, list(scratch), os.getpid())
-        for parameter in self.module.parameters():
+        for number, parameter in enumerate(self.module.parameters()):
             _owners[id(parameter)] = engine
+            _describe_parameter(parameter, number)
+        _engines.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -66,12 +91,22 @@ class DeepSpeedEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        self._check_optimizer("backward")
         return self.engine.backward(loss, retain_graph, scale_wrt_gas)
 
-    def step(self, *_: Any, **__: Any) -> None:
+    def step(self, lr_kwargs: Optional[Mapping[str, Any]] = None) -> None:
+        self._check_optimizer("step")
+        if lr_kwargs:
+            raise NotImplementedError("lr_kwargs are not served: give initialize no lr_scheduler, and make its steps yourself after step()")
         self.engine.step()
-        self.optimizer.overflow = bool(self.engine.last_step.get("skipped"))  # type: ignore[attr-defined]
+        self.optimizer.overflow = bool(self.engine.last_step.get("skipped"))
+
+    def _check_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"must provide optimizer during init in order to use {call}: deepspeed.initialize was given none, nor does the configuration name one"
+            )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_boundary)
@@ -139,7 +174,7 @@ class DeepSpeedEngine(nn.Module):
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         return True
 
-    def compile(self, *_: Any, **__: Any) -> None:
+    def compile(self, backend: Any = None, compile_kwargs: Any = None, schedule: Any = None, compiled_autograd_enabled: bool = False) -> None:
         raise NotImplementedError("torch.compile over the engine is not served: compile modules of the model by themselves")
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Mapping[str, torch.Tensor]:
@@ -149,11 +184,27 @@ class DeepSpeedEngine(nn.Module):
             state = {name: value for name, value in state.items() if name not in frozen}
         return state  # type: ignore[no-any-return]
 
+    # exclude_frozen_parameters is no name of the signature: Trainer asks that, and would say True for every adapter.
     def save_checkpoint(
-        self, save_dir: PathLike, tag: Optional[str] = None, client_state: Optional[Mapping[str, Any]] = None, **_: Any
+        self,
+        save_dir: PathLike,
+        tag: Optional[str] = None,
+        client_state: Optional[Mapping[str, Any]] = None,
+        save_latest: bool = True,
+        **options: Any,
     ) -> bool:
+        """DeepSpeed's, of Penstock's format. exclude_frozen_parameters=True is refused: a checkpoint is the whole state."""
+        if truth(options.pop("exclude_frozen_parameters", False), "exclude_frozen_parameters"):
+            raise NotImplementedError(
+                "exclude_frozen_parameters: a checkpoint is the whole state, which is gone on with; without them weights are written by "
+                "zero_to_fp32 (exclude_frozen_parameters=True) and by the model's save_pretrained"
+            )
+        if options:
+            raise TypeError(f"save_checkpoint() got an unexpected keyword argument {next(iter(options))!r}")
         # One of the same step that another process has left is replaced, as DeepSpeed does it: Trainer goes over steps again.
-        self.engine.save_checkpoint(save_dir, tag or f"global_step{self.global_steps}", client_state or {}, replaces_others=True)
+        self.engine.save_checkpoint(
+            save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest=save_latest, replaces_others=True
+        )
         return True
 
     def load_checkpoint(
@@ -164,11 +215,16 @@ class DeepSpeedEngine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Any = None,
         **options: Any,
     ) -> Tuple[Optional[str], Dict[str, Any]]:
+        """As Engine.load_checkpoint, at any time between steps. custom_load_fn is refused."""
+        if custom_load_fn is not None:
+            raise NotImplementedError("custom_load_fn is not served: load_module_only=True takes the weights, by their names")
         return self.engine.load_checkpoint(
             load_dir,
             tag,
+            load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
@@ -179,8 +235,33 @@ class DeepSpeedEngine(nn.Module):
         return self.engine.export_checkpoint(save_dir, tag, **options)
 
     def destroy(self) -> None:
-        self.engine.close()
+        """The engine ends. The parameters have values again, in files of its drive or in memory: a model outlives its engines."""
+        self.engine.close(keep_values=True)
         self._remove_scratch()
+        _let_trainer_wrap_again()
+
+
+# Trainer takes the engine of an evaluate(), or of a train() before, for the wrapper of its model, also once accelerate has destroyed it.
+def _let_trainer_wrap_again() -> None:
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    own = getattr(trainer, "_wrap_model", None)
+    if own is None or own.__module__ == __name__:
+        return
+
+    def _wrap_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, DeepSpeedEngine) and model.engine.closed:
+            model = self.model_wrapped = model.module
+        return own(self, model, *args, **kwargs)
+
+    trainer._wrap_model = _wrap_model  # type: ignore[union-attr]
+
+
+# DeepSpeed's names of a parameter that is not whole in memory; Hidden (_engine/_weights.py) has what changes with that.
+def _describe_parameter(parameter: nn.Parameter, number: int) -> None:
+    parameter.ds_id = number  # type: ignore[attr-defined]
+    parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
+    parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
+    parameter.__dict__["ds_status"] = ZeroParamStatus.AVAILABLE  # Hidden's own comes first
 
 
 def _remove(directories: Sequence[str], process: int) -> None:
@@ -199,8 +280,7 @@ def _scratch_in(parent: str) -> str:
         if name.startswith(_SCRATCH) and name.endswith(f"@{host}") and process.isdigit() and not os.path.exists(f"/proc/{process}"):
             if not _in_use(os.path.join(parent, name)):
                 shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
-    number = sum(name.startswith(f"{_SCRATCH}{os.getpid()}-") for name in os.listdir(parent))
-    return os.path.join(parent, f"{_SCRATCH}{os.getpid()}-{number}@{host}")
+    return os.path.join(parent, f"{_SCRATCH}{os.getpid()}-{next(_numbers)}@{host}")
 
 
 # By a process that is not seen from here: of another container.
@@ -216,11 +296,10 @@ def _in_use(directory: str) -> bool:
 
 
 def _config_of(config: Any) -> Dict[str, Any]:
-    if config is None:
-        return {}
     if isinstance(config, Mapping):
         return dict(config)
-    return dict(read_json(config))
+    text = config_text(config)
+    return dict(json.loads(text)) if text else {}
 
 
 def _nvme_path(part: Any, key: str) -> Optional[str]:
@@ -273,9 +352,12 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-    **_: Any,
 ) -> Tuple[DeepSpeedEngine, Any, None, Any]:
-    """deepspeed.initialize. nvme_path is scratch, as in DeepSpeed: what lasts is what save_checkpoint writes."""
+    """deepspeed.initialize. nvme_path is scratch, as in DeepSpeed: what lasts is what save_checkpoint writes.
+
+    Without an optimizer, here and in the configuration, the engine evaluates only, as DeepSpeed's: there are no states. A model that has
+    an engine gets another one: the first one ends, and its values go on.
+    """
     given = config if config is not None else config_params
     if given is None and args is not None:
         given = getattr(args, "deepspeed_config", None)
@@ -284,35 +366,83 @@ def initialize(
         raise NotImplementedError(
             "training_data, mpu and mesh_param are not served: the caller loads its data, and there is no parallelism but that of batches"
         )
+    if model is None:
+        raise TypeError("initialize needs model=")
+    for earlier in list(_engines):
+        if not earlier.engine.closed and any(earlier.engine.has(parameter) for parameter in model.parameters()):
+            earlier.destroy()
+    has_optimizer = optimizer is not None or bool(described.get("optimizer"))
+    device = _accelerates_device()
     scratch: List[str] = []
+    config_of_engine = _with_scratch(described, scratch)
+    if not has_optimizer and not scratch:
+        in_memory = cast(Engine, InMemory(model, described, device))
+        return DeepSpeedEngine(in_memory, described, scratch, has_optimizer=False), None, None, None
     engine, _, _, scheduler = _initialize(
         model=model,
-        config=_with_scratch(described, scratch),
-        optimizer=optimizer,
+        config=config_of_engine,
+        optimizer=optimizer if has_optimizer else NO_OPTIMIZER,
         model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
+        lr_scheduler=lr_scheduler if has_optimizer else None,
         overwrite=True,
-        device=_accelerates_device(),
+        device=device,
         progress=False,  # these scripts, and Trainer, say themselves how it goes
+        ranks=None if has_optimizer else False,  # each has a copy of its own, on its drive
     )
-    made = DeepSpeedEngine(engine, described, scratch)
+    made = DeepSpeedEngine(engine, described, scratch, has_optimizer)
     return made, made.optimizer, None, scheduler
 
 
 class Init(contextlib.AbstractContextManager):  # type: ignore[type-arg]
     """deepspeed.zero.Init: with ``offload_param.nvme_path`` in the configuration the model is built there (penstock.init_on_disk), else
-    in memory. penstock.initialize then moves it out."""
+    in memory. penstock.initialize then moves it out. dtype: torch's default one within. mem_efficient_linear, remote_device and pin_memory
+    change nothing: the configuration says where the model is."""
 
-    def __init__(self, *_: Any, config_dict_or_path: Any = None, config: Any = None, enabled: bool = True, **__: Any) -> None:
+    def __init__(
+        self,
+        module: Optional[nn.Module] = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: Optional[str] = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: Optional[torch.dtype] = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        for name, value in {
+            "module": module,
+            "data_parallel_group": data_parallel_group,
+            "mpu": mpu,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights or None,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights or None,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+            "param_swapper": param_swapper,
+        }.items():
+            if value is not None:
+                raise NotImplementedError(f"zero.Init({name}=) is not served: the model is built within, and initialize takes it over")
+        self._dtype = dtype if enabled else None
+        self._dtype_before = torch.get_default_dtype()
         described = _config_of(config_dict_or_path if config_dict_or_path is not None else config) if enabled else {}
         place = _nvme_path((described.get("zero_optimization") or {}).get("offload_param"), "offload_param")
         self._context = init_on_disk(place) if place else contextlib.nullcontext()
 
     def __enter__(self) -> "Init":
         self._context.__enter__()
+        if self._dtype is not None:
+            self._dtype_before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        torch.set_default_dtype(self._dtype_before)
         self._context.__exit__(*error)
 
 
@@ -322,11 +452,14 @@ def GatheredParameters(  # noqa: N802
 ) -> Iterator[Any]:
     """deepspeed.zero.GatheredParameters: the values are there within; with a modifier_rank its changes are written back."""
     wanted = [params] if isinstance(params, nn.Parameter) else list(params)
-    engine = next((_owners[id(each)] for each in wanted if id(each) in _owners and _owners[id(each)].has(each)), None)
-    if not enabled or engine is None or not engine.started:
-        yield params
-        return
-    with engine.gathered(wanted, write_back=modifier_rank is not None, source=modifier_rank or 0):
+    by_engine: Dict[int, Tuple[Engine, List[nn.Parameter]]] = {}
+    for each in wanted if enabled else ():
+        engine = _owners.get(id(each))
+        if engine is not None and engine.started and engine.has(each):
+            by_engine.setdefault(id(engine), (engine, []))[1].append(each)
+    with contextlib.ExitStack() as gathered:
+        for engine, owned in by_engine.values():
+            gathered.enter_context(engine.gathered(owned, write_back=modifier_rank is not None, source=modifier_rank or 0))
         yield params
 
 

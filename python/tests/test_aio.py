@@ -534,3 +534,20 @@ def test_a_tensor_that_is_given_other_memory_meanwhile_keeps_the_old_one(directo
     handle.wait()
     gc.collect()
     assert memory() is None
+
+
+def test_locked_memory_by_itself():
+    from penstock.ops.aio import PinMemoryBuilder
+
+    handle = PinMemoryBuilder().load().pin_handle()
+    locked = handle.new_cpu_locked_tensor(1000, torch.empty(0, dtype=torch.float16))
+    assert locked.dtype == torch.float16 and locked.numel() == 1000 and locked.data_ptr() % 4096 == 0
+    locked.fill_(3)
+    assert handle.is_pinned(locked) and handle.is_pinned(locked[10:20]) and aio_handle().is_pinned(locked)
+    assert not handle.is_pinned(torch.empty(10))
+    assert handle.free_cpu_locked_tensor_by_ptr(locked.data_ptr()) and not handle.free_cpu_locked_tensor_by_ptr(locked.data_ptr())
+    assert not handle.is_pinned(locked) and bool((locked == 3).all())
+    again = handle.new_cpu_locked_tensor(10, torch.empty(0))
+    assert handle.free_cpu_locked_tensor(again) and not handle.free_cpu_locked_tensor(again)
+    with pytest.raises(TypeError, match="example_tensor"):
+        handle.new_cpu_locked_tensor(10, 3)

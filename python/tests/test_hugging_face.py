@@ -110,7 +110,7 @@ print("done")
         [sys.executable, "-W", "ignore", str(script), os.path.dirname(__file__), str(tmp_path / "nvme")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.stdout == "done\n", done.stderr[-3000:]
@@ -193,3 +193,59 @@ def test_the_scratch_of_a_process_that_is_not_seen_here_stays(tmp_path):
         assert [each.name for each in tmp_path.iterdir()] == [first]
     _scratch_in(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+CYCLE = """
+import json, sys, torch, transformers
+sys.path.insert(0, sys.argv[1])
+import trainer as tests
+transformers.logging.set_verbosity_error()
+out, deepspeed = sys.argv[2], json.loads(sys.argv[3])
+
+def tell(*what):
+    print("TOLD", json.dumps(what), flush=True)
+
+torch.manual_seed(0)
+model = tests.model_of(transformers, "llama")
+data = [{"input_ids": torch.randint(3, 99, (16,))} for _ in range(32)]
+for each in data:
+    each["labels"] = each["input_ids"].clone()
+args = transformers.TrainingArguments(
+    output_dir=out, per_device_train_batch_size=4, max_steps=4, logging_steps=1, report_to=[], deepspeed=deepspeed, learning_rate=5e-2,
+    use_cpu=True, disable_tqdm=True, eval_strategy="steps", save_strategy="steps", save_steps=1, eval_steps=1, load_best_model_at_end=True,
+)
+trainer = transformers.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+tell("before", trainer.evaluate()["eval_loss"])
+for number in range(2):
+    trainer.optimizer = None  # it would go on with its moments in plain PyTorch, and not with DeepSpeed
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    tell(f"losses {number}", losses)
+    tell(f"best {number}", int(trainer.state.best_model_checkpoint.split("-")[-1]), trainer.evaluate()["eval_loss"])
+    trainer.save_model(out + f"/final{number}")
+    loaded = type(model).from_pretrained(out + f"/final{number}").eval()
+    x = torch.stack([each["input_ids"] for each in data[:8]])
+    with torch.no_grad():
+        tell(f"loaded {number}", loaded(input_ids=x, labels=x).loss.item())
+"""
+
+
+def test_a_trainers_whole_life(tmp_path):
+    """evaluate() before train(), load_best_model_at_end, train() once more: as without DeepSpeed."""
+    tests = os.path.dirname(os.path.abspath(trainer.__file__))
+    told = []
+    for deepspeed in (None, config(tmp_path / "nvme")):
+        launcher = ["-m", "penstock.run"] if deepspeed else []
+        script = tmp_path / "cycle.py"
+        script.write_text(CYCLE)
+        done = subprocess.run(
+            [sys.executable, *launcher, str(script), tests, str(tmp_path / f"out{len(told)}"), json.dumps(deepspeed)],
+            capture_output=True, text=True, timeout=400, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        told.append(trainer.told(done.stdout))
+    plain, ours = told
+    assert list(ours) == list(plain)
+    for name, values in plain.items():
+        assert ours[name] == [pytest.approx(value, abs=1e-4) for value in values], (name, ours[name], values)
+    assert os.listdir(tmp_path / "nvme") == []

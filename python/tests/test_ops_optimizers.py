@@ -407,3 +407,37 @@ def test_empty_parameters_are_no_trouble():
         q.grad = torch.ones_like(q)
     optimizer.step()
     assert (p[1] < 1).all()
+
+
+def test_a_subgroup_steps_and_goes_back():
+    """SuperOffload's: one parameter at a time, its states kept under the subgroup's number."""
+    torch.manual_seed(0)
+    value = torch.randn(300)
+    gradients = [torch.randn(300) for _ in range(3)]
+    oracle = torch.nn.Parameter(value.clone())
+    expected = torch.optim.AdamW([oracle], lr=1e-2, weight_decay=0.1)
+    ours = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], lr=1e-2, weight_decay=0.1)
+    parameter = torch.nn.Parameter(value.clone())
+    kept = []
+    for gradient in gradients:
+        oracle.grad = gradient.clone()
+        expected.step()
+        parameter = torch.nn.Parameter(parameter.data)
+        parameter.grad = gradient.clone()
+        ours.param_groups[0]["params"] = [parameter]
+        kept.append((parameter.detach().clone(), [ours.state[7][key].clone() if ours.state[7] else torch.zeros(300) for key in ("exp_avg", "exp_avg_sq")]))
+        ours.step_subgroup(7)
+        torch.testing.assert_close(parameter.data, oracle.data, atol=1e-6, rtol=1e-5)
+    assert ours.state[7]["step"] == 3
+    for gradient, (before, moments) in zip(reversed(gradients), reversed(kept)):
+        parameter.grad = gradient.clone()
+        ours.rollback_subgroup(7)
+        torch.testing.assert_close(parameter.data, before, atol=2e-4, rtol=1e-3)
+        for key, moment in zip(("exp_avg", "exp_avg_sq"), moments):
+            torch.testing.assert_close(ours.state[7][key], moment, atol=2e-4, rtol=1e-3)
+    assert ours.state[7]["step"] == 0
+    with pytest.raises(RuntimeError, match="step count is 0"):
+        ours.rollback_subgroup(7)
+    with pytest.raises(RuntimeError, match="sub_group_id 8 as it has not been initialized"):
+        ours.rollback_subgroup(8)
+    assert ours.step_subgroup(9, closure=lambda: 3.0) == 3.0

@@ -106,16 +106,17 @@ TEST_F(DeviceFlags, WeightsPastHostMemoryWhereTheConfigurationAsks) {
     for (size_t i = 0; i < 3; ++i) EXPECT_EQ(report["steps"][i]["loss"], cpu["steps"][i]["loss"]) << i;
   }
   const Ran plan =
-      Run(Arguments{"plan", "--model", "gpt-tiny", "--host-memory", "32MiB", "--device", "cuda", "--seq", "32",
-                    "--no-probe", "--config", dir_ + "/gds.json", "--state-dir", dir_ + "/planned"});
+      Run(Arguments{"plan", "--model", "gpt-tiny", "--host-memory", "32MiB", "--device", "cuda", "--seq",
+                    "32", "--no-probe", "--config", dir_ + "/gds.json", "--state-dir", dir_ + "/planned"});
   EXPECT_THAT(plan.out, HasSubstr("weights that only it needs come straight from the drive"));
 }
 
 // Two ranks, a device each: the losses of two ranks on processors.
 TEST_F(DeviceFlags, RanksTrainOnADeviceEach) {
   const auto losses = [&](const std::string& name, const Arguments& device) {
-    const Arguments arguments = Train(dir_ + "/" + name) + Arguments{"--steps", "3", "--host-memory", "48MiB"} +
-                                device + Arguments{"--report", dir_ + "/" + name + ".json"};
+    const Arguments arguments = Train(dir_ + "/" + name) +
+                                Arguments{"--steps", "3", "--host-memory", "48MiB"} + device +
+                                Arguments{"--report", dir_ + "/" + name + ".json"};
     for (const Ran& ran : WaitForAll(testing_support::StartRanks(dir_, {arguments, arguments}))) {
       EXPECT_EQ(ran.code, 0) << ran.err;
     }

@@ -80,8 +80,9 @@ TEST_F(CgroupTest, WhatDoesNotFitIsRefusedWithTheWayOut) {
   EXPECT_EQ(large.code, 2) << large.err;
   EXPECT_THAT(large.err, HasSubstr("bytes are free here"));
   // A budget that the plan fits in, and the group does not hold.
-  const Ran train = RunInGroup({"train", "--model", "gpt-125m", "--data", text_, "--steps", "1", "--threads",
-                                "1", "--seq", "32", "--state-dir", dir_ + "/state", "--host-memory", "310MiB"});
+  const Ran train =
+      RunInGroup({"train", "--model", "gpt-125m", "--data", text_, "--steps", "1", "--threads", "1", "--seq",
+                  "32", "--state-dir", dir_ + "/state", "--host-memory", "310MiB"});
   EXPECT_EQ(train.code, 2) << train.err << train.out;
   EXPECT_THAT(train.err, testing::AllOf(HasSubstr("memory in all"), HasSubstr("--host-memory ")));
 }

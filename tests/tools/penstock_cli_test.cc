@@ -272,8 +272,8 @@ TEST_F(CliTest, ATraceHasNoGapThatTheReportDoesNotExplain) {
 
 TEST_F(CliTest, NorHasAPredictedOne) {
   const std::string trace_file = dir_ + "/plan.json";
-  const Ran ran = Run({"plan", "--model", "gpt-tiny", "--state-dir", dir_ + "/state", "--host-memory", "24MiB",
-                       "--no-probe", "--trace", trace_file});
+  const Ran ran = Run({"plan", "--model", "gpt-tiny", "--state-dir", dir_ + "/state", "--host-memory",
+                       "24MiB", "--no-probe", "--trace", trace_file});
   ASSERT_EQ(ran.code, 0) << ran.err;
   ExpectEveryGapNamed(trace_file);
 }

@@ -122,8 +122,8 @@ struct StepOptions {
   // false: the call's gradients are added to those of its step's calls before, and wait for more
   // (EngineOptions::calls_per_step). A step may be ended earlier than with its last call.
   bool update = true;
-  // What its updates go by: for each group of parameters (ParameterSpec::group), or one for all. Groups without
-  // parameters may follow. Default: the schedule.
+  // What its updates go by: for each group of parameters (ParameterSpec::group), or one for all. Groups
+  // without parameters may follow. Default: the schedule.
   std::vector<GroupRates> groups;
 };
 
@@ -145,8 +145,8 @@ class Engine {
   // One training step, or call of one, over EngineOptions::micro_batches micro-batches. Losses and updates of
   // a step of several calls have the bits of one call with all micro-batches, where each block has one use.
   // After an error of a call its step begins again, with its first call; so it does in a resumed run.
-  // kInvalidArgument: other numbers of micro-batches, too few groups, more calls without update than a step has,
-  // or rates that no optimizer has.
+  // kInvalidArgument: other numbers of micro-batches, too few groups, more calls without update than a step
+  // has, or rates that no optimizer has.
   absl::StatusOr<StepResult> Step(std::vector<Batch> batches, const StepOptions& options = {});
   // The stages run in this order from the next step on: a permutation of the model's, which keeps its last
   // one, since that gives the loss. Reads that were made ahead for another order are dropped, which costs

@@ -36,7 +36,7 @@ from ._identity import changes, groups_go_on, identity_of, same_scheduler, value
 from ._interrupts import deferred
 from ._json import decode, encode
 from ._modules import counts_no_versions, move_buffers, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
-from ._on_disk import is_on_disk
+from ._on_disk import give_back, is_on_disk, tensors_on_disk
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe
 from ._random import RandomState, restore_text
 from ._ranks import Alone, Meeting, end_group, world_size
@@ -46,7 +46,7 @@ from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, resolve, without
 from ._trace import trace
 from ._tree import counted, map_tensors, tensors_of
 from ._watch import Watch
-from ._weights import Weights
+from ._weights import Weights, hide_copies, show_copies
 from ._whole import Whole
 
 _STEP = "step-%08d"  # a checkpoint's name (swap/checkpoint_files.cc)
@@ -136,6 +136,8 @@ class Engine:
         self._last_report: Optional[Report] = None  # of a closed engine
         self._runtime: Optional[Runtime] = None
         self._restore_from: Optional[str] = None
+        self._takes_scheduler = True  # of that, where it is Penstock's
+        self._uses: Sequence[Any] = ()  # of blocks, as the first forward has shown them
         self._found: Optional[deepspeeds.Found] = None  # where that is DeepSpeed's
         self._optimizer_was_given = False  # by the caller, and not made of the configuration
         self.optimizer = EngineOptimizer(optimizer, self._step, self.zero_grad)  # with its very groups, which schedulers may know
@@ -227,6 +229,8 @@ class Engine:
     def _materialize(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], call: Optional[Callable[[], Any]] = None) -> None:
         """Finds the order of the blocks, and hands the parameters over to the engine. call: instead of module(*args, **kwargs)."""
         restore_forward(self.module, self._previous_forward)
+        for parameter in self.module.parameters():
+            show_copies(parameter)  # of a closed engine, whose NaN pass through the forward that is traced
         try:
             self._look_at_parameters()
             switch_off_checkpointing(self.module.modules())
@@ -243,6 +247,8 @@ class Engine:
                 self._watch.counts_flops(*flops)
         except BaseException:
             if self._runtime is None:
+                for parameter in self.module.parameters() if self._values_are_gone else ():
+                    hide_copies(parameter, _closed_value)
                 move_buffers(self.module, torch.device("cpu"))
                 self._wait_for_a_batch()
             raise
@@ -316,6 +322,7 @@ class Engine:
             meeting.close()
 
     def _make_core(self, uses: Sequence[Any]) -> None:
+        self._uses = uses
         groups = self._group_of()
         settings = self._settings
         described, marks, held = [], [], []
@@ -323,8 +330,9 @@ class Engine:
             parameters = []
             for name, parameter in block.parameters:
                 group = groups.get(id(parameter), 0)
-                trains = parameter.requires_grad and id(parameter) in groups
-                values = parameter.detach().contiguous()
+                trains = parameter.requires_grad and id(parameter) in groups and not settings.has_no_optimizer
+                # Where they are gone they are read nowhere.
+                values = parameter if self._values_are_gone else parameter.detach().contiguous()
                 held.append(values)
                 kind = DTYPE_NAMES[values.dtype]
                 parameters.append(
@@ -476,7 +484,9 @@ class Engine:
                 if note:
                     warnings.warn(f"load_checkpoint: {note}", stacklevel=2)
             watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples, self._ranks)
-            weights = Weights(self._blocks, DTYPES[settings.dtype], places, self.device, core.arena(), has_own_memory(self.device))
+            weights = Weights(
+                self._blocks, DTYPES[settings.dtype], places, self.device, self._copy_of, core.arena(), has_own_memory(self.device)
+            )
             trains = [[trains for trains, _ in mark] for mark in marks]
             self._layout = _parameters.describe(self.module, self._blocks, places, trains, self._info()["model"])
             if settings.state_dirs and self._ranks.rank == 0:
@@ -492,6 +502,7 @@ class Engine:
                 self._made = not options["resume"]
             raise
         _started.add(self)
+        self._weights = weights
         weights.hide_all()
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
@@ -500,7 +511,7 @@ class Engine:
         self._runtime.loss_factor = settings.forwards / settings.micro_batches
         self._runtime.before_pass = self._describe
         self._patch_state_dict()
-        Whole(self.module, self._blocks, self._runtime.replaced, self._value_of)
+        self._whole = Whole(self.module, self._blocks, self._runtime.replaced, self._value_of)
         self._watch = watch
         self._watch.again(self._watched)
         self._tell_of_wear()
@@ -598,7 +609,7 @@ class Engine:
         self._samples = kept.get("samples", 0)
         self._written_before = kept.get("written", 0)
         given = kept.get("given")
-        if self.lr_scheduler is not None and kept.get("scheduler") is not None and same_scheduler(given, self._identity):
+        if self._takes_scheduler and self.lr_scheduler is not None and kept.get("scheduler") is not None and same_scheduler(given, self._identity):
             self.lr_scheduler.load_state_dict(kept["scheduler"])
         groups_go_on(self.optimizer.param_groups, kept.get("lr", []), kept.get("groups", []), given, self._identity)
         told = changes(given, self._identity)
@@ -665,13 +676,15 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next ``step()`` updates: the last micro-batch of a step is under way, or was."""
-        if self._boundary is not None or self._accumulation is None:
+        if self._boundary is not None or self._accumulation is None or not self._settings.managed:
             return self._boundary is not False
         all_came = len(self._accumulation.forwards()) >= self._settings.forwards
         return all_came or self.micro_steps + 1 >= self._settings.micro_batches
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Whether the next ``step()`` updates, in the place of counting micro-batches."""
+        if not self._settings.managed:
+            raise RuntimeError("managed_gradient_accumulation is false: each step() updates, and there is no boundary to set")
         if not is_boundary and self._accumulation is None:
             raise RuntimeError("each step is of one forward: give gradient_accumulation_steps (or forwards_per_step) to initialize")
         self._boundary = is_boundary
@@ -681,6 +694,7 @@ class Engine:
 
         Where ``gradient_accumulation_steps`` is above 1 it does so for the last of as many micro-batches, counted by calls of
         ``step()`` or by forwards that a backward has come to, or when ``set_gradient_accumulation_boundary`` says so; else it only counts.
+        With ``"managed_gradient_accumulation": false`` in the configuration each call updates.
         The update is applied while the next step runs, and committed then: ``flush()`` commits it now.
         """
         if self._runtime is not None:
@@ -962,7 +976,8 @@ class Engine:
         Over several ranks all of them call it, and each gets the whole of it.
         """
         self._ready()
-        self._describe()
+        if not self._gathered:
+            self._describe()
         value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
         self._core.read(self._names[id(parameter)], kind, value.data_ptr(), value.numel() * 4)
         return value
@@ -988,14 +1003,13 @@ class Engine:
         if write_back:
             runtime.check_trains()
         wanted = list(parameters) if parameters is not None else [p for b in self._blocks for _, p in b.parameters]
-        hidden = [parameter.data for parameter in wanted]
         read = []
         if self._gathered:
             raise RuntimeError("engine.gathered() within itself")
         for parameter in wanted:
             value = self.read_state(parameter).to(self._dtypes[id(parameter)])
             read.append(value.clone() if write_back else value)
-            parameter.data = value
+            self._weights.lend(parameter, value)
         self._gathered = True
         try:
             yield
@@ -1006,29 +1020,25 @@ class Engine:
                 self._write_back([parameter for parameter, whether in zip(wanted, changed) if whether], source)
         finally:
             self._gathered = False
-            for parameter, data in zip(wanted, hidden):
-                parameter.data = data
+            self._weights.take_back(wanted)
             runtime.values_were_here()
 
     # Each is a commit: between the first and the last of them commits say that the state is neither the old nor the new one.
     def _write_back(self, parameters: Sequence[nn.Parameter], source: int) -> None:
-        def marked(whether: bool) -> None:
-            self._partly_written = whether
-            self.flush()
-
         if len(parameters) > 1:
-            marked(True)
+            self._mark_partly_written(True)
         for parameter in parameters:
             value = parameter.data.contiguous()
             self._ranks.share(value, source)
             self.write_state(parameter, value)
         if len(parameters) > 1:
-            marked(False)
+            self._mark_partly_written(False)
 
     # As it came in; None where the parameter has it just now.
     def _value_of(self, parameter: nn.Parameter) -> Optional[torch.Tensor]:
-        if self._gathered:
-            return None
+        return self._copy_of(parameter) if self._weights.is_hidden(parameter) else None
+
+    def _copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
         if self._ready().is_open:
             raise RuntimeError("a step is open: its weights are read between step() and the next forward")
         return self.read_state(parameter).to(self._dtypes[id(parameter)])
@@ -1062,16 +1072,18 @@ class Engine:
         tag: Optional[str] = None,
         client_state: Optional[Mapping[str, Any]] = None,
         *,
+        save_latest: bool = True,
         replaces_others: bool = False,
-        **_: Any,
     ) -> str:
         """A whole copy of the run in ``save_dir``, which stays as it is while training goes on. Returns its path.
 
-        tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``. A second one of the same
-        step takes the place of the first; replaces_others: also where another engine has written that. Over several ranks all of them
+        tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``. save_latest: False leaves
+        ``latest`` as it is, which names the checkpoint that is loaded without a tag. A second one of the same step takes the place of the
+        first; replaces_others: also where another engine has written that. Over several ranks all of them
         call it, for one directory that all of them see; each writes its part, and each gets its own client_state back.
         """
         self._ready()
+        save_latest = truth(save_latest, "save_latest")
         link = None if tag is None else self._link_of(os.fspath(save_dir), tag)
         if client_state is not None:
             before, self.client_state = self.client_state, dict(client_state)
@@ -1081,8 +1093,9 @@ class Engine:
                 self.client_state = before
                 raise
         self._describe()
+        latest = None if save_latest else checkpoint_names.newest(os.fspath(save_dir)) or ""
         path = self._checkpoint(os.fspath(save_dir), replaces_others)
-        self._ranks.on_first("the checkpoint's name", lambda: self._name_checkpoint(path, link))
+        self._ranks.on_first("the checkpoint's name", lambda: self._name_checkpoint(path, link, latest))
         return str(path)
 
     # ValueError: a name that is none, or a checkpoint's own. Before the checkpoint is written, which takes its time.
@@ -1095,10 +1108,10 @@ class Engine:
             raise FileExistsError(errno.EEXIST, "something else than a checkpoint's tag has this name", link)
         return link
 
-    def _name_checkpoint(self, path: str, link: Optional[str]) -> None:
+    def _name_checkpoint(self, path: str, link: Optional[str], latest: Optional[str]) -> None:
         described = _parameters.with_buffers(self._layout, self._buffers)
         _parameters.write(_core.rank_directories([path], 0)[0] if self._ranks.world > 1 else path, described)
-        _name_checkpoint(os.path.dirname(path), os.path.basename(path), link)
+        _name_checkpoint(os.path.dirname(path), os.path.basename(path), link, latest)
 
     # One of this engine's that is there already stands until the new one does.
     def _checkpoint(self, parent: str, replaces_others: bool) -> str:
@@ -1124,22 +1137,51 @@ class Engine:
         return str(path)
 
     def load_checkpoint(
-        self, load_dir: PathLike, tag: Optional[str] = None, *, names: deepspeeds.Names = None, **options: Any
+        self,
+        load_dir: PathLike,
+        tag: Optional[str] = None,
+        *,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        names: deepspeeds.Names = None,
     ) -> Tuple[Optional[str], Dict[str, Any]]:
-        """Goes on from a checkpoint: before the first forward, which reads it. Returns its path and its ``client_state``.
+        """Goes on from a checkpoint. Returns its path and its ``client_state``.
 
-        The state directory must hold no run, or ``overwrite=True`` was given. The checkpoint may be of any number of ranks.
+        Before the first forward that one reads it; later the run ends, and another one begins in its place. The state directory must hold
+        no run, or ``overwrite=True`` was given. The checkpoint may be of any number of ranks.
+
+        load_lr_scheduler_states: False leaves the scheduler as it is; learning rates go on from the checkpoint until its next step.
+        load_module_only: the model gets the values of a checkpoint of Penstock's, in its own types, and nothing else goes on: in an engine
+        that has begun, moments stay. load_module_strict: False leaves those that the checkpoint has not as they are, and what it has
+        besides alone; for load_module_only, since a run goes on with the very parameters that it had. load_optimizer_states=False is
+        refused: a run goes on whole, or gives its weights.
 
         It may be DeepSpeed's: ZeRO-1, 2, 3 of any number of ranks, or universal. Masters, moments, steps, loss scale, learning rates and
         the scheduler's count go on, and nothing in its files is executed. names: where parameters are called otherwise there, a mapping
         from the module's names to the checkpoint's, or the path of a JSON file with one. Raises ValueError naming a parameter that is
         missing there, of another shape, or left over.
         """
-        if self._runtime is not None:
-            raise RuntimeError("the engine has made its state already: load a checkpoint before the first forward")
         directory = os.fspath(load_dir)
+        only = truth(load_module_only, "load_module_only")
+        strict = truth(load_module_strict, "load_module_strict")
+        if not truth(load_optimizer_states, "load_optimizer_states") and not only:
+            raise ValueError(
+                f"load_optimizer_states=False: {directory} is gone on with as a whole, or gives its weights alone: load_module_only=True"
+            )
+        takes_scheduler = truth(load_lr_scheduler_states, "load_lr_scheduler_states")
+        self._check_may_load(only)
         if deepspeeds.is_deepspeeds(directory, tag):
-            return self._load_deepspeeds(directory if tag is None else os.path.join(directory, tag), deepspeeds.names_of(names), options)
+            path = directory if tag is None else os.path.join(directory, tag)
+            if only:
+                raise ValueError(
+                    f"{path}: load_module_only: all of a checkpoint of DeepSpeed's is loaded; its weights alone are taken by the model's "
+                    "load_state_dict (deepspeed.utils.zero_to_fp32)"
+                )
+            found, client = self._load_deepspeeds(path, deepspeeds.names_of(names), takes_scheduler)
+            self._start_over()
+            return found, client
         if tag is None:
             tag = checkpoint_names.newest(directory)
             if tag is None:
@@ -1152,14 +1194,100 @@ class Engine:
         path = checkpoint_names.place_of(directory, tag)
         if names is not None:
             raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
-        self._restore_from, self._found = path, None
         kept = decode(json.loads(_core.record_of([path], "step"))) or {}
+        if only:
+            self._take_weights(path, strict)
+        else:
+            self._restore_from, self._found, self._takes_scheduler = path, None, takes_scheduler
+            self._start_over()
         return path, kept.get("client", {})
 
-    def _load_deepspeeds(self, path: str, names: Dict[str, str], options: Mapping[str, Any]) -> Tuple[str, Dict[str, Any]]:
-        if options.get("load_module_only") or options.get("load_optimizer_states", True) is False:
-            raise ValueError(f"{path}: all of a checkpoint of DeepSpeed's is loaded: weights alone are taken by the model's load_state_dict")
-        self._look_at_parameters()
+    def _check_may_load(self, only_weights: bool) -> None:
+        if self._closed:
+            raise RuntimeError("this engine was closed")
+        if self._runtime is None:
+            return
+        if self._ready().is_open or (self._accumulation is not None and self._accumulation.backwards):
+            raise RuntimeError("a step is open: a checkpoint is loaded between step() and the next forward")
+        if only_weights or not self._settings.state_dirs or self._overwrite:
+            return
+        raise RuntimeError(
+            f"the engine has begun a run in {self._settings.state_dirs[0]}, which the checkpoint would replace: that takes overwrite=True of "
+            "initialize; or load it before the first forward"
+        )
+
+    # Values of another run, in the types of the parameters, and its buffers.
+    def _take_weights(self, path: str, strict: bool) -> None:
+        from .._fp32 import open_weights
+
+        weights = open_weights(path)
+        begun = self._runtime is not None
+        if self._values_are_gone and not begun:
+            raise ValueError("this model's values went with its engine that was closed: build the model anew, or load the checkpoint whole")
+        buffers = {name: module._buffers[short] for name, (module, short, _, _) in persistent_buffers(self.module).items()}
+        own = {
+            **buffers,
+            **{
+                f"{prefix}.{name}" if prefix else name: parameter
+                for prefix, module in self.module.named_modules(remove_duplicate=False)
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            },
+        }
+        there = weights.names(exclude_frozen=False)
+        if strict:
+            for names, holder, other in ((own, path, "the model"), (there, "the model", path)):
+                lacking = next((name for name in names if name not in (there if names is own else own)), None)
+                if lacking is not None:
+                    raise ValueError(f"{holder} has no {lacking}, which {other} has: load_module_strict=False leaves it out")
+        taken = {id(own[name]): (name, own[name]) for name in there if name in own}
+        for name, tensor in taken.values():
+            shape = weights.kind_of(name)[0]
+            if list(tensor.shape) != shape:
+                raise ValueError(f"{path}: {name} is {shape} there and {list(tensor.shape)} in this model")
+        self._mark_partly_written(begun)
+        for name, tensor in taken.values():
+            value = weights.read(weights.tied.get(name, name))
+            if begun and name not in buffers:
+                self.write_state(tensor, value.to(self._dtypes[id(tensor)]))  # type: ignore[arg-type]
+                continue
+            with torch.no_grad():
+                tensor.data.copy_(value)
+            give_back(tensor)
+        self._mark_partly_written(False)
+
+    def _mark_partly_written(self, whether: bool) -> None:
+        if self._runtime is not None:
+            self._partly_written = whether
+            self.flush()
+
+    # The run that has begun ends without a commit, and another one takes its place, which begins where a checkpoint stands.
+    def _start_over(self) -> None:
+        if self._runtime is None:
+            return
+        written = self._written_bytes()
+        try:
+            self._runtime.close()
+            if self._watch is not None:
+                self._watch.close()
+            self._detach()
+            _started.discard(self)
+            self._runtime, self._watch, self._values_are_gone, self._resume = None, None, True, False
+            self._result, self._kept_buffers, self.micro_steps = {}, None, 0
+            if self._accumulation is not None:
+                self._accumulation.end()
+            move_buffers(self.module, self.device)
+            with self._met():
+                self._make_core(self._uses)
+        except BaseException:
+            self.close()
+            self.module.forward = _closed_forward  # type: ignore[method-assign]
+            raise
+        self._written_before = max(self._written_before, written)
+
+    def _load_deepspeeds(self, path: str, names: Dict[str, str], takes_scheduler: bool) -> Tuple[str, Dict[str, Any]]:
+        if self._runtime is None:
+            self._look_at_parameters()
         deepspeeds.check_served(self._parameters(), self._group_of(), self._described)
         found = deepspeeds.open_checkpoint(
             path,
@@ -1167,7 +1295,7 @@ class Engine:
             self._parameters(),
             list(persistent_buffers(self.module)),
             _MOST_BUFFERS,
-            options.get("load_lr_scheduler_states", True) is not False,
+            takes_scheduler,
         )
         client = deepspeeds.client_state_of(found)
         self._restore_from, self._found = found.path, found
@@ -1253,11 +1381,8 @@ class Engine:
             return bool(imported["torch_optimizer"])
         if self._optimizer_was_given:
             return type(self._given).__module__.startswith("torch.")
-        try:
-            params = json.loads(self._settings.config)["optimizer"]["params"]
-        except (ValueError, KeyError, TypeError):
-            return False
-        return bool(params.get("torch_adam"))
+        described = json.loads(self._settings.config or "{}").get("optimizer") or {}
+        return bool((described.get("params") or {}).get("torch_adam"))
 
     # --- looking at it
 
@@ -1293,8 +1418,12 @@ class Engine:
 
     @property
     def started(self) -> bool:
-        """Whether the parameters are the engine's: from the first forward on."""
-        return self._runtime is not None
+        """Whether the parameters are the engine's: from the first forward on, until it is closed."""
+        return self._runtime is not None and not self._closed
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     def _ready(self) -> Runtime:
         if self._closed:
@@ -1305,17 +1434,21 @@ class Engine:
             raise RuntimeError(f"{self._runtime.spoiled}. This engine ends here: close() it, and go on from its last commit with resume=True")
         return self._runtime
 
-    def close(self) -> None:
+    def close(self, keep_values: bool = False) -> None:
         """Ends it: the last step is committed, and the parameters stay without values (``state_dict()`` before).
 
-        Not committed is what was made after a weight was changed in place in the engine's memory."""
+        keep_values: they get their values, each in the type that it came in: in files of the drive that has the state, which go with the
+        last of them, else in memory. Over several ranks all of them give it then. Not committed is what was made after a weight was
+        changed in place in the engine's memory."""
         if self._closed:
             return
+        values = self._values_to_keep() if truth(keep_values, "keep_values") and self._runtime is not None else None
         self._closed = True
         _engines.discard(self)
         _started.discard(self)
         self._give_step_back()
-        setattr(self.module, _MARK, "" if self._runtime is None and not self._values_are_gone else "closed")
+        has_values = values is not None or (self._runtime is None and not self._values_are_gone)
+        setattr(self.module, _MARK, "" if has_values else "closed")
         if self._runtime is None:
             restore_forward(self.module, self._previous_forward)
             return
@@ -1331,16 +1464,31 @@ class Engine:
                 self._watch.close()
             self._last_report = self._report_of(self._runtime)
         finally:
-            for name in ("state_dict", "load_state_dict"):
-                self.module.__dict__.pop(name, None)
-            self.module.forward = _closed_forward  # type: ignore[method-assign]
-            with contextlib.ExitStack() as all_of_it:  # from the last to the first, whatever a broken device says to one of them
-                all_of_it.callback(self._ranks.close)
-                all_of_it.callback(self._core.close)
-                all_of_it.callback(move_buffers, self.module, torch.device("cpu"))
-                all_of_it.callback(self._runtime.let_go)
+            if values is None:
+                self.module.forward = _closed_forward  # type: ignore[method-assign]
+            self._detach()
+            if values is not None:
+                self._whole.remove()
+                for (_, parameter), value in zip(self._parameters(), values):
+                    self._weights.lend(parameter, value)
         if self._watch is not None:
             self._watch.complain()
+
+    def _values_to_keep(self) -> List[torch.Tensor]:
+        self._ready().give_up("the engine was closed")
+        dirs = self._settings.state_dirs
+        with tensors_on_disk(os.path.dirname(os.path.abspath(dirs[0]))) if dirs else contextlib.nullcontext(lambda value: value) as place:
+            return [place(self.read_state(parameter).to(self._dtypes[id(parameter)])) for _, parameter in self._parameters()]
+
+    # The module has its own functions again, and the engine's memory and files are given up. The parameters have no values.
+    def _detach(self) -> None:
+        for name in ("state_dict", "load_state_dict"):
+            self.module.__dict__.pop(name, None)
+        with contextlib.ExitStack() as all_of_it:  # from the last to the first, whatever a broken device says to one of them
+            all_of_it.callback(self._ranks.close)
+            all_of_it.callback(self._core.close)
+            all_of_it.callback(move_buffers, self.module, torch.device("cpu"))
+            all_of_it.callback(self._runtime.let_go)  # type: ignore[union-attr]
 
     def __enter__(self) -> "Engine":
         return self
@@ -1359,20 +1507,26 @@ def _apart(given: Any) -> Any:
         return given
 
 
+def _closed_value(_: nn.Parameter) -> torch.Tensor:
+    raise RuntimeError("this model's engine was closed, and its values went with it")
+
+
 def _closed_forward(*_: Any, **__: Any) -> Any:
     raise RuntimeError("this model's engine was closed: its weights are in the state directory; make an engine with resume=True")
 
 
-# Beside its own name, and as the newest.
-# link: where the tag is to stand beside the checkpoint's own name.
-def _name_checkpoint(directory: str, name: str, link: Optional[str]) -> None:
+# link: where the tag is to stand beside the checkpoint's own name. latest: what is loaded without a tag, None: this one; empty: none.
+def _name_checkpoint(directory: str, name: str, link: Optional[str], latest: Optional[str]) -> None:
     if link is not None and os.path.basename(link) != name:
         replace_link(name, link)
-    with whole_file(os.path.join(directory, checkpoint_names.LATEST)) as file:
-        file.write(name.encode())
+    path = os.path.join(directory, checkpoint_names.LATEST)
+    if latest == "":
+        os.unlink(path)
+        return
+    with whole_file(path) as file:
+        file.write((name if latest is None else latest).encode())
 
 
-# Functions of a scheduler are its program's, and not kept.
 # Of a checkpoint, within its directory.
 def _is_tag(tag: Any) -> bool:
     if not isinstance(tag, str) or not tag or tag.startswith("."):
@@ -1385,6 +1539,7 @@ def _is_own(tag: Any) -> bool:
     return isinstance(tag, str) and re.fullmatch(r"step-\d{8}", tag) is not None
 
 
+# Functions of a scheduler are its program's, and not kept.
 def _is_kept(value: Any) -> bool:
     try:
         encode(value)
@@ -1413,6 +1568,10 @@ def _loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
     if isinstance(out, (tuple, list)) and out:
         return out[0]  # type: ignore[no-any-return]
     raise TypeError("the model returned no loss: give it labels, or train_batch a loss= that computes one")
+
+
+#: For initialize: the engine evaluates and generates only, whatever requires a gradient.
+NO_OPTIMIZER: Any = object()
 
 
 def initialize(
@@ -1473,9 +1632,11 @@ def initialize(
     """
     if model is None:
         raise TypeError("initialize needs model=")
-    for name in ("args", "dist_init_required", "collate_fn", "mpu", "training_data"):
-        if unknown.pop(name, None) and name in ("mpu", "training_data"):
-            raise ValueError(f"{name} is not served: the caller loads its data, and there is no parallelism but that of batches")
+    for name in ("args", "collate_fn", "mpu", "training_data"):
+        if unknown.pop(name, None) is not None:
+            raise ValueError(
+                f"{name} is not served: config= says the configuration, the caller loads its data, and there is no parallelism but that of batches"
+            )
     if unknown:
         raise TypeError(f"initialize has no argument {sorted(unknown)[0]!r}")
     if not rank_timeout >= 1:
@@ -1507,7 +1668,8 @@ def initialize(
     parameters = list(parameters)
     was_given = optimizer is not None
     if not isinstance(optimizer, torch.optim.Optimizer):
-        if not any(parameter.requires_grad for parameter in model.parameters()):
+        settings.has_no_optimizer = optimizer is NO_OPTIMIZER
+        if settings.has_no_optimizer or not any(parameter.requires_grad for parameter in model.parameters()):
             settings.nothing_trains = True
             optimizer = torch.optim.SGD(list(model.parameters()), lr=0.0)  # groups alone: it makes no step
         elif optimizer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
@@ -31,10 +32,24 @@ def restore_forward(module: nn.Module, previous: Optional[Callable[..., Any]]) -
 
 
 def switch_off_checkpointing(modules: Iterable[nn.Module]) -> None:
-    """transformers' gradient_checkpointing: blocks are computed again already, by the engine's own rule."""
+    """transformers' gradient_checkpointing: blocks are computed again already, by the engine's own rule. Warns of options that change more."""
+    offloads = False
     for module in modules:
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
+            offloads = offloads or _offloads(getattr(module, "_gradient_checkpointing_func", None))
+    if offloads:
+        warnings.warn(
+            "gradient checkpointing with offload=True: accepted and ignored: the inputs that are saved, one for each block, stay in the "
+            "memory of the device that computes",
+            stacklevel=2,
+        )
+
+
+# transformers makes a function of its own for it, of which nothing but its code tells.
+def _offloads(function: Any) -> bool:
+    code = getattr(getattr(function, "func", None), "__code__", None)
+    return "save_on_cpu" in getattr(code, "co_names", ())
 
 
 def without_cache(forward: Callable[..., Any], kwargs: Dict[str, Any]) -> Dict[str, Any]:

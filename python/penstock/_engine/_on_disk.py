@@ -8,7 +8,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -126,6 +126,23 @@ class _Files:
         if self._handle >= 0:
             os.close(self._handle)
         self._handle, self._last = -1, None
+
+
+@contextlib.contextmanager
+def tensors_on_disk(directory: PathLike) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """A function from a tensor to one like it in a file of the directory, as init_on_disk's; to itself where that stays in memory."""
+    files = _Files(os.fspath(directory))
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        held = nn.Parameter(tensor, requires_grad=False)
+        files.take(held)
+        return held.data
+
+    try:
+        yield place
+    finally:
+        files.trim()
+        files.close()
 
 
 class _Watch(TorchFunctionMode):

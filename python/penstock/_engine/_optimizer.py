@@ -78,8 +78,8 @@ def _number(value: Any, option: str, kind: str) -> float:
         return _tensors.number(value, option)
     except TypeError:
         raise TypeError(
-            f"{option} of this {kind} is {value!r}, and must be a number: its groups are another optimizer's (accelerate hands those of Adafactor, or of "
-            "whatever else optim= names, to DeepSpeedCPUAdam). The engine has AdamW, Adam, Adagrad, Lion and SGD: optim='adamw_torch'"
+            f"{option} of this {kind} is {value!r}, and must be a number: its groups are another optimizer's (accelerate hands those of Adafactor, or "
+            "of whatever else optim= names, to DeepSpeedCPUAdam). The engine has AdamW, Adam, Adagrad, Lion and SGD: optim='adamw_torch'"
         ) from None
 
 

@@ -633,7 +633,7 @@ class Runtime:
                 if parameter.grad is None or not self._trains[block][number]:
                     continue
                 numbers.append(number)
-                held.append(parameter.grad.detach().contiguous())
+                held.append(_dense(parameter.grad.detach()).contiguous())
             if self._weights.on_device is not None:
                 held = self._weights.on_device.take(held)
             gradients = [(number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]) for number, gradient in zip(numbers, held)]
@@ -844,6 +844,11 @@ class Runtime:
             restore_forward(module, previous)
         for handle in self._gradient_hooks:
             handle.remove()
+
+
+# Of nn.Embedding(sparse=True): an update by whole tiles takes the zeros too.
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
 def _to_its_end(wanted: bool) -> Any:

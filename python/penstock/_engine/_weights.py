@@ -7,12 +7,106 @@ truth, a write is refused by torch, and whoever computes with it notices.
 from __future__ import annotations
 
 import ctypes
-from typing import Dict, List, Optional, Sequence, Tuple
+import enum
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
+from torch import nn
 
 from ._blocks import Block
 from ._device import DeviceMemory
+
+
+class ZeroParamStatus(enum.Enum):
+    """DeepSpeed's, of a parameter's ds_status."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+ValueOf = Callable[[nn.Parameter], torch.Tensor]
+
+_VALUE_OF = "_penstock_value_of"  # of a hidden parameter
+_DETACHED = frozenset((torch.Tensor.detach, torch.Tensor.data.__get__))
+# Others that a program copies a parameter with; with a graph they would be part of a loss.
+_COPYING = ("clone", "cpu", "to", "float", "half", "bfloat16", "double", "type", "numpy", "tolist", "item")
+_COPIES = frozenset(getattr(torch.Tensor, name) for name in _COPYING)
+_IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__")
+_without_overrides = getattr(torch._C, "DisableTorchFunctionSubclass", torch._C.DisableTorchFunction)
+
+
+class Copy(torch.Tensor):
+    """Of a parameter's value, where the program may take it for the parameter's memory. All that is made of it is an ordinary tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
+        name = getattr(func, "__name__", "")
+        changes = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if changes and args and isinstance(args[0], cls) and name not in ("requires_grad_", "retain_grad_"):
+            raise RuntimeError(
+                f"a parameter that is not in memory is changed in place ({name}), which would be lost: within engine.gathered(write_back=True), or "
+                "deepspeed.zero.GatheredParameters(..., modifier_rank=0), it is written"
+            )
+        with _without_overrides():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if func in _DETACHED else result
+
+    def plain(self) -> torch.Tensor:
+        with _without_overrides():
+            return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
+        return self.plain().clone()
+
+
+class Hidden(nn.Parameter):
+    """A parameter that is not in memory. A copy of it is a copy of its value, which is read for that: between steps, and from the engine.
+
+    What is computed with it otherwise is NaN, which the engine refuses.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
+        first = args[0] if args else None
+        if (func in _DETACHED or func in _COPIES) and isinstance(first, Hidden):
+            if func not in _DETACHED and torch.is_grad_enabled() and first.requires_grad:
+                raise RuntimeError(
+                    "a parameter that is not in memory is copied with a graph, outside of its module's forward: a gradient would not come to it. "
+                    "Copy it under torch.no_grad(), or its detach()"
+                )
+            value = first.__dict__[_VALUE_OF](first)
+            copied = value if func in _DETACHED else func(value, *args[1:], **(kwargs or {}))
+            return copied.as_subclass(Copy) if copied is value else copied
+        with _without_overrides():
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Where deepspeed.initialize made its engine the parameter has ds_id, ds_shape and ds_numel too."""
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """Its value, flat: the part of this process, which is the whole."""
+        return self.detach().reshape(-1)
+
+
+def hide_copies(parameter: nn.Parameter, value_of: ValueOf) -> None:
+    """The parameter has no value of its own from here on. Those of other types stay what they are."""
+    if type(parameter) is nn.Parameter:
+        parameter.__dict__[_VALUE_OF] = value_of
+        parameter.__class__ = Hidden
+
+
+def show_copies(parameter: nn.Parameter) -> None:
+    """What the parameter has is its value."""
+    if type(parameter) is Hidden:
+        parameter.__class__ = nn.Parameter
+        del parameter.__dict__[_VALUE_OF]
 
 
 class Weights:
@@ -24,14 +118,17 @@ class Weights:
         dtype: torch.dtype,
         places: Sequence[Sequence[int]],
         device: torch.device,
+        value_of: ValueOf,
         arena: Tuple[int, int] = (0, 0),
         apart: bool = False,
     ) -> None:
         """places: where each parameter begins in its block's weights, in elements (zero/compute/flat_layout.h).
 
-        arena: address and bytes of the engine's memory. apart: blocks are copied to the device, which has memory of its own.
+        value_of: the value of a parameter that is hidden, for who copies it. arena: address and bytes of the engine's memory. apart: blocks
+        are copied to the device, which has memory of its own.
         """
         self._parameters = [[parameter for _, parameter in block.parameters] for block in blocks]
+        self._value_of = value_of
         self._dtype = dtype
         self._width = torch.empty((), dtype=dtype).element_size()
         self._places = places
@@ -85,6 +182,7 @@ class Weights:
             with torch.inference_mode(False):
                 views = self._views[block, address] = self._cut(block, address, memory)
         for parameter, view in zip(self._parameters[block], views):
+            show_copies(parameter)
             parameter.data = view
         self._versions[block] = [parameter._version for parameter in self._parameters[block]]
 
@@ -102,6 +200,10 @@ class Weights:
 
     def check_hidden(self, blocks: Sequence[Block]) -> None:
         """RuntimeError naming a parameter that was given a value where the engine does not see it."""
+        with _without_overrides():  # a call of Python's for each attribute of each parameter would be felt
+            self._check_hidden(blocks)
+
+    def _check_hidden(self, blocks: Sequence[Block]) -> None:
         if not bool(torch.isnan(self._nan).all()):
             self._nan.fill_(float("nan"))
             raise RuntimeError("a parameter was written to outside of engine.gathered(write_back=True): the value is lost")
@@ -135,8 +237,28 @@ class Weights:
         if self.on_device is not None:
             self.on_device.leave()
         for parameter, hidden in zip(self._parameters[block], self._hidden[block]):
-            parameter.data = hidden
+            self._hide_one(parameter, hidden)
         self._note_hidden(block)
+
+    def _hide_one(self, parameter: nn.Parameter, hidden: torch.Tensor) -> None:
+        parameter.data = hidden
+        hide_copies(parameter, self._value_of)
+
+    def is_hidden(self, parameter: nn.Parameter) -> bool:
+        return parameter.data_ptr() == self._nan.data_ptr()
+
+    def lend(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """The parameter has this value, until take_back."""
+        show_copies(parameter)
+        parameter.data = value
+
+    def take_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        """They have no values again."""
+        wanted = {id(parameter) for parameter in parameters}
+        for block, hidden in zip(self._parameters, self._hidden):
+            for parameter, nothing in zip(block, hidden):
+                if id(parameter) in wanted:
+                    self._hide_one(parameter, nothing)
 
     def note_hidden(self) -> None:
         """What was changed in place until now was no mistake, or was told."""

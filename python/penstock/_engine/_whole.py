@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from ._blocks import Block
+from ._weights import Copy, Hidden
 
 _PLACE = "_penstock_whole"  # in a model's __dict__: the Whole of its last engine
 _OURS = ("__deepcopy__", "__reduce_ex__", "state_dict", "load_state_dict", "_penstock_engine", _PLACE)
@@ -34,7 +35,7 @@ class Whole:
         """
         earlier = model.__dict__.get(_PLACE)
         if earlier is not None:
-            earlier._remove()
+            earlier.remove()
         self._model = model
         self._value_of = value_of
         self._parameters = [parameter for block in blocks for _, parameter in block.parameters]
@@ -52,7 +53,8 @@ class Whole:
             module.__dict__["__reduce_ex__"] = _refuses_pickle
         model.__dict__[_PLACE] = self
 
-    def _remove(self) -> None:
+    def remove(self) -> None:
+        """The hooks are gone."""
         for parameter in self._parameters:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 parameter.__dict__.pop(name, None)
@@ -62,24 +64,30 @@ class Whole:
             handle = self._hooks.get(id(module))
             if handle is not None:
                 handle.remove()
+        self._model.__dict__.pop(_PLACE, None)
 
     def _fill(self, module: nn.Module, state: Dict[str, Any], prefix: str, _: Any) -> None:
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) not in self._owned or prefix + name not in state:
                 continue
-            value = self._value_of(parameter)
-            if value is None:
+            value = state[prefix + name]
+            if isinstance(value, Copy):  # detach() has read it
+                state[prefix + name] = value.plain()
                 continue
-            if state[prefix + name] is parameter:
+            read = self._value_of(parameter)
+            if read is None:
+                continue
+            if value is parameter:
                 raise RuntimeError("state_dict(keep_vars=True) of parameters that are not in memory: take it within engine.gathered()")
-            state[prefix + name] = value
+            state[prefix + name] = read
 
     def _copy_of_parameter(self, parameter: nn.Parameter) -> Callable[[Dict[int, Any]], nn.Parameter]:
         def copied(memo: Dict[int, Any]) -> nn.Parameter:
             if id(parameter) not in memo:
                 value = self._value_of(parameter)
                 value = parameter.data.clone() if value is None else value
-                memo[id(parameter)] = type(parameter)(value, parameter.requires_grad)
+                kind = nn.Parameter if isinstance(parameter, Hidden) else type(parameter)
+                memo[id(parameter)] = kind(value, parameter.requires_grad)
             return memo[id(parameter)]  # type: ignore[no-any-return]
 
         return copied

@@ -62,6 +62,12 @@ class CPUOptimizer(torch.optim.Optimizer):
     def _state_dtype(self, p: torch.Tensor) -> torch.dtype:
         return torch.float32 if self.fp32_optimizer_states else p.dtype
 
+    def _make_state(self, state: Dict[str, Any], p: torch.Tensor) -> None:
+        if len(state) == 0:
+            state["step"] = 0
+            for key, _ in self._states:
+                state[key] = torch.zeros_like(p, dtype=self._state_dtype(p), memory_format=torch.preserve_format)
+
     def _update(
         self,
         group: Dict[str, Any],
@@ -116,10 +122,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             if p.numel() == 0:
                 continue
             state = self.state[p]
-            if len(state) == 0:
-                state["step"] = 0
-                for key, _ in self._states:
-                    state[key] = torch.zeros_like(p, dtype=self._state_dtype(p), memory_format=torch.preserve_format)
+            self._make_state(state, p)
             for key, _ in self._states:  # whoever put a state there has put it anyhow
                 if not is_dense(state[key]) or state[key].dtype not in DTYPES:
                     raise ValueError(f"the state {key!r} of {name} is {state[key].dtype} with strides {state[key].stride()}")

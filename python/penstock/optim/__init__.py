@@ -5,10 +5,10 @@
 
 Each takes its torch.optim namesake's arguments, is a ``torch.optim.Optimizer``, and takes besides:
 
-state_dir: an existing directory on the drive. The states are in a file there that has no name: it goes with the
+state_dir: a directory on the drive, made where it is missing. The states are in a file there that has no name: it goes with the
     optimizer, however the process ends, so a checkpoint is torch's own, of ``state_dict()``.
 host_memory: bytes of buffers, and of states that stay in memory where there is room; at least 2 MiB. A number, or a
-    text like "512M". 256 MiB where it is not given.
+    text like "512MiB". 256 MiB where it is not given.
 nvme_offload_dir: ColossalAI's name of state_dir.
 nvme_offload_fraction: ColossalAI's: this share of the states, from 0 to 1, lives on the drive, the rest in memory, beside
     the buffers of host_memory.

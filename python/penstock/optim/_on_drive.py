@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import mmap
 import os
@@ -78,14 +79,17 @@ class OnDrive(torch.optim.Optimizer):
                 raise ValueError(f"nvme_offload_fraction is {nvme_offload_fraction}, must be from 0 to 1")
         if state_dir is None:
             if share != 0.0:
-                raise ValueError("state_dir is missing: give an existing directory on the drive that is to hold the states")
+                raise ValueError("state_dir is missing: give a directory on the drive that is to hold the states")
             state_dir = tempfile.gettempdir()
         self._directory = os.path.realpath(os.fsdecode(state_dir))
         memory = _DEFAULT_MEMORY if host_memory is None else byte_size(host_memory, "host_memory")
         if memory < _LEAST_MEMORY:
             raise ValueError(f"host_memory is {memory}, must be at least {_LEAST_MEMORY} (2 MiB)")
         if not os.path.isdir(self._directory):
-            raise NotADirectoryError(20, "state_dir is no existing directory", self._directory)
+            try:
+                os.makedirs(self._directory)
+            except FileExistsError:
+                raise NotADirectoryError(errno.ENOTDIR, "state_dir is no directory", self._directory) from None
         self._core = _core.DriveOptimizer(self._directory, memory, share, threads())
         self._numbers_of: Dict[torch.Tensor, int] = {}  # the parameter's number in the extension
         self._shapes: Dict[torch.Tensor, Tuple[torch.dtype, torch.Size]] = {}

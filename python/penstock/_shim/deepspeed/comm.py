@@ -21,9 +21,8 @@ def get_world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if is_initialized() else 1
 
 
-def barrier(*args: Any, **kwargs: Any) -> None:
-    if is_initialized():
-        dist.barrier(*args, **kwargs)
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    return dist.barrier(group, async_op, device_ids) if is_initialized() else None
 
 
 # all_reduce, all_gather and the others, which are torch's own.

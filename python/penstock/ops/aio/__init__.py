@@ -7,6 +7,6 @@
 >>> handle.wait()                                              # 1
 """
 
-from ._handle import AsyncIOBuilder, aio_handle, aio_read, aio_write, deepspeed_memcpy
+from ._handle import AsyncIOBuilder, PinMemoryBuilder, aio_handle, aio_read, aio_write, deepspeed_memcpy, pin_handle
 
-__all__ = ["AsyncIOBuilder", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
+__all__ = ["AsyncIOBuilder", "PinMemoryBuilder", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy", "pin_handle"]

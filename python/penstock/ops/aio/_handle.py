@@ -283,23 +283,7 @@ class aio_handle:
         example = keywords.pop("example_tenosr", example_tensor)  # DeepSpeed's spelling
         if keywords:
             raise TypeError(f"new_cpu_locked_tensor() got an unexpected keyword argument {next(iter(keywords))!r}")
-        count = whole_number(num_elem, "num_elem", 0)
-        if is_tensor(example):
-            import torch
-
-            width = example.element_size()
-            if count == 0:
-                return torch.empty(0, dtype=example.dtype)
-            return torch.frombuffer(_new_locked(count * width), dtype=example.dtype)
-        if hasattr(example, "__array_interface__"):
-            import numpy
-
-            if example.dtype.hasobject:
-                raise TypeError(f"example_tensor is an array of Python objects (dtype {example.dtype}), which are no bytes")
-            if count == 0:
-                return numpy.empty(0, dtype=example.dtype)
-            return numpy.frombuffer(_new_locked(count * example.dtype.itemsize), dtype=example.dtype)
-        raise TypeError(f"example_tensor must be a torch tensor or a numpy array, not {type(example).__name__}")
+        return _new_locked_tensor(num_elem, example)
 
     def free_cpu_locked_tensor(self, locked_tensor: Any = None, **keywords: Any) -> bool:
         """Gives a tensor of new_cpu_locked_tensor() up: True, or False for any other.
@@ -310,23 +294,11 @@ class aio_handle:
         tensor = keywords.pop("tensor", locked_tensor)
         if keywords:
             raise TypeError(f"free_cpu_locked_tensor() got an unexpected keyword argument {next(iter(keywords))!r}")
-        address = memory_of(tensor, "locked_tensor").address
-        with _locked_mutex:
-            return _locked.pop(address, None) is not None
+        return _give_up_locked(memory_of(tensor, "locked_tensor").address)
 
     def is_pinned(self, tensor: Any) -> bool:
         """Whether the tensor lies in locked memory: of any handle here, or pinned by torch."""
-        memory = memory_of(tensor, "tensor")
-        if is_tensor(tensor) and tensor.is_pinned():
-            return True
-        with _locked_mutex:
-            for reference in list(_locked.values()):
-                held = reference()
-                if held is not None and held.address <= memory.address and (
-                    memory.address + memory.nbytes <= held.address + held.nbytes
-                ):
-                    return True
-        return False
+        return _is_locked(tensor)
 
     # Within.
 
@@ -415,6 +387,42 @@ def _new_locked(nbytes: int) -> Any:
     return array
 
 
+def _new_locked_tensor(num_elem: int, example: Any) -> Any:
+    count = whole_number(num_elem, "num_elem", 0)
+    if is_tensor(example):
+        import torch
+
+        if count == 0:
+            return torch.empty(0, dtype=example.dtype)
+        return torch.frombuffer(_new_locked(count * example.element_size()), dtype=example.dtype)
+    if hasattr(example, "__array_interface__"):
+        import numpy
+
+        if example.dtype.hasobject:
+            raise TypeError(f"example_tensor is an array of Python objects (dtype {example.dtype}), which are no bytes")
+        if count == 0:
+            return numpy.empty(0, dtype=example.dtype)
+        return numpy.frombuffer(_new_locked(count * example.dtype.itemsize), dtype=example.dtype)
+    raise TypeError(f"example_tensor must be a torch tensor or a numpy array, not {type(example).__name__}")
+
+
+def _give_up_locked(address: int) -> bool:
+    with _locked_mutex:
+        return _locked.pop(address, None) is not None
+
+
+def _is_locked(tensor: Any) -> bool:
+    memory = memory_of(tensor, "tensor")
+    if is_tensor(tensor) and tensor.is_pinned():
+        return True
+    with _locked_mutex:
+        for reference in list(_locked.values()):
+            held = reference()
+            if held is not None and held.address <= memory.address and memory.address + memory.nbytes <= held.address + held.nbytes:
+                return True
+    return False
+
+
 def _forget_locked(address: int) -> None:
     with _locked_mutex:
         reference = _locked.get(address)
@@ -461,6 +469,42 @@ def deepspeed_memcpy(dest: Any, src: Any) -> int:
         raise ValueError(f"dest has {to.nbytes} bytes, src {origin.nbytes}")
     ctypes.memmove(to.address, origin.address, to.nbytes)
     return 0
+
+
+class pin_handle:
+    """DeepSpeed's: locked memory by itself, which every aio_handle knows too."""
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Any) -> Any:
+        """As aio_handle's."""
+        return _new_locked_tensor(num_elem, example_tensor)
+
+    def free_cpu_locked_tensor(self, locked_tensor: Any) -> bool:
+        """As aio_handle's: the memory stays for as long as a tensor refers to it."""
+        return _give_up_locked(memory_of(locked_tensor, "locked_tensor").address)
+
+    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
+        """The same, by the address of its first element."""
+        return _give_up_locked(whole_number(address, "address", 0, 2**64 - 1))
+
+    def is_pinned(self, buffer: Any) -> bool:
+        """As aio_handle's."""
+        return _is_locked(buffer)
+
+
+class PinMemoryBuilder:
+    """DeepSpeed's builder of this operator: there is nothing to build, ``load()`` gives the module."""
+
+    NAME = "pin_memory"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """True."""
+        return True
+
+    def load(self, verbose: bool = False) -> Any:
+        """The module with pin_handle."""
+        import penstock.ops.aio as module
+
+        return module
 
 
 class AsyncIOBuilder:

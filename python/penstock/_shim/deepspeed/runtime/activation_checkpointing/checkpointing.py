@@ -1,10 +1,25 @@
 """Nothing to do: every block is computed again in backward, whatever its forward calls."""
 
-from typing import Any, Callable
+import warnings
+from typing import Any, Callable, Optional
 
 
-def configure(*_: Any, **__: Any) -> None:
-    """Taken, and of no effect."""
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: Optional[bool] = None,
+    contiguous_checkpointing: Optional[bool] = None,
+    num_checkpoints: Optional[int] = None,
+    checkpoint_in_cpu: Optional[bool] = None,
+    synchronize: Optional[bool] = None,
+    profile: Optional[bool] = None,
+) -> None:
+    """Taken, and of no effect: warns of what would change where inputs are kept."""
+    if checkpoint_in_cpu:
+        warnings.warn(
+            "checkpoint_in_cpu: accepted and ignored: the inputs that are saved, one for each block, stay in the memory of the device that computes",
+            stacklevel=2,
+        )
 
 
 def is_configured() -> bool:

@@ -6,6 +6,7 @@ import torch
 
 from penstock._deepspeed import GatheredParameters as GatheredParameters
 from penstock._deepspeed import Init as Init
+from penstock._deepspeed import ZeroParamStatus as ZeroParamStatus
 
 _orig_torch_arange = torch.arange
 

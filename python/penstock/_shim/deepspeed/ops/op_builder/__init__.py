@@ -1,0 +1,5 @@
+"""Builders of operators that are built already."""
+
+from penstock.ops.adam import CPUAdamBuilder as CPUAdamBuilder
+from penstock.ops.aio import AsyncIOBuilder as AsyncIOBuilder
+from penstock.ops.aio import PinMemoryBuilder as PinMemoryBuilder

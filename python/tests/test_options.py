@@ -1,0 +1,428 @@
+"""Options that a call takes are obeyed or refused: none is lost in silence, and none that does not exist is taken."""
+
+import base64
+import importlib
+import inspect
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import penstock  # noqa: E402
+import penstock.deepspeed as deepspeed  # noqa: E402
+from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
+from torch import nn  # noqa: E402
+
+MODULES = [
+    "penstock",
+    "penstock.optim",
+    "penstock.ops.adam",
+    "penstock.ops.adagrad",
+    "penstock.ops.aio",
+    "penstock.ops.lion",
+    "deepspeed",
+    "deepspeed.comm",
+    "deepspeed.utils",
+    "deepspeed.utils.zero_to_fp32",
+    "deepspeed.zero",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "deepspeed.runtime.lr_schedules",
+    "deepspeed.profiling.flops_profiler",
+    "deepspeed.elasticity",
+]
+CLASSES = [
+    (penstock, "Engine"),
+    (deepspeed, "DeepSpeedEngine"),
+]
+
+
+def public(module):
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    for name in [*names, *(("Engine", "init_on_disk", "initialize", "load", "save") if module is penstock else ())]:
+        found = getattr(module, name)
+        if callable(found) and str(getattr(found, "__module__", "")).split(".")[0] in ("penstock", "deepspeed"):
+            yield name, found
+
+
+def calls():
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for known, found in public(module):
+            if isinstance(found, type) and issubclass(found, Exception):
+                continue
+            yield f"{name}.{known}", found
+    for module, name in CLASSES:
+        kind = getattr(module, name)
+        for known, method in vars(kind).items():
+            # What is the model's has the model's arguments.
+            if inspect.isfunction(method) and not known.startswith("_") and known not in ("forward", "generate", "state_dict"):
+                yield f"{name}.{known}", method
+
+
+FOUND = dict(calls())
+# Refused whatever is given: NotImplementedError with what to do instead.
+REFUSE = ("deepspeed.init_inference", "deepspeed.tp_model_init", "deepspeed.elasticity.DSElasticAgent")
+
+
+def test_every_call_is_found():
+    for name in (
+        "penstock.initialize", "penstock.optim.AdamW", "penstock.ops.aio.aio_handle", "deepspeed.initialize", "deepspeed.zero.Init",
+        "deepspeed.zero.GatheredParameters", "Engine.save_checkpoint", "Engine.load_checkpoint", "DeepSpeedEngine.save_checkpoint",
+        "DeepSpeedEngine.load_checkpoint", "DeepSpeedEngine.step", "DeepSpeedEngine.backward", "deepspeed.runtime.activation_checkpointing.checkpointing.configure",
+    ):  # fmt: skip
+        assert name in FOUND, name
+    assert len(FOUND) > 90
+
+
+@pytest.mark.parametrize("name", sorted(FOUND))
+def test_a_keyword_that_does_not_exist_is_refused(tmp_path, name):
+    expected = NotImplementedError if name in REFUSE else (TypeError, ValueError)
+    parameters = inspect.signature(FOUND[name]).parameters.values()
+    takes_any = [each for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD]
+    # Python refuses it before the body runs; a body that takes any names it must say so itself, and needs arguments that are right.
+    torch.save({}, tmp_path / "there.pt")
+    given = ARGUMENTS.get(name, lambda _: ())(tmp_path) if takes_any else ()
+    with pytest.raises(expected) as raised:
+        FOUND[name](*given, no_such_option=1)
+    if name not in REFUSE:
+        assert "no_such_option" in str(raised.value) or "takes no arguments" in str(raised.value), str(raised.value)
+
+
+class _Stub:
+    """An engine whose calls must not be reached."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: penstock.Engine.__dict__[name](self, *args, **kwargs)
+
+
+class _Wrapper:
+    engine = _Stub()
+
+
+ARGUMENTS = {
+    "penstock.initialize": lambda _: (nn.Linear(2, 2),),
+    "penstock.save": lambda directory: (1, directory / "new.pt"),
+    "penstock.load": lambda directory: (directory / "there.pt",),
+    "DeepSpeedEngine.save_checkpoint": lambda _: (_Wrapper(), "none"),
+    "DeepSpeedEngine.load_checkpoint": lambda _: (_Wrapper(), "none"),
+    "DeepSpeedEngine.export_checkpoint": lambda _: (_Wrapper(), "none"),
+    **{f"deepspeed.runtime.lr_schedules.{name}": lambda _: (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1),) for name in
+       ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")},
+}  # fmt: skip
+
+
+def kept(tmp_path):
+    """A checkpoint of three steps with a scheduler, and the engine's weights then."""
+    model = net()
+    with make(model, tmp_path / "first", lr_scheduler=scheduler) as engine:
+        for batch in batches(3):
+            step(engine, batch)
+        engine.save_checkpoint(tmp_path / "kept", client_state={"epoch": 7})
+        return {name: value.clone() for name, value in engine.state_dict().items()}
+
+
+def scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def test_weights_alone_are_loaded(tmp_path):
+    """As a fine-tuning begins: no moment, no step and no scheduler goes on."""
+    values = kept(tmp_path)
+    data = batches(3, seed=5)
+    oracle = net()
+    oracle.load_state_dict(values)
+    expected, _ = plain_losses(oracle, all_names(oracle), [[batch] for batch in data])
+    with make(net(seed=3), tmp_path / "second", lr_scheduler=scheduler) as engine:
+        path, client = engine.load_checkpoint(tmp_path / "kept", load_module_only=True)
+        assert path.endswith("step-00000003") and client == {"epoch": 7}
+        losses = [step(engine, batches(1, seed=5)[0])]
+        assert engine.global_steps == 1 and engine.lr_scheduler.last_epoch == 1
+        assert losses == pytest.approx(expected[:1], abs=1e-5)
+        # And into an engine that has begun: its moments and its step stay.
+        moment = engine.read_state(engine.module.norm.weight, "first moment")
+        engine.load_checkpoint(tmp_path / "kept", load_module_only=True)
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, values[name]), name
+        assert torch.equal(engine.read_state(engine.module.norm.weight, "first moment"), moment) and engine.global_steps == 1
+
+
+def test_a_checkpoint_of_another_model_is_loaded_as_far_as_it_goes(tmp_path):
+    values = kept(tmp_path)
+
+    class Longer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(9)
+            model = net(seed=9)
+            self.embed, self.layers, self.norm, self.head = model.embed, model.layers, model.norm, model.head
+            self.more = nn.Linear(50, 50)
+
+        def forward(self, x, targets):
+            x = self.embed(x)
+            for layer in self.layers:
+                x = layer(x)
+            return nn.functional.cross_entropy(self.more(self.head(self.norm(x))).flatten(0, 1), targets.flatten())
+
+    model = Longer()
+    before = model.more.weight.detach().clone()
+    with make(model, tmp_path / "second") as engine:
+        with pytest.raises(ValueError, match=r"has no more\.(weight|bias), which the model has: load_module_strict=False"):
+            engine.load_checkpoint(tmp_path / "kept", load_module_only=True)
+        engine.load_checkpoint(tmp_path / "kept", load_module_only=True, load_module_strict=False)
+        assert torch.equal(model.more.weight.detach(), before) and torch.equal(model.norm.weight.detach(), values["norm.weight"])
+        step(engine, batches(1)[0])
+
+
+def test_the_schedulers_state_is_left_where_it_is_not_wanted(tmp_path):
+    kept(tmp_path)
+    for wanted, count in ((True, 4), (False, 1)):
+        with make(net(), tmp_path / str(wanted), lr_scheduler=scheduler) as engine:
+            engine.load_checkpoint(tmp_path / "kept", load_lr_scheduler_states=wanted)
+            step(engine, batches(1)[0])
+            assert engine.global_steps == 4 and engine.lr_scheduler.last_epoch == count
+
+
+def test_what_is_not_served_of_a_checkpoint_is_refused_by_its_name(tmp_path):
+    kept(tmp_path)
+    with make(net(), tmp_path / "second") as engine:
+        with pytest.raises(ValueError, match="load_optimizer_states=False: .* load_module_only=True"):
+            engine.load_checkpoint(tmp_path / "kept", load_optimizer_states=False)
+        with pytest.raises(TypeError, match="load_module_only"):
+            engine.load_checkpoint(tmp_path / "kept", load_module_only="yes")
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine = deepspeed.initialize(model=net(), config=config)[0]
+    step(engine, batches(1)[0])
+    with pytest.raises(NotImplementedError, match="exclude_frozen_parameters"):
+        engine.save_checkpoint(tmp_path / "more", exclude_frozen_parameters=True)
+    with pytest.raises(NotImplementedError, match="custom_load_fn"):
+        engine.load_checkpoint(tmp_path / "kept", custom_load_fn=print)
+    with pytest.raises(NotImplementedError, match="lr_kwargs"):
+        engine.step(lr_kwargs={"epoch": 1})
+    engine.save_checkpoint(tmp_path / "more", exclude_frozen_parameters=False)
+    before = (tmp_path / "more" / "latest").read_text()
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "more", save_latest=False)
+    assert (tmp_path / "more" / "latest").read_text() == before and (tmp_path / "more" / "global_step2").exists()
+    engine.destroy()
+
+
+def test_a_checkpoint_is_loaded_into_an_engine_that_has_begun(tmp_path):
+    """The run that was there ends, and the checkpoint's goes on, with the bits that it would have had."""
+    values = kept(tmp_path)
+    with make(net(), tmp_path / "oracle", lr_scheduler=scheduler) as engine:
+        engine.load_checkpoint(tmp_path / "kept")
+        expected = [step(engine, batch) for batch in batches(3, seed=8)]
+    for offload in ("nvme", "none"):
+        where = {"state_dir": str(tmp_path / "other")} if offload == "nvme" else {"offload": "none"}
+        model = net(seed=4)
+        engine = penstock.initialize(
+            model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), gradient_clipping=1.0, lr_scheduler=scheduler, overwrite=True, **where
+        )[0]
+        with engine:
+            step(engine, batches(1)[0])
+            path, client = engine.load_checkpoint(tmp_path / "kept")
+            assert client == {"epoch": 7} and engine.client_state == client and engine.global_steps == 3
+            for name, value in engine.state_dict().items():  # before any forward
+                assert torch.equal(value, values[name]), name
+            assert [step(engine, batch) for batch in batches(3, seed=8)] == expected
+    with make(net(), tmp_path / "another") as engine:
+        step(engine, batches(1)[0])
+        with pytest.raises(RuntimeError, match="overwrite=True"):
+            engine.load_checkpoint(tmp_path / "kept")
+        step(engine, batches(1)[0])
+
+
+CONFIG = """{
+  // What DeepSpeed's reader takes: comments,
+  "train_micro_batch_size_per_gpu": 4, # of both kinds
+  optimizer: {
+    type: AdamW
+    params: {"lr": 1e-2, 'weight_decay': 0.1,}
+  },
+  "gradient_clipping": 1.0,   /* and commas at ends */
+  "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "NVME"}},
+}
+"""
+
+
+def test_a_configuration_is_read_as_deepspeed_reads_it(tmp_path):
+    text = CONFIG.replace("NVME", str(tmp_path / "nvme"))
+    path = tmp_path / "ds_config.hjson"
+    path.write_text(text)
+    given = [str(path), path, base64.urlsafe_b64encode(text.encode()).decode()]
+    data = batches(3)
+    expected, _ = plain_losses(net(), [{**all_names(net())[0], "weight_decay": 0.1}], [[batch] for batch in data])
+    for config in given:
+        engine = deepspeed.initialize(model=net(), config=config)[0]
+        assert [step(engine, batch) for batch in data] == pytest.approx(expected, abs=1e-5)
+        assert engine.config["optimizer"]["params"]["lr"] == 1e-2
+        engine.destroy()
+    with penstock.initialize(model=net(), config=given[2])[0] as engine:
+        assert step(engine, data[0]) == pytest.approx(expected[0], abs=1e-5)
+    with deepspeed.zero.Init(config_dict_or_path=str(path)):
+        net()
+    with pytest.raises(FileNotFoundError, match="base64"):
+        penstock.initialize(model=net(), config="no/such/file.json")
+    path.write_text("{'train_batch_size': }")
+    with pytest.raises(ValueError, match=r"ds_config\.hjson: .*line 1"):
+        penstock.initialize(model=net(), config=path)
+    with pytest.raises(ValueError, match=r"ds_config\.hjson"):
+        deepspeed.initialize(model=net(), config=path)
+
+
+@pytest.mark.parametrize("section, told", [
+    ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing: accepted and ignored"),
+    ({"aio": {"use_gds": True}}, "aio.use_gds: accepted and ignored: from Python"),
+    ({"penstock": {"device_memory": "4GiB"}}, "penstock.device_memory: accepted and ignored: from Python"),
+    ({"penstock": {"io_threads": 2}}, "penstock.io_threads: accepted and ignored"),
+    ({"zero_optimization": {"stage": 3, "reduce_bucket_size": 10}}, "zero_optimization.reduce_bucket_size: accepted and ignored"),
+    ({"zero_optimization": {"stage": 3, "allgather_bucket_size": 10}}, "zero_optimization.allgather_bucket_size: accepted and ignored"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+     "zero_optimization.offload_optimizer.ratio: accepted and ignored: from Python"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pipeline_read": False}}}, "pipeline_read false"),
+    ({"flops_profiler": {"enabled": True, "detailed": True}}, "flops_profiler.detailed: accepted and ignored: from Python"),
+])  # fmt: skip
+def test_a_key_without_effect_says_so(section, told):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        penstock.initialize(model=net(), config={"train_micro_batch_size_per_gpu": 4, **section}, offload="none")
+    lines = [str(each.message) for each in caught if told in str(each.message)]
+    assert len(lines) == 1 and "\n" not in lines[0], [str(each.message) for each in caught]
+
+
+def test_a_size_means_the_same_everywhere(tmp_path):
+    from penstock._buffers import byte_size
+    from penstock._fp32 import _size_of
+
+    for text, value in {"4GB": 4 * 10**9, "4G": 4 * 10**9, "4GiB": 2**32, "512m": 512 * 10**6, "1e9": 10**9, "17": 17}.items():
+        assert byte_size(text, "host_memory") == value and _size_of(text) == value
+        config = {"train_micro_batch_size_per_gpu": 4, "penstock": {"host_memory": text}}
+        engine = penstock.initialize(model=net(), config=config, offload="none")[0]
+        assert engine._settings.host_memory == value
+        engine.close()
+    for wrong in ("4X", "-1", "", "GiB"):
+        with pytest.raises(ValueError, match="host_memory"):
+            byte_size(wrong, "host_memory")
+
+
+def test_a_step_that_the_caller_owns_updates(tmp_path):
+    """managed_gradient_accumulation false: step() is the boundary, whatever has been counted."""
+    data = batches(6)
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3, "gradient_clipping": 1.0, "managed_gradient_accumulation": False,
+    }  # fmt: skip
+    model = net()
+    oracle = net()
+    optimizer = torch.optim.AdamW(oracle.parameters(), lr=1e-2)
+    with penstock.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config, state_dir=tmp_path)[0] as engine:
+        at = 0
+        for count in (1, 3, 2):  # forwards of a step; each loss counts for a third, as DeepSpeed's
+            for batch in data[at : at + count]:
+                loss = engine(**batch)
+                engine.backward(loss)
+                expected = oracle(**batch)
+                (expected / 3).backward()
+                assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+            engine.step()
+            torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            at += count
+        assert engine.global_steps == 3
+        with pytest.raises(RuntimeError, match="managed_gradient_accumulation is false"):
+            engine.set_gradient_accumulation_boundary(True)
+
+
+def test_an_optimizers_groups_may_be_empty(tmp_path):
+    """As Trainer makes them of an adapter: one with weight decay, and one without that has nothing."""
+    data = batches(4)
+    for place in (0, 1, 2):
+        model, plain = net(), net()
+        groups = []
+        for each in (model, plain):
+            given = [{"params": [p for p in each.parameters() if p.dim() > 1]}, {"params": [p for p in each.parameters() if p.dim() == 1], "lr": 1e-3}]
+            given.insert(place, {"params": [], "weight_decay": 0.5, "eps": 1e-3})
+            groups.append(given)
+        optimizer = torch.optim.AdamW(groups[1], lr=1e-2)
+        expected = []
+        for batch in data:
+            loss = plain(**batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append(loss.item())
+        state = tmp_path / str(place)
+        with make(model, state, optimizer=torch.optim.AdamW(groups[0], lr=1e-2)) as engine:
+            assert [step(engine, batch) for batch in data[:2]] == pytest.approx(expected[:2], abs=1e-5)
+        again = net()
+        by_size = [[p for p in again.parameters() if (p.dim() > 1) == large] for large in (True, False)]
+        given = [{"params": by_size[0]}, {"params": by_size[1], "lr": 1e-3}]
+        given.insert(place, {"params": [], "weight_decay": 0.5, "eps": 1e-3})
+        with make(again, state, optimizer=torch.optim.AdamW(given, lr=1e-2), resume=True) as engine:
+            assert [step(engine, batch) for batch in data[2:]] == pytest.approx(expected[2:], abs=1e-5)
+
+
+def test_a_group_of_another_optimizer_is_named(tmp_path):
+    """accelerate hands the groups of Adafactor, whose eps is a pair, to DeepSpeedCPUAdam."""
+    from penstock.ops.adam import DeepSpeedCPUAdam
+
+    model = net()
+    given = torch.optim.AdamW(model.parameters(), lr=1e-2).param_groups
+    given[0]["eps"] = (1e-30, 1e-3)
+    with pytest.raises(TypeError, match=r"eps of this DeepSpeedCPUAdam is \(1e-30, 0.001\).*Adafactor.*adamw_torch"):
+        make(model, tmp_path, optimizer=DeepSpeedCPUAdam(given, lr=1e-2))
+
+
+def test_a_sparse_gradient_is_a_gradient(tmp_path):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(20, 16, sparse=True), nn.Linear(16, 16), nn.Linear(16, 4))
+
+    x = torch.tensor([[1, 5, 5], [0, 19, 1]])
+    plain = model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ours = model()
+    with make(ours, tmp_path, optimizer=torch.optim.SGD(ours.parameters(), lr=0.1), gradient_clipping=0.0) as engine:
+        for _ in range(3):
+            expected = plain(x).square().mean()
+            optimizer.zero_grad()
+            expected.backward()
+            optimizer.step()
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_a_checkpointing_that_offloads_is_told():
+    from penstock._engine._modules import switch_off_checkpointing
+
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, n_positions=8))
+    if not hasattr(model, "activation_checkpointing_enable"):
+        pytest.skip("this transformers has no such option")
+    model.activation_checkpointing_enable(offload=True)
+    with pytest.warns(UserWarning, match="offload=True: accepted and ignored"):
+        switch_off_checkpointing(model.modules())
+    model.activation_checkpointing_enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        switch_off_checkpointing(model.modules())
+
+
+def test_two_engines_of_one_nvme_path_before_either_has_begun(tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}},
+    }  # fmt: skip
+    first, second = (deepspeed.initialize(model=net(seed=seed), config=config)[0] for seed in (0, 1))
+    data = batches(3)
+    for engine, seed in ((second, 1), (first, 0)):
+        expected, _ = plain_losses(net(seed=seed), all_names(net()), [[batch] for batch in data])
+        assert [step(engine, batch) for batch in data] == pytest.approx(expected, abs=1e-5)
+    first.destroy()
+    second.destroy()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,213 @@
+"""Parameters that an engine has, as programs read them outside of its passes: a copy is one of the true value, or refused."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import penstock  # noqa: E402
+import penstock.deepspeed as deepspeed  # noqa: E402
+from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
+from torch import nn  # noqa: E402
+
+
+def begun(tmp_path, steps=2):
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+    }  # fmt: skip
+    model = net(tied=False)
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    for batch in batches(steps):
+        step(engine, batch)
+    _, trained = plain_losses(net(tied=False), all_names(model), [[batch] for batch in batches(steps)])
+    return engine, dict(trained.named_parameters())
+
+
+# As LLaVA saves its adapters, and with ignore_status those that it does not warn of.
+def llavas_maybe_zero_3(param, ignore_status=False):
+    from deepspeed import zero
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if hasattr(param, "ds_id"):
+        if param.ds_status == ZeroParamStatus.NOT_AVAILABLE and not ignore_status:
+            pass  # it warns
+        with zero.GatheredParameters([param]):
+            param = param.data.detach().cpu().clone()
+    else:
+        param = param.detach().cpu().clone()
+    return param
+
+
+# As FastChat does, which is sure of it.
+def fastchats_maybe_zero_3(param):
+    from deepspeed import zero
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    if hasattr(param, "ds_id"):
+        assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        with zero.GatheredParameters([param]):
+            param = param.data.detach().cpu().clone()
+    else:
+        param = param.detach().cpu().clone()
+    return param
+
+
+# As OpenRLHF writes a model.
+def openrlhfs_state(model):
+    import deepspeed as by_name
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    state = {}
+    for name, value in model.named_parameters():
+        fetched = [p for p in [value] if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        with by_name.zero.GatheredParameters(fetched, enabled=len(fetched) > 0):
+            state[name] = value.data.cpu().clone()
+    return state
+
+
+def test_the_saving_idioms_of_others_save_true_values(tmp_path):
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    engine, expected = begun(tmp_path)
+    named = dict(engine.module.named_parameters())
+    assert openrlhfs_state(engine.module).keys() == expected.keys()
+    for save in (llavas_maybe_zero_3, fastchats_maybe_zero_3):
+        for name, parameter in named.items():
+            torch.testing.assert_close(save(parameter), expected[name].detach(), atol=2e-5, rtol=0)
+    for name, value in openrlhfs_state(engine.module).items():
+        torch.testing.assert_close(value, expected[name].detach(), atol=2e-5, rtol=0)
+    weight = named["layers.0.up.weight"]
+    assert weight.ds_shape == weight.shape and weight.ds_numel == weight.numel() and isinstance(weight.ds_id, int)
+    assert len({each.ds_id for each in named.values()}) == len(named)
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    torch.testing.assert_close(weight.ds_tensor.view(weight.shape), expected["layers.0.up.weight"].detach(), atol=2e-5, rtol=0)
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        assert {each.ds_status for each in named.values()} == {ZeroParamStatus.AVAILABLE}
+        assert all(bool(each.isfinite().all()) for each in named.values())
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    step(engine, batches(1)[0])
+    engine.destroy()
+    assert weight.ds_status is ZeroParamStatus.AVAILABLE  # the model outlives its engine
+    assert all(bool(each.isfinite().all()) for each in named.values())
+
+
+def test_a_copy_outside_is_a_copy_of_the_value(tmp_path):
+    model = net()
+    with make(model, tmp_path) as engine:
+        for batch in batches(2):
+            step(engine, batch)
+        weight, expected = model.layers[0].up.weight, engine.state_dict()["layers.0.up.weight"].clone()
+        assert isinstance(weight, nn.Parameter) and not hasattr(weight, "ds_id")
+        with torch.no_grad():
+            copies = [weight.clone(), weight.cpu(), weight.to(torch.float64), weight.float(), weight.double()]
+            copies += [torch.tensor(weight.tolist()), torch.from_numpy(weight.detach().numpy())]
+        copies += [weight.detach(), weight.detach().cpu().clone(), weight.data.clone(), copy.deepcopy(weight).detach()]
+        for each in copies:
+            assert torch.equal(each.to(torch.float32), expected)
+        for graph in (weight.clone, weight.cpu, weight.float):
+            with pytest.raises(RuntimeError, match=r"copied with a graph.*torch\.no_grad"):
+                graph()
+        for change in (lambda: weight.data.mul_(2), lambda: weight.detach().zero_(), lambda: weight.data.__setitem__(0, 1.0)):
+            with pytest.raises(RuntimeError, match=r"would be lost: within engine\.gathered\(write_back=True\)"):
+                change()
+        torch.save({"weight": weight.detach(), "other": weight.data}, tmp_path / "saved.pt")
+        assert b"penstock" not in (tmp_path / "saved.pt").read_bytes()
+        assert torch.equal(torch.load(tmp_path / "saved.pt")["weight"], expected) and type(weight.detach() + 0) is torch.Tensor
+        # Within gathered of others too.
+        with engine.gathered([model.norm.weight]):
+            assert torch.equal(weight.detach(), expected) and model.norm.weight.isfinite().all()
+        assert torch.equal(model.layers[0].state_dict()["up.weight"], expected)
+        # In a step there is no value to be read.
+        loss = engine(**batches(1)[0])
+        with pytest.raises(RuntimeError, match="between step"):
+            weight.detach()
+        engine.backward(loss)
+        engine.step()
+        assert not torch.equal(weight.detach(), expected)
+        last = weight.detach()
+    with pytest.raises(RuntimeError, match="closed"):
+        weight.detach().clone()
+    with make(net(), tmp_path, resume=True) as engine:
+        step(engine, batches(1)[0])
+    # A closed engine's model goes on, from what is on the drive.
+    other = net()
+    with make(other, tmp_path / "more") as engine:
+        step(engine, batches(1)[0])
+        last = other.norm.weight.detach()
+    with make(other, tmp_path / "more", resume=True, optimizer=torch.optim.AdamW(other.parameters(), lr=1e-2)) as engine:
+        engine.eval()
+        engine(**batches(1)[0])
+        assert torch.equal(other.norm.weight.detach(), last)
+
+
+@pytest.mark.parametrize("offload", ["nvme", "none"])
+def test_an_engine_that_ends_gives_the_values_back(tmp_path, offload):
+    model = net(dropout=0.0)
+    where = {"state_dir": str(tmp_path / "run")} if offload == "nvme" else {"offload": "none"}
+    engine = penstock.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), gradient_clipping=1.0, **where)[0]
+    for batch in batches(2):
+        step(engine, batch)
+    expected = {name: value.clone() for name, value in engine.state_dict().items()}
+    loss = engine.eval()(**batches(1, seed=4)[0]).item()
+    engine.close(keep_values=True)
+    assert {type(each) for each in model.parameters()} == {nn.Parameter} and not [n for n in vars(model) if n in ("forward", "state_dict")]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    assert model.eval()(**batches(1, seed=4)[0]).item() == pytest.approx(loss, abs=1e-6)
+    copied = copy.deepcopy(model)
+    copied(**batches(1)[0]).backward()
+    # And another engine takes it, without a state of the first.
+    model.train()
+    data = batches(2, seed=6)
+    losses, _ = plain_losses(copied.train(), all_names(model), [[batch] for batch in data])
+    with make(model, tmp_path / "second") as engine:
+        assert [step(engine, batch) for batch in data] == pytest.approx(losses, abs=1e-5)
+
+
+def test_a_model_gets_another_engine(tmp_path):
+    """As Trainer makes one for evaluate(), one for train(), and another for a second train()."""
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3, "offload_param": offload}}
+    model, data = net(), batches(4)
+    plain = net()
+    first = deepspeed.initialize(model=model, config=config)[0]  # evaluates only
+    with torch.no_grad():
+        assert first.eval()(**data[0]).item() == pytest.approx(plain(**data[0]).item(), abs=1e-6)
+    for part in (data[:2], data[2:]):
+        expected, plain = plain_losses(plain, all_names(plain), [[batch] for batch in part])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = deepspeed.initialize(model=model.train(), optimizer=optimizer, config=config)[0]
+        assert [step(engine, batch) for batch in part] == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(RuntimeError, match="closed"):
+        first(**data[0]) if model.forward is None else first.engine.flush()
+    engine.destroy()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_an_optimizer_there_are_no_states(tmp_path):
+    """A reference model: as DeepSpeed's engine then, it computes and has nothing to step."""
+    model = net()
+    expected = net()(**batches(1)[0]).item()
+    parameters = sum(each.numel() for each in model.parameters())
+    config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": False}}
+    nvme = {**config, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
+    for given in (nvme, {**config, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, config):
+        model = net()
+        engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=given)
+        assert optimizer is None and scheduler is None and engine.optimizer is None
+        for mode in (True, False):
+            engine.train(mode)
+            assert engine(**batches(1)[0]).item() == pytest.approx(expected, abs=1e-6)
+        if given is nvme:
+            assert engine.engine.plan()["state_bytes"] <= 4 * parameters + (1 << 20)
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            assert torch.equal(model.norm.weight, net().norm.weight)
+        for call in (lambda engine=engine: engine.backward(torch.zeros(())), engine.step):
+            with pytest.raises(RuntimeError, match="must provide optimizer"):
+                call()
+        assert engine.train_micro_batch_size_per_gpu() == 4 and engine.world_size == 1
+        engine.destroy()
+    halves = deepspeed.initialize(model=net(), config={**config, "bf16": {"enabled": True}})[0]
+    assert halves.module.norm.weight.dtype == torch.bfloat16
