@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <string>
 #include <thread>
@@ -29,24 +30,41 @@ class HostsTest : public ProgramTest {
     (void)Ip("netns del " + Switch());
   }
 
+  // What this place cannot do is asked of each command itself: that `ip netns add` works says nothing of
+  // `ip -n` (in a chroot whose / is no mount point) or of bridges.
   void SetUp() override {
-    // Rights to make namespaces are a matter of where this runs; whatever follows is not.
-    if (!Ip("netns add " + Switch()))
-      GTEST_SKIP() << "no network namespaces here: root and iproute2 make them";
-    ASSERT_TRUE(Ip("-n " + Switch() + " link add sw type bridge") &&
-                Ip("-n " + Switch() + " link set sw up"));
+    const std::string of_switch = "-n " + Switch();
+    std::vector<std::string> commands = {"netns add " + Switch(), "netns exec " + Switch() + " true",
+                                         of_switch + " link add sw type bridge",
+                                         of_switch + " link set sw up"};
     for (int k = 0; k < kHosts; ++k) {
-      const std::string host = Host(k), port = Port(k), of_host = "-n " + host, of_switch = "-n " + Switch();
-      ASSERT_TRUE(Ip("netns add " + host));
-      ASSERT_TRUE(Ip("link add net0 netns " + host + " type veth peer name " + port + " netns " + Switch()));
-      ASSERT_TRUE(Ip(of_switch + " link set " + port + " master sw up"));
-      ASSERT_TRUE(Ip(of_host + " addr add " + Address(k) + "/24 dev net0"));
-      ASSERT_TRUE(Ip(of_host + " link set net0 up") && Ip(of_host + " link set lo up"));
+      const std::string host = Host(k), port = Port(k), of_host = "-n " + host;
+      for (const std::string& command :
+           {"netns add " + host,
+            "link add net0 netns " + host + " type veth peer name " + port + " netns " + Switch(),
+            of_switch + " link set " + port + " master sw up",
+            of_host + " addr add " + Address(k) + "/24 dev net0", of_host + " link set net0 up",
+            of_host + " link set lo up"})
+        commands.push_back(command);
+    }
+    for (const std::string& command : commands) {
+      std::string said;
+      if (!Ip(command, &said)) {
+        GTEST_SKIP() << "no hosts of network namespaces here: `ip " << command << "` says: " << said
+                     << "(root, iproute2 and a kernel with veth and bridges make them)";
+      }
     }
   }
 
-  static bool Ip(const std::string& arguments) {
-    return std::system(("ip " + arguments + " 2>/dev/null").c_str()) == 0;
+  // `said`: what the command printed.
+  static bool Ip(const std::string& arguments, std::string* said = nullptr) {
+    FILE* const output = popen(("ip " + arguments + " 2>&1").c_str(), "r");
+    if (output == nullptr) return false;
+    char piece[256];
+    while (fgets(piece, sizeof(piece), output) != nullptr) {
+      if (said != nullptr) *said += piece;
+    }
+    return pclose(output) == 0;
   }
   std::string Host(int k) const { return name_ + "h" + std::to_string(k); }
   std::string Switch() const { return name_ + "sw"; }
