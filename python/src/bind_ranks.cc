@@ -23,6 +23,7 @@
 #include "swap/inspect.h"
 #include "zero/ranks/agree.h"
 #include "zero/ranks/comm.h"
+#include "zero/ranks/handshake.h"
 #include "zero/ranks/rank_environment.h"
 #include "zero/ranks/sharded_state.h"
 #include "zero/ranks/tcp_mesh.h"
@@ -36,10 +37,11 @@ using zero::Channel;
 
 class PyMeetingPlace {
  public:
-  PyMeetingPlace() {
+  PyMeetingPlace(const std::string& address, const std::string& secret) {
+    const zero::RankSecret known = ValueOrRaise(zero::RankSecret::Of(secret));
     nb::gil_scoped_release release;
-    store_ = MakeOwned(std::make_unique<std::shared_ptr<zero::TcpStore>>(
-        std::make_shared<zero::TcpStore>("127.0.0.1", /*port=*/0, /*serves=*/true, std::chrono::seconds(5))));
+    store_ = MakeOwned(std::make_unique<std::shared_ptr<zero::TcpStore>>(std::make_shared<zero::TcpStore>(
+        address, /*port=*/0, /*serves=*/true, std::chrono::seconds(30), known)));
   }
   int Port() const { return store_->get()->port(); }
   std::shared_ptr<zero::TcpStore> store() const { return store_->get(); }
@@ -51,7 +53,8 @@ class PyMeetingPlace {
 constexpr size_t kPiece = 256 << 10;
 
 PyRanks::PyRanks(int rank, int world, int local_rank, int local_world, const std::string& address, int port,
-                 const std::string& session, double patience_seconds, const PyMeetingPlace* place) {
+                 const std::string& session, const std::string& secret, double patience_seconds,
+                 const PyMeetingPlace* place) {
   zero::RankEnvironment environment;
   environment.rank = rank;
   environment.world = world;
@@ -61,10 +64,12 @@ PyRanks::PyRanks(int rank, int world, int local_rank, int local_world, const std
   environment.master_port = port;
   environment.session = session;
   zero::WatchOver options;
+  options.secret = secret;
   options.comm.patience_seconds = patience_seconds;
   options.comm.meeting_seconds = 10 * patience_seconds;
   options.way_on = "make the engines again with resume=True to go on from it";
   options.patience_name = "rank_timeout";
+  options.secret_way = "give PENSTOCK_RANKS_SECRET to all of them, the same one, or to none";
   if (place != nullptr) options.store = place->store();
   absl::StatusOr<std::unique_ptr<zero::Comm>> comm;
   {
@@ -157,15 +162,15 @@ void BindRanks(nb::module_& module) {
   module.def("ranks_of", &RanksOf, nb::arg("directories"),
              "Of how many ranks the run in state directories is; 0: there is none.");
   nb::class_<PyMeetingPlace>(module, "MeetingPlace", "Where ranks meet; the first of them makes it.")
-      .def(nb::init<>())
+      .def(nb::init<const std::string&, const std::string&>(), nb::arg("address"), nb::arg("secret"))
       .def_prop_ro("port", &PyMeetingPlace::Port);
   nb::class_<PyRanks>(module, "Ranks", nb::is_weak_referenceable(),
                       "The processes that train one model, connected. All of them make the same calls.")
-      .def(nb::init<int, int, int, int, const std::string&, int, const std::string&, double,
-                    const PyMeetingPlace*>(),
+      .def(nb::init<int, int, int, int, const std::string&, int, const std::string&, const std::string&,
+                    double, const PyMeetingPlace*>(),
            nb::arg("rank"), nb::arg("world"), nb::arg("local_rank"), nb::arg("local_world"),
-           nb::arg("address"), nb::arg("port"), nb::arg("session"), nb::arg("patience_seconds"),
-           nb::arg("place").none())
+           nb::arg("address"), nb::arg("port"), nb::arg("session"), nb::arg("secret"),
+           nb::arg("patience_seconds"), nb::arg("place").none())
       .def("texts", &PyRanks::Texts, nb::arg("what"), nb::arg("mine"))
       .def("agree", &PyRanks::Agree, nb::arg("json"))
       .def("share", &PyRanks::Share, nb::arg("address"), nb::arg("bytes"), nb::arg("source"))

@@ -26,7 +26,8 @@ class PyRanks {
  public:
   // `place`: of rank 0, which others meet at `address` and `port`.
   PyRanks(int rank, int world, int local_rank, int local_world, const std::string& address, int port,
-          const std::string& session, double patience_seconds, const PyMeetingPlace* place);
+          const std::string& session, const std::string& secret, double patience_seconds,
+          const PyMeetingPlace* place);
 
   // Of every rank, by rank.
   std::vector<std::string> Texts(const std::string& what, const std::string& mine) const;

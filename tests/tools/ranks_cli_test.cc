@@ -27,6 +27,13 @@ class RanksTest : public ProgramTest {
     return lines;
   }
 
+  static std::vector<std::string> NamesIn(const std::string& directory) {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(directory))
+      names.push_back(entry.path().filename());
+    return names;
+  }
+
   Arguments Small(const std::string& state, Arguments more = {}) const {
     return Train(state,
                  Arguments{"--seq", "32", "--host-memory", "128MiB", "--lr", "1e-3", "--warmup", "0"} + more);
@@ -320,7 +327,7 @@ TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
       EXPECT_THAT(ran.err, HasSubstr("rank 1"));
       for (const char* named : each.named) EXPECT_THAT(ran.err, HasSubstr(named));
     }
-    EXPECT_FALSE(std::filesystem::exists(state));
+    EXPECT_EQ(NamesIn(state), std::vector<std::string>{"ranks-secret"});
   }
   // One name for the config, and another file under it on each host.
   const std::string config = dir_ + "/config.json";
@@ -335,6 +342,40 @@ TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
   for (const Ran& ran : Wait(StartRanks(dir_, {configured, configured}, {.launchers = hosts}))) {
     EXPECT_EQ(ran.code, 2) << ran.err;
     EXPECT_THAT(ran.err, HasSubstr("clip is 0.25 on rank 1 and 0.5 on rank 0"));
+  }
+}
+
+// Ranks know each other by a secret: of their state directory, for its owner alone, or of the environment.
+TEST_F(RanksTest, RanksKnowEachOtherByASecretAndRefuseOthers) {
+  const std::string state = dir_ + "/state", given = dir_ + "/given";
+  const Arguments arguments = Small(state, {"--steps", "2"});
+  for (const Ran& ran : Wait(Start({arguments, arguments}))) EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(std::filesystem::status(state + "/ranks-secret").permissions(),
+            std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
+  // The same one for all in the environment, and no file is needed.
+  const auto with = [](const std::string& secret) {
+    return Arguments{"env", "PENSTOCK_RANKS_SECRET=" + secret};
+  };
+  const Arguments other = Small(given, {"--steps", "2"});
+  const Arguments known = with("the secret of this run");
+  for (const Ran& ran : Wait(StartRanks(dir_, {other, other}, {.launchers = {known, known}})))
+    EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_FALSE(std::filesystem::exists(given + "/ranks-secret"));
+  // Another one, and a file that others may read.
+  const Arguments missed = other + Arguments{"--overwrite", "--rank-timeout", "3"};
+  const std::vector<Ran> ranks =
+      Wait(StartRanks(dir_, {missed, missed}, {.launchers = {known, with("the secret of another")}}));
+  EXPECT_EQ(ranks[1].code, 2);
+  EXPECT_THAT(ranks[1].err, HasSubstr("do not know one secret: start all ranks with one --state-dir"));
+  EXPECT_EQ(ranks[0].code, 1);
+  EXPECT_THAT(ranks[0].err,
+              HasSubstr("1 connections were refused, which did not know the secret of this run"));
+  std::filesystem::permissions(state + "/ranks-secret", std::filesystem::perms::group_read,
+                               std::filesystem::perm_options::add);
+  for (const Ran& ran : Wait(Start({arguments, arguments}))) {
+    EXPECT_NE(ran.code, 0);
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("chmod 600"));
   }
 }
 

@@ -109,8 +109,7 @@ TEST_F(ChangingBuffersKill, KilledRunsEndWithTheBitsOfOneNeverKilled) {
 
 TEST_F(ChangingBuffersKill, SeveralRanksAreRefused) {
   const auto ranks = testing_support::RunProcesses(2, [](int rank, int port) {
-    absl::StatusOr<std::unique_ptr<Comm>> comm =
-        ConnectGloo(testing_support::LoopbackRank(rank, 2, port), CommOptions());
+    absl::StatusOr<std::unique_ptr<Comm>> comm = testing_support::ConnectLoopback(rank, 2, port);
     if (!comm.ok()) return nlohmann::json{{"status", std::string(comm.status().message())}};
     EngineOptions options = testing_support::WideOptions(Shape());
     options.comm = std::move(*comm);

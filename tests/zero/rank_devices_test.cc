@@ -295,7 +295,7 @@ TEST(RankDevices, OneThatIsKilledWhileDevicesExchangeIsNamed) {
 // They exchange with each other where each rank has one of its own, all of one kind.
 TEST(RankDevices, ExchangeWithEachOtherWhereEachRankHasItsOwn) {
   const auto ways = testing_support::RunProcesses(3, [](int rank, int port) {
-    auto connected = ConnectGloo(testing_support::LoopbackRank(rank, 3, port), {});
+    auto connected = testing_support::ConnectLoopback(rank, 3, port);
     if (!connected.ok())
       return nlohmann::json::object({{"status", std::string(connected.status().message())}});
     const std::shared_ptr<Comm> comm = std::move(*connected);
@@ -323,7 +323,7 @@ TEST(RankDevices, ExchangeWithEachOtherWhereEachRankHasItsOwn) {
 // Where there is no device, or no NCCL, all ranks are told, and none waits.
 TEST(RankDevices, WithoutNcclAllRanksAreToldAndNoneWaits) {
   const auto ranks = testing_support::RunProcesses(2, [](int rank, int port) {
-    auto comm = ConnectGloo(testing_support::LoopbackRank(rank, 2, port), {});
+    auto comm = testing_support::ConnectLoopback(rank, 2, port);
     if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
     const auto devices = ConnectNccl(std::move(*comm));
     return nlohmann::json{{"status", devices.ok() ? "" : std::string(devices.status().message())}};
@@ -339,7 +339,7 @@ TEST(RankDevices, WithoutNcclAllRanksAreToldAndNoneWaits) {
 // Without a budget each takes its share of the device that it computes on.
 TEST(RankDevices, RanksOfOneDeviceShareItsMemory) {
   const auto budgets = testing_support::RunProcesses(3, [](int rank, int port) {
-    auto comm = ConnectGloo(testing_support::LoopbackRank(rank, 3, port), {});
+    auto comm = testing_support::ConnectLoopback(rank, 3, port);
     if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
     const TestDevice shared({.capacity_bytes = 90 * kMiB, .identity = rank < 2 ? "one" : "another"});
     const TestDevice own({.capacity_bytes = (90 + rank) * kMiB});

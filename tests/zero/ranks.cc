@@ -16,12 +16,13 @@
 
 namespace penstock::zero::testing_support {
 
-RankEnvironment LoopbackRank(int rank, int world, int port) {
+absl::StatusOr<std::unique_ptr<Comm>> ConnectLoopback(int rank, int world, int port,
+                                                      const CommOptions& options) {
   RankEnvironment environment;
   environment.rank = environment.local_rank = rank;
   environment.world = environment.local_world = world;
   environment.master_port = port;
-  return environment;
+  return ConnectTcp(environment, {.comm = options, .secret = "what the ranks of these tests know"});
 }
 
 std::vector<RankOutcome> RunProcesses(int world, const RankBody& body) {
@@ -78,7 +79,7 @@ std::vector<RankOutcome> TrainRanks(int world, const RunOptions& run,
                                     const std::function<void(int rank, RunOptions*)>& adjust,
                                     const CommOptions& comm) {
   return RunProcesses(world, [&](int rank, int port) {
-    absl::StatusOr<std::unique_ptr<Comm>> connected = ConnectGloo(LoopbackRank(rank, world, port), comm);
+    absl::StatusOr<std::unique_ptr<Comm>> connected = ConnectLoopback(rank, world, port, comm);
     if (!connected.ok()) {
       return nlohmann::json{{"status", std::string(connected.status().message())},
                             {"code", static_cast<int>(connected.status().code())}};

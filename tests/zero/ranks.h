@@ -13,10 +13,13 @@
 
 #include "tests/zero/training.h"
 #include "zero/ranks/comm.h"
+#include "zero/ranks/tcp_mesh.h"
 
 namespace penstock::zero::testing_support {
 
-RankEnvironment LoopbackRank(int rank, int world, int port);
+// Connects one of `world` ranks of this machine, which meet at `port`.
+absl::StatusOr<std::unique_ptr<Comm>> ConnectLoopback(int rank, int world, int port,
+                                                      const CommOptions& options = {});
 
 // What became of a child: its report, and how its process ended.
 struct RankOutcome {

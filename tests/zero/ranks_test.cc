@@ -219,7 +219,7 @@ TEST(Ranks, OneThatIsKilledWhileItSendsIsNamedAtOnce) {
   for (const int victim : {0, 1}) {
     const auto outcomes = testing_support::RunProcesses(2, [&](int rank, int port) {
       const auto comm =
-          ConnectGloo(testing_support::LoopbackRank(rank, 2, port), {.patience_seconds = kPatienceSeconds});
+          testing_support::ConnectLoopback(rank, 2, port, {.patience_seconds = kPatienceSeconds});
       if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
       std::vector<std::byte> sent(kBytes), received(kBytes);
       const std::array<const void*, 2> send = {sent.data(), sent.data()};
@@ -321,8 +321,8 @@ TEST(Ranks, OneOrderOfStagesOfAll) {
 TEST(Ranks, WhoIsMissingIsNamed) {
   for (const int world : {3, 4}) {
     const auto outcomes = testing_support::RunProcesses(2, [world](int rank, int port) {
-      const auto connected = ConnectGloo(testing_support::LoopbackRank(rank, world, port),
-                                         {.patience_seconds = 5, .meeting_seconds = 4});
+      const auto connected =
+          testing_support::ConnectLoopback(rank, world, port, {.patience_seconds = 5, .meeting_seconds = 4});
       return nlohmann::json::object({{"status", std::string(connected.status().message())}});
     });
     const std::string who = world == 3 ? "rank 2 of 3" : "ranks 2, 3 of 4";
@@ -332,7 +332,7 @@ TEST(Ranks, WhoIsMissingIsNamed) {
 
 TEST(Ranks, FlagsThatDifferAreNamedOnAll) {
   const auto outcomes = testing_support::RunProcesses(3, [](int rank, int port) {
-    auto comm = ConnectGloo(testing_support::LoopbackRank(rank, 3, port), {});
+    auto comm = testing_support::ConnectLoopback(rank, 3, port);
     if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
     const nlohmann::json flags = {{"optimizer", {{"lr", rank == 2 ? 2 : 1}}}, {"steps", 4}};
     const absl::Status status = AgreeOnOptions(**comm, flags);
@@ -393,7 +393,7 @@ TEST(Ranks, DifferentExchangesEndOnAllRanksAndBothAreNamed) {
   for (const Case& each : cases) {
     SCOPED_TRACE(each.of);
     const auto outcomes = testing_support::RunProcesses(3, [&](int rank, int port) {
-      const auto comm = ConnectGloo(testing_support::LoopbackRank(rank, 3, port), {});
+      const auto comm = testing_support::ConnectLoopback(rank, 3, port);
       if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
       // An exchange that is the same goes before it.
       const absl::Status first = exchange(**comm, Channel::kSetup, {"hello"}, 8);

@@ -17,7 +17,7 @@ namespace penstock::zero {
 namespace {
 
 using testing::HasSubstr;
-using testing_support::LoopbackRank;
+using testing_support::ConnectLoopback;
 using testing_support::MakeBatch;
 using testing_support::MakeTestDevice;
 using testing_support::MakeWideModel;
@@ -220,7 +220,7 @@ TEST_F(ReplanModelsTest, OverSeveralRanks) {
     return run;
   };
   const auto outcomes = RunProcesses(kWorld, [&](int rank, int port) -> nlohmann::json {
-    auto connected = ConnectGloo(LoopbackRank(rank, kWorld, port), {});
+    auto connected = ConnectLoopback(rank, kWorld, port);
     if (!connected.ok()) return {{"status", std::string(connected.status().message())}};
     const std::shared_ptr<Comm> comm = *std::move(connected);
     std::vector<Trained> both;

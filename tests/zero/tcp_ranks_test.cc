@@ -1,7 +1,10 @@
 // Ranks over sockets of our own (zero/ranks/tcp_mesh.h): what is exchanged, who is told what; and a model
 // that its owner drives, over several ranks. Ranks are threads here, but for the one that is killed.
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -36,6 +39,7 @@ using testing_support::Owner;
 using testing_support::PlainBatch;
 
 constexpr double kPatienceSeconds = 60;  // nothing here waits for it
+constexpr const char* kSecret = "what the ranks of these tests know";
 
 absl::StatusOr<std::shared_ptr<Comm>> Connect(int rank, int world, int port,
                                               std::shared_ptr<TcpStore> store) {
@@ -44,6 +48,7 @@ absl::StatusOr<std::shared_ptr<Comm>> Connect(int rank, int world, int port,
   environment.world = environment.local_world = world;
   environment.master_port = port;
   WatchOver options{.comm = {.patience_seconds = kPatienceSeconds, .meeting_seconds = 30},
+                    .secret = kSecret,
                     .store = std::move(store)};
   options.way_on = "start it again";
   absl::StatusOr<std::unique_ptr<Comm>> comm = ConnectTcp(environment, options);
@@ -52,7 +57,8 @@ absl::StatusOr<std::shared_ptr<Comm>> Connect(int rank, int world, int port,
 }
 
 std::shared_ptr<TcpStore> MeetingPoint() {
-  return std::make_shared<TcpStore>("127.0.0.1", /*port=*/0, /*serves=*/true, std::chrono::seconds(20));
+  return std::make_shared<TcpStore>("127.0.0.1", /*port=*/0, /*serves=*/true, std::chrono::seconds(20),
+                                    *RankSecret::Of(kSecret));
 }
 
 // What `body` returns on each of `world` ranks.
@@ -214,6 +220,119 @@ TEST(TcpRanks, DifferentExchangesEndOnAllRanksAndBothAreNamed) {
        })) {
     EXPECT_TRUE(absl::StrContains(status.message(), "piece 7 (1000 bytes)")) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "piece 7 (4096 bytes)")) << status;
+  }
+}
+
+// --- what strangers say, and ranks that say what no rank does
+
+// Each stranger that said nothing took five seconds of the ranks' time to meet.
+TEST(TcpRanks, SilentStrangersDoNotHoldTheMeetingOfRanks) {
+  const std::shared_ptr<TcpStore> store = MeetingPoint();
+  const RankSecret secret = *RankSecret::Of(kSecret);
+  const auto make = [&](int rank) {
+    TcpStore own("127.0.0.1", store->port(), /*serves=*/false, std::chrono::seconds(20), secret);
+    return MakeTcpMesh({.rank = rank,
+                        .world = 2,
+                        .address = "127.0.0.1",
+                        .store = &own,
+                        .prefix = "mesh/",
+                        .secret = &secret,
+                        .wait = std::chrono::seconds(60)});
+  };
+  std::future<std::unique_ptr<Mesh>> first = std::async(std::launch::async, make, 0);
+  store->Wait("mesh/at/0", std::chrono::seconds(60));
+  const std::string at = store->Get("mesh/at/0");
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<uint16_t>(std::stoi(at.substr(at.rfind(' ') + 1))));
+  std::vector<Socket> strangers;
+  for (int i = 0; i < 20; ++i) {
+    strangers.emplace_back(socket(AF_INET, SOCK_STREAM, 0));
+    ASSERT_EQ(connect(strangers.back().fd(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    if (i % 2 == 0) {
+      ASSERT_EQ(send(strangers.back().fd(), "PST", 3, 0), 3);
+    }
+  }
+  const std::unique_ptr<Mesh> second = make(1), other = first.get();
+  std::string sent = "hello", received = ".....";
+  const auto sends = other->Send(1, sent.data(), sent.size());
+  const auto receives = second->Receive(0, received.data(), received.size());
+  sends->Start(1);
+  receives->Start(1);
+  EXPECT_TRUE(receives->Wait());
+  EXPECT_EQ(received, sent);
+}
+
+// A rank whose sign of life has an index that no channel has: rank 0 read behind its memory.
+TEST(TcpRanks, ASignOfLifeThatNoRankSendsHarmsNobody) {
+  for (const absl::Status& status : OnRanks<absl::Status>(2, [](std::shared_ptr<Comm> comm) {
+         absl::Status status;
+         if (comm->rank() == 1) {
+           TcpStore store("127.0.0.1", comm->environment().master_port, /*serves=*/false,
+                          std::chrono::seconds(20), *RankSecret::Of(kSecret));
+           store.Set("penstock//beat/1",
+                     R"({"beat":1,"calls":{},"exchanges":[{"is":"x","calls":0,"channel":400000000,)"
+                     R"("number":1}],"begun":[0,0,0,0,0],"ended":true})");
+           std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // rank 0 looks at it meanwhile
+           store.Set("penstock//beat/1", std::string(60000, '['));
+         }
+         for (int i = 0; i < 3 && status.ok(); ++i) status = Exchanged(*comm, Channel::kSetup, i, 64);
+         return status;
+       }))
+    EXPECT_TRUE(status.ok()) << status;
+}
+
+// Why somebody failed is told to all: in one line, of bounded length, with an exit code of ours.
+TEST(TcpRanks, WhatIsNotedOfAFailureIsOneLineWithAKnownCode) {
+  for (const std::string& noted :
+       {"0 line\nline \x1b[31m" + std::string(50000, 'x'), std::string("77 code"), std::string("-1 code"),
+        std::string("99999999999999999999 code"), std::string("\n")}) {
+    for (const absl::Status& status : OnRanks<absl::Status>(2, [&](std::shared_ptr<Comm> comm) {
+           if (comm->rank() == 1) {
+             TcpStore store("127.0.0.1", comm->environment().master_port, /*serves=*/false,
+                            std::chrono::seconds(20), *RankSecret::Of(kSecret));
+             store.Set("penstock//failed", noted);
+           }
+           absl::Status status;
+           // Until it has heard of it.
+           for (int i = 0; status.ok(); ++i) status = Exchanged(*comm, Channel::kSetup, i, 64);
+           return status;
+         })) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+      EXPECT_EQ(status.message().find_first_of("\n\x1b"), std::string_view::npos) << status;
+      EXPECT_LT(status.message().size(), 2500u);
+    }
+  }
+}
+
+TEST(TcpRanks, ARankWithAnotherSecretIsToldSoAtOnceAndRankZeroSaysThatItCame) {
+  const std::shared_ptr<TcpStore> store = MeetingPoint();
+  RankEnvironment environment;
+  environment.world = 2;
+  environment.master_port = store->port();
+  std::future<absl::Status> first = std::async(std::launch::async, [&] {
+    return ConnectTcp(environment, {.comm = {.meeting_seconds = 3}, .secret = kSecret, .store = store})
+        .status();
+  });
+  RankEnvironment other = environment;
+  other.rank = 1;
+  const absl::Status refused = ConnectTcp(other, {.secret = "another secret, as long"}).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+  EXPECT_TRUE(absl::StrContains(refused.message(), "PENSTOCK_RANKS_SECRET")) << refused;
+  const absl::Status alone = first.get();
+  EXPECT_EQ(alone.code(), absl::StatusCode::kUnavailable) << alone;
+  EXPECT_TRUE(absl::StrContains(alone.message(), "1 connections were refused")) << alone;
+  EXPECT_EQ(ConnectTcp(other, {}).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(TcpRanks, ATextThatIsTooLongIsRefusedOnAllRanks) {
+  for (const absl::Status& status : OnRanks<absl::Status>(2, [](std::shared_ptr<Comm> comm) {
+         const std::string mine(comm->rank() == 1 ? (16 << 20) + 1 : 1, 'x');
+         return comm->AllTexts(Channel::kSetup, {"a text"}, mine).status();
+       })) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "rank 1 of 2")) << status;
   }
 }
 

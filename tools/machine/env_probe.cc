@@ -405,7 +405,7 @@ void Gpus(Report& r) {
     r.Ok("nccl", absl::StrCat(number / 10000, ".", number / 100 % 100, ".", number % 100));
   } else {
     r.Missing("nccl", "no libnccl.so.2",
-              "ranks with a CUDA device each: without it they exchange through host memory, over Gloo");
+              "ranks with a CUDA device each: without it they exchange through host memory");
   }
   if (aio::CuFile::IsInstalled()) {
     r.Ok("gds", "libcufile (a run with aio.use_gds tries whether it goes past host memory here)");

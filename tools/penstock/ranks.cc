@@ -19,9 +19,12 @@
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/state_reader.h"
 #include "zero/compute/libtorch/threads.h"
+#include "zero/config/config.h"
 #include "zero/engine/engine.h"
 #include "zero/ranks/agree.h"
+#include "zero/ranks/secret_file.h"
 #include "zero/ranks/sharded_state.h"
+#include "zero/ranks/tcp_mesh.h"
 
 namespace penstock::tools {
 namespace {
@@ -154,6 +157,19 @@ absl::Status OfOtherRanks(const std::vector<std::string>& dirs, int64_t ranks) {
   return absl::FailedPreconditionError(text);
 }
 
+// The first directory of the run's state, as all ranks are given it.
+std::string SharedDirectory(const TrainOptions& flags) {
+  if (!flags.state_dirs.empty()) return flags.state_dirs.front();
+  if (flags.config.has_value()) {
+    // A config that is wrong is refused later, on all ranks.
+    if (const auto parsed = zero::LoadConfig(*flags.config); parsed.ok()) {
+      const std::vector<std::string> paths = zero::NvmePaths(parsed->config.zero);
+      if (!paths.empty()) return paths.front();
+    }
+  }
+  return kDefaultStateDir;
+}
+
 std::string StepText(int64_t step) { return step < 0 ? "nothing" : absl::StrCat("step ", step); }
 
 }  // namespace
@@ -170,7 +186,12 @@ absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& fla
     options.patience_seconds = *flags.rank_timeout;
     options.meeting_seconds = 10 * *flags.rank_timeout;
   }
-  ASSIGN_OR_RETURN(std::unique_ptr<zero::Comm> connected, zero::ConnectGloo(environment, options));
+  std::string secret = zero::ProcessEnvironment(zero::kSecretVariable).value_or("");
+  if (secret.empty()) {
+    ASSIGN_OR_RETURN(secret, zero::SecretIn(SharedDirectory(flags)));
+  }
+  ASSIGN_OR_RETURN(std::unique_ptr<zero::Comm> connected,
+                   zero::ConnectTcp(environment, {.comm = options, .secret = std::move(secret)}));
   std::shared_ptr<zero::Comm> comm = std::move(connected);
   if (absl::Status same = zero::AgreeOnOptions(*comm, OptionsJson(flags)); !same.ok()) {
     comm->Abort(same);

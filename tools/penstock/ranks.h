@@ -17,7 +17,8 @@
 
 namespace penstock::tools {
 
-// Null where the environment says that there is one rank (zero/ranks/rank_environment.h). Otherwise waits for
+// Null where the environment says that there is one rank (zero/ranks/rank_environment.h). Otherwise takes the
+// secret of the run from there or from its state directory (zero/ranks/secret_file.h), waits for
 // the others and compares the flags with theirs, and the program: kInvalidArgument on all ranks names the
 // first difference.
 absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& flags);

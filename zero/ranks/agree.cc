@@ -4,6 +4,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "zero/config/json_difference.h"
 
@@ -26,7 +27,9 @@ absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine
     const size_t space = text.find(' ');
     int code = 0;
     if (!absl::SimpleAtoi(text.substr(0, space), &code) || code == 0) continue;
-    return {static_cast<absl::StatusCode>(code), absl::StrCat("rank ", k, ": ", text.substr(space + 1))};
+    const bool known = code > 0 && code <= static_cast<int>(absl::StatusCode::kUnauthenticated);
+    return {known ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown,
+            absl::StrCat("rank ", k, ": ", space < text.size() ? text.substr(space + 1) : "failed")};
   }
   return absl::OkStatus();
 }
@@ -34,11 +37,11 @@ absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine
 absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine) {
   ASSIGN_OR_RETURN(std::vector<std::string> texts,
                    comm.AllTexts(Channel::kSetup, {"the flags"}, mine.dump()));
-  const nlohmann::json first = nlohmann::json::parse(texts.front(), nullptr, /*allow_exceptions=*/false);
+  ASSIGN_OR_RETURN(const nlohmann::json first, ParseJson(texts.front(), "what rank 0 was started with"));
   for (size_t k = 1; k < texts.size(); ++k) {
-    const std::string difference =
-        JsonDifference(nlohmann::json::parse(texts[k], nullptr, /*allow_exceptions=*/false), first,
-                       absl::StrCat("on rank ", k), "on rank 0");
+    ASSIGN_OR_RETURN(const nlohmann::json theirs,
+                     ParseJson(texts[k], absl::StrCat("what rank ", k, " was started with")));
+    const std::string difference = JsonDifference(theirs, first, absl::StrCat("on rank ", k), "on rank 0");
     if (difference.empty()) continue;
     return absl::InvalidArgumentError(absl::StrCat(
         RankName(static_cast<int>(k), comm.world()), " was not started like rank 0: ", difference,

@@ -8,6 +8,8 @@
 
 namespace penstock::zero {
 
+constexpr uint64_t kMostRankText = 16 << 20;  // bytes of one rank's text for all
+
 std::string RankName(int rank, int world) { return absl::StrCat("rank ", rank, " of ", world); }
 
 std::string What::Text(size_t bytes) const {
@@ -40,7 +42,14 @@ absl::StatusOr<std::vector<std::string>> Comm::AllTexts(Channel channel, const W
   lengths[static_cast<size_t>(rank())] = mine.size();
   RETURN_IF_ERROR(AllGather(channel, what, lengths.data(), sizeof(uint64_t)));
   uint64_t longest = 0;
-  for (const uint64_t length : lengths) longest = std::max(longest, length);
+  for (size_t k = 0; k < ranks; ++k) {
+    if (lengths[k] > kMostRankText) {
+      return absl::InvalidArgumentError(absl::StrCat(RankName(static_cast<int>(k), world()),
+                                                     " has a text of ", lengths[k], " bytes for all ranks (",
+                                                     what.name, "): at most ", kMostRankText));
+    }
+    longest = std::max(longest, lengths[k]);
+  }
   std::string all(ranks * longest, '\0');
   all.replace(static_cast<size_t>(rank()) * longest, mine.size(), mine);
   RETURN_IF_ERROR(AllGather(channel, what, all.data(), longest));

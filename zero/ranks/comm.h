@@ -65,7 +65,7 @@ class Comm {
   int rank() const { return environment_.rank; }
   int world() const { return environment_.world; }
   const RankEnvironment& environment() const { return environment_; }
-  virtual std::string name() const = 0;  // "Gloo over 10.0.0.1"
+  virtual std::string name() const = 0;  // "TCP over 10.0.0.1"
 
   // What this rank does next, in words: all say the same in the same order, whether it needs an exchange or
   // not ("step 7", "an evaluation of 4 batches").
@@ -90,7 +90,7 @@ class Comm {
                         std::span<void* const> receive, size_t bytes);
   // Every rank's `bytes` at run + rank * bytes go to the same place in all of them.
   absl::Status AllGather(Channel channel, const What& what, void* run, size_t bytes);
-  // Every rank's text, by rank.
+  // Every rank's text, by rank. kInvalidArgument on all ranks: one is longer than 16 MiB.
   absl::StatusOr<std::vector<std::string>> AllTexts(Channel channel, const What& what,
                                                     const std::string& mine);
 
@@ -111,11 +111,6 @@ struct CommOptions {
 
 // "rank 2 of 4"
 std::string RankName(int rank, int world);
-
-// Meets the other ranks at a TcpStore (tcp_store.h) and connects to each of them with Gloo. kUnavailable:
-// somebody did not come, or another process has the port; kUnimplemented: built without Gloo.
-absl::StatusOr<std::unique_ptr<Comm>> ConnectGloo(const RankEnvironment& environment,
-                                                  const CommOptions& options);
 
 // OK where ConnectNccl can be tried: built with NCCL, and its library is there.
 absl::Status NcclThere();

@@ -229,7 +229,10 @@ class NcclComm final : public Comm {
           host_->AllGather(kOrder, {"the order of device exchanges"}, wanted.data(), sizeof(Asked));
       turn.lock();
       asking_ = false;
-      if (asked.ok()) next_ = wanted.front();
+      if (asked.ok()) {
+        next_ = wanted.front();
+        next_->text.back() = '\0';
+      }
       turn_there_.notify_all();
       RETURN_IF_ERROR(asked);
     }

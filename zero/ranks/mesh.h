@@ -1,5 +1,5 @@
 // Connections between every two ranks, and messages over them: what a comm that watches over its ranks
-// (watched_comm.h) stands on. Over Gloo (comm_gloo.cc), or over sockets of our own (tcp_mesh.h).
+// (watched_comm.h) stands on. Over sockets (tcp_mesh.h).
 //
 // A message has a number. What is sent to a rank under one goes to where that rank receives it, and nowhere
 // else; neither end copies it. Messages of different numbers do not wait for each other.
@@ -15,6 +15,7 @@
 #include <memory>
 #include <string>
 
+#include "zero/ranks/handshake.h"
 #include "zero/ranks/tcp_store.h"
 
 namespace penstock::zero {
@@ -42,6 +43,7 @@ class Mesh {
   Mesh(const Mesh&) = delete;
   Mesh& operator=(const Mesh&) = delete;
 
+  // `bytes`: at least one.
   virtual std::unique_ptr<Message> Send(int to, const void* data, size_t bytes) = 0;
   virtual std::unique_ptr<Message> Receive(int from, void* data, size_t bytes) = 0;
   // Throws where the connection with `peer` is known to be broken.
@@ -57,9 +59,10 @@ class Mesh {
 struct MeshPlace {
   int rank = 0;
   int world = 1;
-  std::string address;             // of this host, which the others can reach
-  TcpStore* store = nullptr;       // where they meet
-  std::string prefix;              // of the keys there
+  std::string address;        // of this host, which the others can reach
+  TcpStore* store = nullptr;  // where they meet
+  std::string prefix;         // of the keys there
+  const RankSecret* secret = nullptr;
   std::chrono::milliseconds wait;  // for all of them
 };
 using MeshMaker = std::function<std::unique_ptr<Mesh>(const MeshPlace& place)>;

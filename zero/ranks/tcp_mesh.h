@@ -1,9 +1,9 @@
-// A mesh over sockets, with nothing but the operating system: for processes in which no Gloo may be linked,
-// such as Python's with torch, whose library shows the symbols of a Gloo of its own.
+// A mesh over sockets, with nothing but the operating system.
 //
-// One connection between every two ranks, and one thread for all of them. A message is sent when its receiver
-// has said that it waits for it, so it goes straight to its place, and nothing is kept in between. It goes in
-// pieces, between which those of other messages may pass.
+// One connection between every two ranks, each opened by a proof that both ends know the run's secret
+// (handshake.h), and one thread for all of them. What goes over a connection is mesh_link.h's: a message is
+// sent when its receiver has asked for it, so it goes straight to its place, and nothing is kept in between.
+// It goes in pieces, between which those of other messages may pass.
 #ifndef PENSTOCK_ZERO_RANKS_TCP_MESH_H_
 #define PENSTOCK_ZERO_RANKS_TCP_MESH_H_
 
@@ -19,7 +19,9 @@ namespace penstock::zero {
 // Throws where not all ranks came within `place.wait`.
 std::unique_ptr<Mesh> MakeTcpMesh(const MeshPlace& place);
 
-// As ConnectGloo (comm.h).
+// Meets the other ranks at a TcpStore (tcp_store.h) and connects to each of them. `options`: with the
+// secret of the run. kUnavailable: somebody did not come, or another process has the port. kInvalidArgument:
+// no secret, or not the one that rank 0 knows.
 absl::StatusOr<std::unique_ptr<Comm>> ConnectTcp(const RankEnvironment& environment,
                                                  const WatchOver& options);
 

@@ -17,7 +17,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
-#include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <thread>
 #include <utility>
@@ -26,9 +26,12 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "zero/memory/guarded.h"
+#include "zero/ranks/handshake.h"
+#include "zero/ranks/rank_position.h"
 
 namespace penstock::zero {
 namespace {
@@ -62,12 +65,17 @@ uint64_t SlotOf(Channel channel, uint64_t number, const What& what, size_t bytes
   return (static_cast<uint64_t>(channel) << kChannelShift) | ((number & 0xffffff) << 32) | (digest >> 32);
 }
 
-// "4 text" of a failure's code and text: whose words are wrong is told so everywhere, with its exit code.
-std::string Coded(const absl::Status& why, std::string_view text) {
-  const bool wrong =
-      absl::IsInvalidArgument(why) || absl::IsFailedPrecondition(why) || absl::IsAlreadyExists(why);
-  return absl::StrCat(static_cast<int>(wrong ? why.code() : absl::StatusCode::kUnavailable), " ",
-                      absl::string_view(text.data(), text.size()));
+// What is told of a failure, to all ranks: whose words are wrong is told so everywhere, with its exit code.
+constexpr size_t kMostNoted = 2000;  // bytes
+absl::StatusCode CodeForAll(absl::StatusCode code) {
+  const bool wrong = code == absl::StatusCode::kInvalidArgument ||
+                     code == absl::StatusCode::kFailedPrecondition ||
+                     code == absl::StatusCode::kAlreadyExists;
+  return wrong ? code : absl::StatusCode::kUnavailable;
+}
+// "4 text".
+std::string Coded(absl::StatusCode code, std::string_view text) {
+  return absl::StrCat(static_cast<int>(CodeForAll(code)), " ", OneLine(text, kMostNoted));
 }
 
 // The address under which this host talks to the master, which is the one that other ranks can reach it by.
@@ -133,8 +141,10 @@ class WatchedComm : public Comm {
         make_(std::move(make)),
         kind_(std::move(kind)),
         options_(options.comm),
+        secret_(options.secret),
         way_on_(options.way_on),
         patience_name_(options.patience_name),
+        secret_way_(options.secret_way),
         prefix_(absl::StrCat("penstock/", environment.session, "/")),
         store_(options.store) {}
 
@@ -197,7 +207,7 @@ class WatchedComm : public Comm {
   void Enter(const std::string& call) override {
     std::lock_guard lock(mutex_);
     calls_digest_ = Digest(call, calls_digest_);
-    newest_calls_[calls_++] = call;
+    newest_calls_[calls_++] = call.substr(0, kMostPositionText + 1);
     if (newest_calls_.size() > kCallsTold) newest_calls_.erase(newest_calls_.begin());
   }
   uint64_t calls() const override {
@@ -211,7 +221,7 @@ class WatchedComm : public Comm {
 
   void Abort(const absl::Status& why) override {
     if (why.ok() || !Stop(why)) return;
-    Note(Coded(why, absl::StrCat(RankName(rank(), world()), " failed: ", std::string(why.message()))));
+    Note(Coded(why.code(), absl::StrCat(RankName(rank(), world()), " failed: ", std::string(why.message()))));
   }
 
   // Every call fails from here on; false where that is so already. `note`: what the beats tell the store,
@@ -251,7 +261,7 @@ class WatchedComm : public Comm {
   absl::Status Fail(const std::string& text) {
     std::string noted = Noted();
     if (noted.empty()) {
-      noted = Coded(absl::UnavailableError(""), text);
+      noted = Coded(absl::StatusCode::kUnavailable, text);
       Note(noted);
     }
     (void)Stop(Others(noted));
@@ -279,11 +289,13 @@ class WatchedComm : public Comm {
   // What was noted of a failure, as everybody's answer.
   absl::Status Others(const std::string& noted) const {
     const size_t space = std::min(noted.find(' '), noted.size());
-    int code = 0;
-    if (!absl::SimpleAtoi(noted.substr(0, space), &code) || code == 0) return absl::UnavailableError(noted);
-    const std::string text = noted.substr(std::min(space + 1, noted.size()));
-    if (static_cast<absl::StatusCode>(code) != absl::StatusCode::kUnavailable)
-      return {static_cast<absl::StatusCode>(code), text};
+    int number = 0;
+    const bool coded = absl::SimpleAtoi(noted.substr(0, space), &number);
+    const absl::StatusCode code =
+        CodeForAll(coded ? static_cast<absl::StatusCode>(number) : absl::StatusCode::kUnavailable);
+    const std::string text = OneLine(
+        coded ? std::string_view(noted).substr(std::min(space + 1, noted.size())) : noted, kMostNoted);
+    if (code != absl::StatusCode::kUnavailable) return {code, text};
     return absl::UnavailableError(absl::StrCat(text, "; the last commit of all ranks stands: ", way_on_));
   }
 
@@ -328,11 +340,21 @@ class WatchedComm : public Comm {
     const RankEnvironment& env = environment();
     const int port = env.master_port + (!env.agent_is_master ? 0 : env.master_port < 65535 ? 1 : -1);
     const std::string where = absl::StrCat(env.master_address, ":", port);
+    absl::StatusOr<RankSecret> secret = RankSecret::Of(secret_);
+    if (!secret.ok()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(std::string(secret.status().message()), "; ", secret_way_));
+    }
     ASSIGN_OR_RETURN(std::string address, OwnAddress(env.master_address, port));
     address_ = address;
     try {
       if (store_ == nullptr)
-        store_ = std::make_shared<TcpStore>(env.master_address, port, /*serves=*/rank() == 0, Meeting());
+        store_ =
+            std::make_shared<TcpStore>(env.master_address, port, /*serves=*/rank() == 0, Meeting(), *secret);
+    } catch (const RefusedConnection&) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(RankName(rank(), world()), " and what serves at ", where,
+                       " (MASTER_ADDR, MASTER_PORT) do not know one secret: ", secret_way_));
     } catch (const std::exception& error) {
       const std::string why = FirstLine(error.what());
       return absl::UnavailableError(rank() == 0 ? absl::StrCat("cannot wait for the other ranks at ", where,
@@ -357,12 +379,18 @@ class WatchedComm : public Comm {
       } catch (const std::exception&) {
         if (Clock::now() + std::chrono::seconds(1) < deadline && rank() > 0)
           return absl::UnavailableError(absl::StrCat(RankName(0, world()), " has gone"));
-        return absl::UnavailableError(
-            absl::StrCat(Missing(k), " did not come to ", where, " within ", options_.meeting_seconds, " s"));
+        std::string text =
+            absl::StrCat(Missing(k), " did not come to ", where, " within ", options_.meeting_seconds, " s");
+        if (const uint64_t refused = store_->refused(); refused > 0) {
+          absl::StrAppend(&text, "; ", refused,
+                          " connections were refused, which did not know the secret of ",
+                          "this run: ", secret_way_);
+        }
+        return absl::UnavailableError(text);
       }
       if (const std::string theirs = store_->Get(key); theirs != std::to_string(world())) {
-        return absl::InvalidArgumentError(absl::StrCat("rank ", k, " was started as one of ", theirs, ", ",
-                                                       RankName(rank(), world()),
+        return absl::InvalidArgumentError(absl::StrCat("rank ", k, " was started as one of ", OneLine(theirs),
+                                                       ", ", RankName(rank(), world()),
                                                        ": all need one WORLD_SIZE"));
       }
     }
@@ -377,6 +405,7 @@ class WatchedComm : public Comm {
                      .address = address_,
                      .store = store_.get(),
                      .prefix = Key("mesh/"),
+                     .secret = &*secret,
                      .wait = Patience() + InMilliseconds(kSlackSeconds)});
     } catch (const std::exception& error) {
       RETURN_IF_ERROR(failure());
@@ -426,6 +455,8 @@ class WatchedComm : public Comm {
       last = Stopped();  // and once more for what is still to be told
       try {
         if (store_is_there) AskStore(/*only_tells=*/last);
+      } catch (const RefusedByStore& error) {
+        (void)Fail(absl::StrCat(RankName(rank(), world()), ": ", error.what()));
       } catch (const std::exception&) {
         store_is_there = false;  // it has gone with its rank: the connections tell
       }
@@ -436,22 +467,12 @@ class WatchedComm : public Comm {
   // What this rank is at, for rank 0.
   std::string Position() {
     std::lock_guard lock(mutex_);
-    nlohmann::json calls = nlohmann::json::object(), exchanges = nlohmann::json::object();
-    for (const auto& [number, call] : newest_calls_) calls[std::to_string(number)] = call;
+    RankPosition position{.beat = ++beats_count_, .calls = newest_calls_, .begun = begun_, .ended = ended_};
     for (const WatchedExchange* exchange : under_way_) {
-      const auto channel = static_cast<size_t>(exchange->channel_);
-      exchanges[absl::StrCat(kChannelNames[channel], " ", exchange->number_)] = {
-          {"is", exchange->Text()},
-          {"calls", exchange->what_.calls},
-          {"channel", channel},
-          {"number", exchange->number_}};
+      position.exchanges[{static_cast<size_t>(exchange->channel_), exchange->number_}] = {
+          .text = exchange->Text(), .calls = exchange->what_.calls};
     }
-    return nlohmann::json{{"beat", ++beats_count_},
-                          {"calls", calls},
-                          {"exchanges", exchanges},
-                          {"begun", begun_},
-                          {"ended", ended_}}
-        .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    return position.ToText();
   }
 
   // Does not return while the store's host does not answer.
@@ -484,39 +505,19 @@ class WatchedComm : public Comm {
 
   // Ranks that are not at the same: what they wait for does not come.
   void Compare(const std::vector<std::string>& texts) {
-    std::vector<nlohmann::json> positions;
+    std::vector<RankPosition> positions;
     for (const std::string& text : texts) {
-      positions.push_back(nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false));
-      if (!positions.back().is_object() || !positions.back().contains("ended")) return;  // not all beat yet
+      absl::StatusOr<RankPosition> position = RankPosition::FromText(text);
+      if (!position.ok()) return;  // not all beat yet
+      positions.push_back(*std::move(position));
     }
-    for (const char* kind : {"calls", "exchanges"}) {
-      std::map<std::string, size_t> first;  // who is at so numbered a one
-      for (size_t k = 0; k < positions.size(); ++k) {
-        for (const auto& [number, theirs] : positions[k][kind].items()) {
-          const size_t other = first.emplace(number, k).first->second;
-          const nlohmann::json& others = positions[other][kind][number];
-          if (theirs != others) return Differ(k, theirs, other, others);
-        }
-      }
-    }
-    for (size_t k = 0; k < positions.size(); ++k) {
-      for (size_t other = 0; other < positions.size(); ++other) {
-        if (!positions[other]["ended"].get<bool>()) continue;
-        for (const auto& [number, theirs] : positions[k]["exchanges"].items()) {
-          const auto begun = positions[other]["begun"].get<std::vector<uint64_t>>();
-          if (theirs["number"].get<uint64_t>() >= begun[theirs["channel"].get<size_t>()])
-            return Differ(k, theirs, other, kEnd);
-        }
-      }
-    }
-  }
-  void Differ(size_t k, const nlohmann::json& at, size_t other, const nlohmann::json& other_at) {
-    const auto text = [](const nlohmann::json& each) {
-      return each.is_object() ? each["is"].get<std::string>() : each.get<std::string>();
-    };
-    const std::string mine = text(at), theirs = text(other_at);
-    (void)Fail(absl::StrCat(RankName(static_cast<int>(k), world()), " is at ", mine, " and rank ", other,
-                            " at ", mine == theirs ? absl::StrCat(theirs, " after other calls") : theirs,
+    const std::optional<PositionDifference> differ = ComparePositions(positions, kEnd);
+    if (!differ.has_value()) return;
+    (void)Fail(absl::StrCat(RankName(static_cast<int>(differ->rank), world()), " is at ", differ->at,
+                            " and rank ", differ->other, " at ",
+                            differ->at == differ->other_at
+                                ? absl::StrCat(differ->other_at, " after other calls")
+                                : differ->other_at,
                             ": they do not do the same; give all ranks the same flags, data and calls"));
   }
 
@@ -541,7 +542,7 @@ class WatchedComm : public Comm {
         return;
       }
       const std::string text = Coded(
-          absl::UnavailableError(""),
+          absl::StatusCode::kUnavailable,
           absl::StrCat(RankName(silent, world()), " has not answered for ", options_.patience_seconds, " s"));
       // What every call returns from here on. A note to rank 0 would wait for it too, as the beats do, and
       // everybody who asks for notes.
@@ -580,11 +581,11 @@ class WatchedComm : public Comm {
       }
     }
     if (text.empty()) return;
-    text = Coded(absl::UnavailableError(""), text);
+    text = Coded(absl::StatusCode::kUnavailable, text);
     (void)Stop(Others(text), text);
   }
 
-  // A broken connection that nobody waits at just now, and one that Gloo does not tell of.
+  // A broken connection that nobody waits at just now.
   void LookForBrokenConnections() {
     {
       std::lock_guard lock(mutex_);
@@ -634,7 +635,7 @@ class WatchedComm : public Comm {
   const MeshMaker make_;
   const std::string kind_;
   const CommOptions options_;
-  const std::string way_on_, patience_name_, prefix_;
+  const std::string secret_, way_on_, patience_name_, secret_way_, prefix_;
   std::string address_;
   std::shared_ptr<TcpStore> store_;
   std::unique_ptr<Mesh> mesh_;

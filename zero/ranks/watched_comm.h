@@ -15,7 +15,9 @@
 namespace penstock::zero {
 
 struct WatchOver {
-  CommOptions comm;
+  CommOptions comm{};
+  // What all ranks of the run know and nobody else does (handshake.h).
+  std::string secret = "";
   // Of rank 0: where the ranks meet, if the caller has made it before the others could be told its port
   // (RankEnvironment::master_port). Default: it is made there.
   std::shared_ptr<TcpStore> store = nullptr;
@@ -23,9 +25,13 @@ struct WatchOver {
   std::string way_on = "go on from it with --resume";
   // What the patience is called where it is set.
   std::string patience_name = "--rank-timeout";
+  // What gives all ranks one secret.
+  std::string secret_way =
+      "start all ranks with one --state-dir, on a file system that they share, or with one "
+      "PENSTOCK_RANKS_SECRET";
 };
 
-// `kind`: "Gloo". Errors as ConnectGloo's (comm.h).
+// `kind`: "TCP". Errors as ConnectTcp's (tcp_mesh.h).
 absl::StatusOr<std::unique_ptr<Comm>> ConnectOver(const MeshMaker& make, const std::string& kind,
                                                   const RankEnvironment& environment,
                                                   const WatchOver& options);

@@ -202,13 +202,23 @@ class Meeting:
         hosts = self._all(_host())
         here = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         local_rank = here.index(self.rank)
-        place = _core.MeetingPlace() if self.rank == 0 else None
-        address = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        mine = None if place is None else (address, place.port, secrets.token_hex(8))
-        address, port, session = self._all(mine)[0]
-        if len(set(hosts)) == 1:
-            address = "127.0.0.1"
-        core = _core.Ranks(self.rank, self.world, local_rank, len(here), address, port, session, self._timeout, place)
+        own = os.environ.get("PENSTOCK_RANKS_SECRET", "")
+        if len(set(self._all(bool(own)))) > 1:
+            raise ValueError("PENSTOCK_RANKS_SECRET is set for some ranks and not for others: give the same one to all, or to none")
+        place, mine = None, None
+        if self.rank == 0:
+            address = "127.0.0.1" if len(set(hosts)) == 1 else os.environ.get("MASTER_ADDR") or socket.gethostname()
+            # Over torch's group, where nobody has said one that need not be sent.
+            made = "" if own else secrets.token_hex(32)
+            try:
+                place = _core.MeetingPlace(address, own or made)
+                mine = (address, place.port, secrets.token_hex(8), made, "")
+            except Exception as error:  # noqa: B902
+                mine = (address, 0, "", "", str(error))
+        address, port, session, made, failure = self._all(mine)[0]
+        if failure:
+            raise ConnectionError(f"rank 0 cannot wait for the other ranks at {address} (MASTER_ADDR): {failure}")
+        core = _core.Ranks(self.rank, self.world, local_rank, len(here), address, port, session, own or made, self._timeout, place)
         return Ranks(core, self.rank, self.world, local_rank)
 
     def share_values(self, model: nn.Module) -> None:
