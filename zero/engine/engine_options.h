@@ -61,7 +61,7 @@ struct CheckpointSchedule {
   bool at_end = false;
   // With StorageOptions::overwrite: removed only as long as no others are in `parent`. Default: those that
   // are there when Create is called.
-  std::optional<std::vector<swap::CheckpointSeen>> replaces;
+  std::optional<std::vector<swap::CheckpointSeen>> replaces = std::nullopt;
   // That `parent` is this run's (swap/checkpoint_lock.h), taken before the caller looked at what is there. Of
   // several ranks, rank 0 has it for all. Default: Create takes it.
   std::shared_ptr<swap::CheckpointLock> lock = nullptr;
