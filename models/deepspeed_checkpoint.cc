@@ -1,14 +1,9 @@
 #include "models/deepspeed_checkpoint.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <set>
-#include <sstream>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -18,6 +13,10 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "base/directory.h"
+#include "base/io_error.h"
+#include "base/json.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "models/stored_type.h"
 
@@ -34,7 +33,14 @@ constexpr const char* kUniversal[] = {"fp32", "exp_avg", "exp_avg_sq"};
 constexpr int kDeepestJson = 32;
 constexpr int64_t kTextValue = 64;  // bytes of a text that count as one
 constexpr int64_t kMostOpenRanks = 16;
-constexpr uint64_t kMostNameBytes = uint64_t{16} << 20;
+constexpr uint64_t kMostLatestBytes = 4096;
+constexpr size_t kLongestName = 1024;  // of a parameter or a buffer
+constexpr int64_t kUnitsOfName = 4;    // of those that a value counts as: it stands in several lists
+constexpr size_t kMostDimensions = 64;
+// What all files that are open take together. Each may take some more where it has contents: a real
+// checkpoint's bytes are nearly all its tensors'.
+constexpr int64_t kFreeFileBytes = 8 << 10;
+constexpr int64_t kDiskBytesPerByte = 16;
 constexpr absl::string_view kOwnKeys[] = {"module",
                                           "buffer_names",
                                           "optimizer",
@@ -58,27 +64,13 @@ constexpr absl::string_view kOwnKeys[] = {"module",
                                           "ds_autoep_layers",
                                           "checkpoint_parallel_dimensions"};
 
-bool Exists(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0;
-}
-
-bool IsDirectory(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
-
-// A dict's value of an integer key.
-TorchValue AtNumber(const TorchValue& dict, int64_t key) {
-  for (const auto& [k, v] : dict.entries()) {
-    if (k.integer() == key) return v;
-  }
-  return {};
-}
+// What cannot be looked at counts as there: whoever reads it says what is wrong.
+bool Exists(const std::string& path) { return PathExists(path).value_or(true); }
 
 std::string Text(std::string_view text) { return std::string(text); }
 
 std::vector<int64_t> SizesOf(const TorchValue& shape) {
+  if (shape.size() > kMostDimensions) return {-1};
   std::vector<int64_t> sizes;
   sizes.reserve(shape.size());
   for (size_t d = 0; d < shape.size(); ++d) sizes.push_back(shape[d].integer().value_or(-1));
@@ -123,7 +115,7 @@ nlohmann::json JsonOf(const TorchValue& value, int depth, int64_t* left) {
       if (value.name() == "collections.Counter" && value.size() == 1)
         return JsonOf(value[0], depth + 1, left);
       nlohmann::json dict = nlohmann::json::object();
-      const auto entries = value.entries();
+      const TorchValue::Entries entries = value.entries();
       if (!Spend({}, entries.size(), left)) return nullptr;
       for (const auto& [k, v] : entries) {
         if (*left < 0) break;
@@ -238,11 +230,10 @@ std::optional<int64_t> RankOf(const std::string& name) {
 // What a file that names a tag says; nullopt: there is none. A tag is beside the file and nowhere else,
 // whoever wrote it.
 absl::StatusOr<std::optional<std::string>> NamedBy(const std::string& list) {
-  if (!Exists(list)) return std::nullopt;
-  std::ifstream file(list);
-  std::string tag;
-  std::getline(file, tag);
-  tag = std::string(absl::StripAsciiWhitespace(tag));
+  const absl::StatusOr<std::string> text = ReadSmallFile(list, kMostLatestBytes);
+  if (absl::IsNotFound(text.status())) return std::nullopt;
+  RETURN_IF_ERROR(text.status());
+  const std::string tag(absl::StripAsciiWhitespace(text->substr(0, text->find('\n'))));
   if (tag.empty() || tag == ".." || tag.find('/') != std::string::npos)
     return absl::InvalidArgumentError(absl::StrCat(list, " names no checkpoint beside it"));
   return tag;
@@ -251,15 +242,21 @@ absl::StatusOr<std::optional<std::string>> NamedBy(const std::string& list) {
 // The directory of the tag that `path` means. Where `latest` names what is not there, what was made of that
 // very tag is as good; an older one is not.
 absl::StatusOr<std::string> TagOf(const std::string& path) {
-  if (!IsDirectory(path)) return absl::NotFoundError(absl::StrCat(path, ": no such directory"));
+  ASSIGN_OR_RETURN(const bool directory, IsDirectory(path));
+  if (!directory) return absl::NotFoundError(absl::StrCat(path, ": no such directory"));
   const std::string list = path + "/latest";
+  const auto has = [&](const std::string& tag) { return IsDirectory(absl::StrCat(path, "/", tag)); };
   ASSIGN_OR_RETURN(const std::optional<std::string> latest, NamedBy(list));
-  if (latest.has_value() && IsDirectory(absl::StrCat(path, "/", *latest)))
-    return absl::StrCat(path, "/", *latest);
+  if (latest.has_value()) {
+    ASSIGN_OR_RETURN(const bool there, has(*latest));
+    if (there) return absl::StrCat(path, "/", *latest);
+  }
   ASSIGN_OR_RETURN(const std::optional<std::string> universal, NamedBy(list + "_universal"));
   const bool other = latest.has_value() && universal != *latest + "_universal";
-  if (universal.has_value() && !other && IsDirectory(absl::StrCat(path, "/", *universal)))
-    return absl::StrCat(path, "/", *universal);
+  if (universal.has_value() && !other) {
+    ASSIGN_OR_RETURN(const bool there, has(*universal));
+    if (there) return absl::StrCat(path, "/", *universal);
+  }
   if (latest.has_value() || universal.has_value())
     return absl::InvalidArgumentError(absl::StrCat(list, latest.has_value() ? "" : "_universal", " names ",
                                                    latest.has_value() ? *latest : *universal,
@@ -278,11 +275,10 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
     return absl::InvalidArgumentError(absl::StrCat(directory, ": ", why));
   };
   Listing listing;
-  listing.universal = IsDirectory(absl::StrCat(directory, "/zero"));
+  ASSIGN_OR_RETURN(listing.universal, IsDirectory(absl::StrCat(directory, "/zero")));
+  ASSIGN_OR_RETURN(const std::vector<std::string> entries, ListDirectory(directory));
   std::map<int64_t, std::string> by_rank, models;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
-    const std::string name = entry.path().filename();
+  for (const std::string& name : entries) {
     if (name == "offloaded_tensors")
       return wrong(
           "the optimizer's state was left on an NVMe drive by DeepSpeed (offloaded_tensors): its files "
@@ -306,7 +302,6 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
     if (!by_rank.emplace(*rank, name).second)
       return wrong(absl::StrCat(name, " and ", by_rank[*rank], " are of one rank: which counts?"));
   }
-  if (error) return wrong(absl::StrCat("cannot be listed: ", error.message()));
   for (const auto& [rank, name] : by_rank) {
     if (rank != static_cast<int64_t>(listing.optimizer.size()))
       return wrong(absl::StrCat("the optimizer's state of rank ", listing.optimizer.size(), " is missing"));
@@ -325,13 +320,13 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
 bool IsDeepSpeedCheckpoint(const std::string& path) {
   const absl::StatusOr<std::string> tag = TagOf(path);
   if (!tag.ok()) return false;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(*tag, error)) {
-    const std::string name = entry.path().filename();
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(*tag);
+  if (!names.ok()) return false;
+  return std::any_of(names->begin(), names->end(), [&](const std::string& name) {
     if (absl::EndsWith(name, kModelEnding) || absl::EndsWith(name, kOptimizerEnding)) return true;
-    if (name == "zero" && entry.is_directory(error) && !entry.is_symlink(error)) return true;
-  }
-  return false;
+    return name == "zero" &&
+           LinkKindOf(absl::StrCat(*tag, "/", name)).value_or(PathKind::kMissing) == PathKind::kDirectory;
+  });
 }
 
 std::span<const absl::string_view> DeepSpeedKeys() { return kOwnKeys; }
@@ -372,18 +367,13 @@ absl::StatusOr<NameMap> ReadNames(const std::string& path) {
   const auto wrong = [&](const std::string& why) {
     return absl::InvalidArgumentError(absl::StrCat("--names ", path, ": ", why));
   };
-  struct stat info {};
-  if (::stat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return wrong("no such file");
-  if (static_cast<uint64_t>(info.st_size) > kMostNameBytes) return wrong("too long for a list of names");
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  const nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
+  const absl::StatusOr<nlohmann::json> json = ReadJsonObject(path);
   const char* const what =
       "must be a JSON object of texts: {\"transformer.wte.weight\": \"embedding.weight\", ...}";
-  if (!file || !json.is_object()) return wrong(what);
+  if (absl::IsNotFound(json.status())) return wrong("no such file");
+  if (!json.ok()) return wrong(absl::StrCat(what, ": ", json.status().message()));
   NameMap names;
-  for (const auto& [published, theirs] : json.items()) {
+  for (const auto& [published, theirs] : json->items()) {
     if (!theirs.is_string()) return wrong(what);
     names[published] = theirs.get<std::string>();
   }
@@ -431,7 +421,7 @@ absl::Status DeepSpeedCheckpoint::LoadWeights() {
   RETURN_IF_ERROR(ReadFrozen(&parameters));
   std::set<std::string> frozen;
   for (const auto& [name, shape] : files_.front()->root()["frozen_param_shapes"].entries())
-    frozen.insert(Text(name.text()));
+    frozen.insert(Text(name.text()));  // ReadFrozen has counted them
   const auto add = [&](const std::string& name, const std::string& holder, const Values& values) {
     weights_.push_back({.name = name,
                         .sizes = values.sizes,
@@ -468,9 +458,30 @@ absl::Status DeepSpeedCheckpoint::Load(const NameMap& names) {
 }
 
 absl::StatusOr<const TorchFile*> DeepSpeedCheckpoint::OpenFile(const std::string& name) {
-  ASSIGN_OR_RETURN(std::unique_ptr<TorchFile> file, TorchFile::Open(absl::StrCat(directory_, "/", name)));
+  ASSIGN_OR_RETURN(std::unique_ptr<TorchFile> file,
+                   TorchFile::Open(absl::StrCat(directory_, "/", name),
+                                   std::clamp<uint64_t>(static_cast<uint64_t>(bytes_left_), kFreeFileBytes,
+                                                        TorchFile::kMostBytes)));
   files_.push_back(std::move(file));
-  return files_.back().get();
+  const TorchFile* const opened = files_.back().get();
+  const int64_t free = kFreeFileBytes + static_cast<int64_t>(opened->disk_bytes()) / kDiskBytesPerByte;
+  RETURN_IF_ERROR(SpendBytes(*opened, static_cast<int64_t>(opened->memory_bytes()) - free));
+  return opened;
+}
+
+absl::Status DeepSpeedCheckpoint::SpendBytes(const TorchFile& file, int64_t bytes) {
+  bytes_left_ -= bytes;
+  if (bytes_left_ >= 0) return absl::OkStatus();
+  return Wrong(absl::StrCat(file.path(), " describes more than is read of such a checkpoint"));
+}
+
+absl::StatusOr<std::string> DeepSpeedCheckpoint::TakeName(const TorchFile& file, const TorchValue& value) {
+  if (value.kind() != Kind::kText || value.text().empty() || value.text().size() > kLongestName)
+    return Wrong(absl::StrCat(file.path(), " has a name that no parameter has"));
+  values_left_ -= kUnitsOfName;
+  Spend(value, 0, &values_left_);
+  RETURN_IF_ERROR(CheckLeft(file));
+  return Text(value.text());
 }
 
 absl::Status DeepSpeedCheckpoint::CheckLeft(const TorchFile& file) const {
@@ -498,23 +509,29 @@ absl::Status DeepSpeedCheckpoint::ReadModelStates(const TorchFile& file, bool un
   progress_.version = Text(root["ds_version"].text());
   RETURN_IF_ERROR(TakeClientState(file));
   const TorchValue buffers = root["buffer_names"];
-  for (size_t i = 0; i < buffers.size(); ++i) progress_.buffers.push_back(Text(buffers[i].text()));
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    ASSIGN_OR_RETURN(progress_.buffers.emplace_back(), TakeName(file, buffers[i]));
+  }
   ASSIGN_OR_RETURN(progress_.lr_scheduler, ToJson(file, root["lr_scheduler"]));
   ASSIGN_OR_RETURN(progress_.config, ToJson(file, root["ds_config"]));
   if (!weights_alone_ && !root["frozen_param_shapes"].entries().empty())
-    return Wrong(absl::StrCat(Text(root["frozen_param_shapes"].entries().front().first.text()),
+    return Wrong(absl::StrCat(OneLine(root["frozen_param_shapes"].entries().front().first.text()),
                               " is frozen, which is not served: all parameters must be trained"));
-  for (const auto& [name, holder] : root["shared_params"].entries())
-    shared_[Text(name.text())] = Text(holder.text());
+  for (const auto& [name, holder] : root["shared_params"].entries()) {
+    ASSIGN_OR_RETURN(const std::string tied, TakeName(file, name));
+    ASSIGN_OR_RETURN(shared_[tied], TakeName(file, holder));
+  }
   const TorchValue groups = root["param_shapes"];
   for (size_t g = 0; g < groups.size(); ++g) {
     std::vector<std::string>& order = order_.emplace_back();
+    values_left_ -= kUnitsOfName;
+    RETURN_IF_ERROR(CheckLeft(file));
     for (const auto& [name, shape] : groups[g].entries()) {
       Values values;
       values.sizes = SizesOf(shape);
+      ASSIGN_OR_RETURN(order.emplace_back(), TakeName(file, name));
       if (ElementsOf(values.sizes) < 0)
-        return Wrong(absl::StrCat(file.path(), ": ", Text(name.text()), " has no shape"));
-      order.push_back(Text(name.text()));
+        return Wrong(absl::StrCat(file.path(), ": ", order.back(), " has no shape"));
       if (!parameters->emplace(order.back(), std::move(values)).second)
         return Wrong(absl::StrCat(file.path(), ": ", order.back(), " is there twice"));
     }
@@ -524,6 +541,10 @@ absl::Status DeepSpeedCheckpoint::ReadModelStates(const TorchFile& file, bool un
 
 absl::Status DeepSpeedCheckpoint::TakeClientState(const TorchFile& file) {
   for (const auto& [key, value] : file.root().entries()) {
+    // Each may be said not to have been read.
+    values_left_ -= kUnitsOfName;
+    Spend(key, 0, &values_left_);
+    RETURN_IF_ERROR(CheckLeft(file));
     const std::string name = Text(key.text());
     if (std::find(std::begin(kOwnKeys), std::end(kOwnKeys), name) != std::end(kOwnKeys)) continue;
     std::string why;
@@ -625,6 +646,7 @@ absl::StatusOr<DeepSpeedCheckpoint::FlatTensors> DeepSpeedCheckpoint::TakeGroup(
                                                                                 const TorchValue& masters,
                                                                                 const TorchValue& state,
                                                                                 const char* where) {
+  RETURN_IF_ERROR(SpendBytes(file, ScatteredTensor::kPieceBytes));
   RETURN_IF_ERROR(TakeSteps(file, state["step"]));
   const FlatTensors flat = {masters.tensor(), state[kMoments[1]].tensor(), state[kMoments[2]].tensor()};
   for (size_t k = 0; k < kinds(); ++k) {
@@ -636,7 +658,8 @@ absl::StatusOr<DeepSpeedCheckpoint::FlatTensors> DeepSpeedCheckpoint::TakeGroup(
 }
 
 absl::Status DeepSpeedCheckpoint::AddPart(const TorchFile& file, const FlatTensors& flat, int64_t first,
-                                          int64_t elements, Values* values) const {
+                                          int64_t elements, Values* values) {
+  RETURN_IF_ERROR(SpendBytes(file, static_cast<int64_t>(kinds()) * ScatteredTensor::kPieceBytes));
   for (size_t k = 0; k < kinds(); ++k) RETURN_IF_ERROR(values->of[k].Add(file, *flat[k], first, elements));
   return absl::OkStatus();
 }
@@ -654,13 +677,15 @@ absl::Status DeepSpeedCheckpoint::ReadRank12(const TorchFile& file, const TorchV
   RETURN_IF_ERROR(TakeSteps(file, optimizer["base_optimizer_state_step"]));
   for (size_t group = 0; group < masters.size(); ++group) {
     const TorchValue state =
-        base.kind() == Kind::kDict ? AtNumber(base["state"], static_cast<int64_t>(group)) : base[group];
+        base.kind() == Kind::kDict ? base["state"].AtNumber(static_cast<int64_t>(group)) : base[group];
     ASSIGN_OR_RETURN(const FlatTensors flat, TakeGroup(file, group, masters[group], state, ""));
     for (const auto& [name, address] : mappings[group].entries()) {
+      if (name.text().size() > kLongestName)
+        return Wrong(absl::StrCat(file.path(), " has a name that no parameter has"));
       const auto found = parameters->find(Text(name.text()));
       const std::optional<int64_t> start = address["start"].integer(), count = address["numel"].integer();
       if (found == parameters->end() || !start.has_value() || !count.has_value())
-        return Wrong(absl::StrCat(file.path(), ": ", Text(name.text()), " is in no list of parameters"));
+        return Wrong(absl::StrCat(file.path(), ": ", OneLine(name.text()), " is in no list of parameters"));
       RETURN_IF_ERROR(AddPart(file, flat, *start, *count, &found->second));
     }
   }
@@ -688,7 +713,7 @@ absl::Status DeepSpeedCheckpoint::ReadRank3(const TorchFile& file, const TorchVa
       const int64_t elements = ElementsOf(values.sizes), part = (elements + ranks - 1) / ranks;
       const int64_t mine = std::clamp<int64_t>(elements - rank * part, 0, part);
       if (flat[0] == nullptr || at + part > flat[0]->elements) {
-        const TorchValue state = AtNumber(base["state"], static_cast<int64_t>(number));
+        const TorchValue state = base["state"].AtNumber(static_cast<int64_t>(number));
         ASSIGN_OR_RETURN(flat,
                          TakeGroup(file, number, masters[number], state, ", with their state in memory"));
         ++number;
@@ -708,10 +733,10 @@ absl::Status DeepSpeedCheckpoint::ReadRank3(const TorchFile& file, const TorchVa
 absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
   progress_.format = "universal";
   RETURN_IF_ERROR(ReadUniversalState());
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(directory_ + "/zero", error)) {
-    if (!entry.is_directory(error)) continue;
-    const std::string name = entry.path().filename();
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory_ + "/zero"));
+  for (const std::string& name : names) {
+    ASSIGN_OR_RETURN(const bool is_parameter, IsDirectory(absl::StrCat(directory_, "/zero/", name)));
+    if (!is_parameter) continue;
     if (shared_.count(name) > 0) continue;  // a tied parameter's values, without moments: the holder has both
     // Persistent buffers of floating point are there too, without moments.
     if (std::find(progress_.buffers.begin(), progress_.buffers.end(), name) != progress_.buffers.end())
@@ -738,7 +763,6 @@ absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
       files_.pop_back();
     }
   }
-  if (error) return Wrong(absl::StrCat("zero/ cannot be listed: ", error.message()));
   return absl::OkStatus();
 }
 
@@ -749,7 +773,7 @@ absl::Status DeepSpeedCheckpoint::ReadUniversalState() {
   // Of stage 3 the optimizer's own dict, of stages 1 and 2 what it has beside the state.
   const TorchValue base = root["optimizer_state_dict"] ? root["optimizer_state_dict"] : root;
   RETURN_IF_ERROR(TakeOptions(*file, root, root["param_groups"] ? root : base));
-  return TakeSteps(*file, AtNumber(base["state"], 0)["step"]);
+  return TakeSteps(*file, base["state"].AtNumber(0)["step"]);
 }
 
 // A frozen parameter is whole in the first rank's file, or under stage 3 cut evenly over those of all ranks.
@@ -764,7 +788,7 @@ absl::Status DeepSpeedCheckpoint::ReadFrozen(Parameters* parameters) {
   }
   const auto ranks = static_cast<int64_t>(files.size());
   for (const auto& [key, shape] : shapes) {
-    const std::string name = Text(key.text());
+    ASSIGN_OR_RETURN(const std::string name, TakeName(*files_.front(), key));
     Values& values = (*parameters)[name];
     if (values.of.front().elements() > 0) continue;  // the universal format has it with the others
     values.sizes = SizesOf(shape);
@@ -867,6 +891,11 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
     left.erase(found->first);
   }
   if (!left.empty()) return Wrong(absl::StrCat(*left.begin(), " has no place in this model: ", words_.model));
+  return absl::OkStatus();
+}
+
+absl::Status DeepSpeedCheckpoint::CheckRead() const {
+  for (const std::unique_ptr<TorchFile>& file : files_) RETURN_IF_ERROR(file->CheckRead());
   return absl::OkStatus();
 }
 

@@ -18,7 +18,8 @@
 // OpenWeights takes the weights alone, of whatever model and optimizer, under the names that they have there:
 // what DeepSpeed's zero_to_fp32 makes of them.
 //
-// Memory: what the files' pickles describe (some hundred bytes a tensor and rank) and for masters
+// Memory: what the files' pickles describe (some thousand bytes a tensor and rank; bounded, whatever they
+// say) and for masters
 // and each of the moments a buffer of 512 KiB, or of 18 MiB where parameters are published transposed. Needs
 // no LibTorch. Threads: one, but for Read. Errors: kNotFound, kInvalidArgument: not such a checkpoint, or not
 // of this model; kDataLoss: cut short.
@@ -120,6 +121,10 @@ class DeepSpeedCheckpoint {
   // moments: one thread for each kind.
   absl::Status Read(zero::StateKind kind, int block, int64_t first, int64_t elements, float* to);
 
+  // After all that is wanted was read, before anybody relies on it: checks the sums of the files' members of
+  // which something was (TorchFile::CheckRead). kDataLoss: what was read is damaged.
+  absl::Status CheckRead() const;
+
   // A persistent buffer of the module by its own name, looked for as parameters are; absent: the checkpoint
   // has none. Valid as long as this.
   TorchValue FindModuleBuffer(const std::string& name, const NameMap& names) const;
@@ -149,13 +154,17 @@ class DeepSpeedCheckpoint {
   // these is null. kInvalidArgument: more values than are read.
   absl::StatusOr<nlohmann::json> ToJson(const TorchFile& file, const TorchValue& value);
   absl::Status CheckLeft(const TorchFile& file) const;
+  // Of a parameter or buffer: a text of at most 1,024 bytes. Each use of one counts, since a short file can
+  // have very many of one text.
+  absl::StatusOr<std::string> TakeName(const TorchFile& file, const TorchValue& value);
+  absl::Status SpendBytes(const TorchFile& file, int64_t bytes);
   absl::Status ReadPartitions(const std::vector<std::string>& names, Parameters* parameters);
   // The count of steps, and the flat tensors, none of which is null. `where`: what an error adds.
   absl::StatusOr<FlatTensors> TakeGroup(const TorchFile& file, size_t group, const TorchValue& masters,
                                         const TorchValue& state, const char* where);
   // Elements [first, first + elements) of each come next in a parameter.
   absl::Status AddPart(const TorchFile& file, const FlatTensors& flat, int64_t first, int64_t elements,
-                       Values* values) const;
+                       Values* values);
   absl::Status ReadRank12(const TorchFile& file, const TorchValue& optimizer, Parameters* parameters);
   absl::Status ReadRank3(const TorchFile& file, const TorchValue& optimizer, int64_t rank, int64_t ranks,
                          Parameters* parameters);
@@ -186,7 +195,8 @@ class DeepSpeedCheckpoint {
   int64_t optimizer_ranks_ = 0;           // 0: the universal format
   std::vector<Weight> weights_;
   bool sliced_ = false;                            // param_shapes are those of a rank of tensor parallelism
-  int64_t values_left_ = 1'000'000;                // that may become JSON
+  int64_t values_left_ = 400'000;                  // that may become JSON, or lists of names
+  int64_t bytes_left_ = TorchFile::kMostBytes;     // that the files may take while they are open
   std::vector<std::unique_ptr<TorchFile>> files_;  // the first has the model's states
   std::vector<std::array<ScatteredTensor, kKinds>> sources_;  // parallel to layout_.tensors
   std::array<ReadBuffer, kKinds> buffers_;

@@ -88,6 +88,7 @@ absl::StatusOr<int64_t> WriteDeepSpeedWeights(const DeepSpeedCheckpoint& checkpo
       if (options.progress) options.progress(done, writer->data_bytes());
     }
   }
+  RETURN_IF_ERROR(checkpoint.CheckRead());
   RETURN_IF_ERROR(writer->Finish());
   return elements;
 }

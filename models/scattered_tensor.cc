@@ -31,7 +31,7 @@ absl::Status ScatteredTensor::Add(const TorchFile& file, const TorchTensor& tens
         tensor.elements, ": it is not what the list of parameters says"));
   }
   if (elements == 0) return absl::OkStatus();
-  pieces_.push_back({&file, tensor, first, elements_, elements});
+  pieces_.push_back({&file, &tensor, first, elements_, elements});
   elements_ += elements;
   return absl::OkStatus();
 }
@@ -46,12 +46,12 @@ absl::Status ScatteredTensor::Read(int64_t from, int64_t n, float* to, ReadBuffe
   while (n > 0) {
     const int64_t within = from - piece->start;
     const int64_t count = std::min({n, piece->elements - within, kBufferElements});
-    const uint64_t width = swap::DtypeBytes(piece->tensor.dtype);
+    const uint64_t width = swap::DtypeBytes(piece->tensor->dtype);
     const auto values = static_cast<size_t>(count);
     buffer->raw.resize(std::max<size_t>(buffer->raw.size(), values * width));
-    RETURN_IF_ERROR(piece->file->Read(piece->tensor, static_cast<uint64_t>(piece->first + within) * width,
+    RETURN_IF_ERROR(piece->file->Read(*piece->tensor, static_cast<uint64_t>(piece->first + within) * width,
                                       {buffer->raw.data(), values * width}));
-    kernels::Convert(StoredType(piece->tensor.dtype), buffer->raw.data(), kernels::DType::kFp32, to, values);
+    kernels::Convert(StoredType(piece->tensor->dtype), buffer->raw.data(), kernels::DType::kFp32, to, values);
     from += count;
     to += count;
     n -= count;

@@ -6,9 +6,9 @@
 //   weight.Add(file_of_rank_1, partition_1, 0, 96);
 //   status = weight.Read(/*from=*/0, /*n=*/128, values);
 //
-// Files outlive it, and it outlives the buffer's next read. Values may be fp32, bf16 or fp16; they are read
-// as fp32, exactly. Memory: a few hundred bytes a piece; reads go through a buffer that the caller keeps,
-// with a strip of 16 MiB for what is published transposed. Any thread, one buffer for each.
+// Files and their tensors outlive it, and it outlives the buffer's next read. Values may be fp32, bf16 or
+// fp16; they are read as fp32, exactly. Memory: a few hundred bytes a piece; reads go through a buffer that
+// the caller keeps, with a strip of 16 MiB for what is published transposed. Any thread, one buffer for each.
 #ifndef PENSTOCK_MODELS_SCATTERED_TENSOR_H_
 #define PENSTOCK_MODELS_SCATTERED_TENSOR_H_
 
@@ -44,6 +44,8 @@ class ScatteredTensor {
   absl::Status Add(const TorchFile& file, const TorchTensor& tensor, int64_t first, int64_t elements);
 
   int64_t elements() const { return elements_; }
+  // What a piece takes of memory, in a vector that grows.
+  static constexpr int64_t kPieceBytes = 80;
 
   // Elements [from, from + n), in the order of the file.
   absl::Status Read(int64_t from, int64_t n, float* to, ReadBuffer* buffer) const;
@@ -56,7 +58,7 @@ class ScatteredTensor {
  private:
   struct Piece {
     const TorchFile* file = nullptr;
-    TorchTensor tensor = {};
+    const TorchTensor* tensor = nullptr;
     int64_t first = 0;  // in `tensor`
     int64_t start = 0;  // in the whole
     int64_t elements = 0;

@@ -1,6 +1,7 @@
 #include "models/torch_file.h"
 
 #include <fcntl.h>
+#include <libdeflate.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -8,7 +9,11 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <deque>
 #include <limits>
+#include <map>
+#include <mutex>
+#include <unordered_map>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/escaping.h"
@@ -21,6 +26,30 @@ namespace penstock::models {
 
 static_assert(std::endian::native == std::endian::little, "files are read in place");
 
+namespace {
+
+// Sums of two ranges as one of both, by arithmetic of polynomials over GF(2): CRC-32 of what is behind it, in
+// zero bytes, is the first sum times x^(8 bytes).
+constexpr uint32_t Multiply(uint32_t a, uint32_t b) {
+  uint32_t product = 0;
+  for (uint32_t bit = uint32_t{1} << 31; bit != 0; bit >>= 1) {
+    if ((a & bit) != 0) product ^= b;
+    b = (b & 1) != 0 ? (b >> 1) ^ 0xEDB88320U : b >> 1;
+  }
+  return product;
+}
+uint32_t JoinSums(uint32_t first, uint32_t second, uint64_t second_bytes) {
+  uint32_t shift = uint32_t{1} << 31;  // x^0
+  uint32_t power = uint32_t{1} << 23;  // x^8, squared from bit to bit
+  for (; second_bytes > 0; second_bytes >>= 1) {
+    if ((second_bytes & 1) != 0) shift = Multiply(shift, power);
+    power = Multiply(power, power);
+  }
+  return Multiply(shift, first) ^ second;
+}
+
+}  // namespace
+
 // A value, or on the way to one: a name that is called, a storage of tensors.
 struct TorchFile::Node {
   TorchValue::Kind kind = TorchValue::Kind::kNone;
@@ -29,18 +58,66 @@ struct TorchFile::Node {
   bool is_storage = false;  // of tensors: `integer` bytes at `tensor.offset`, untyped where `is_name`
   int64_t integer = 0;      // of kBool too
   double number = 0;
-  std::string text = {};  // of kObject: its name
+  std::string_view text = {};  // in the pickle or in Contents::texts; of kObject: its name
   std::vector<uint32_t> items = {};
   std::vector<std::pair<uint32_t, uint32_t>> pairs = {};
-  TorchTensor tensor = {};
+  std::unique_ptr<TorchTensor> tensor = nullptr;  // of kTensor, and of a storage
+};
+
+// A member that tensors lie in.
+struct TorchFile::Storage {
+  // What of it has been read, as ranges that do not touch: where each ends, and the sum of its bytes.
+  struct Range {
+    uint64_t end = 0;
+    uint32_t crc = 0;
+  };
+
+  // `range` was read too, from `from` on. What another thread was faster with is left out: its sum is made
+  // when the rest is read or checked.
+  void Add(uint64_t from, Range range) {
+    auto next = read.lower_bound(from);
+    if (checked || (next != read.end() && next->first < range.end)) return;
+    if (next != read.begin() && std::prev(next)->second.end > from) return;
+    if (next != read.end() && next->first == range.end) {
+      range = {next->second.end, JoinSums(range.crc, next->second.crc, next->second.end - range.end)};
+      next = read.erase(next);
+    }
+    if (next != read.begin() && std::prev(next)->second.end == from) {
+      Range& before = std::prev(next)->second;
+      before = {range.end, JoinSums(before.crc, range.crc, range.end - from)};
+      return;
+    }
+    read.emplace_hint(next, from, range);
+  }
+
+  std::string member = {};
+  uint64_t offset = 0, bytes = 0;
+  std::optional<uint32_t> crc = {};  // absent: the file has no sums
+  std::mutex mutex = {};
+  std::map<uint64_t, Range> read = {};
+  bool checked = false, damaged = false;
+};
+
+struct TorchFile::Contents {
+  std::string pickle;
+  std::deque<std::string> texts;  // that are made of others
+  std::deque<Node> nodes;
+  std::deque<Storage> storages;
+  // Of the longer dicts, by node: what is at each key.
+  absl::flat_hash_map<uint32_t, std::unordered_map<std::string_view, uint32_t>> by_text;
+  absl::flat_hash_map<uint32_t, absl::flat_hash_map<int64_t, uint32_t>> by_number;
+  uint32_t root = 0;
+  uint64_t bytes = 0;
 };
 
 namespace {
 
-constexpr uint64_t kLargestPickle = uint64_t{256} << 20;
-constexpr size_t kMostValues = size_t{4} << 20;
-constexpr int64_t kMostCopied = int64_t{64} << 20;  // bytes of texts, and 16 for each item of lists and dicts
-constexpr uint64_t kLargestDirectory = uint64_t{1} << 30;
+// Of a quarter of a million tensors.
+constexpr uint64_t kLargestDirectory = uint64_t{32} << 20;
+constexpr size_t kLongDict = 16;  // from here on keys are looked up in a table
+constexpr size_t kMostDimensions = 64;
+constexpr size_t kLongestKey = 256;
+constexpr size_t kCheckedAtOnce = size_t{1} << 20;  // of what nobody has read, when its sum is checked
 
 template <typename T>
 T Load(const char* from) {
@@ -90,6 +167,7 @@ std::optional<swap::Dtype> DtypeOf(std::string_view name) {
 struct TorchFile::Archive {
   struct Member {
     uint64_t header = 0, bytes = 0;  // of its local header; of its data
+    uint32_t crc = 0;
   };
 
   absl::Status Open() {
@@ -127,6 +205,7 @@ struct TorchFile::Archive {
     }
     if (size > kLargestDirectory || size > file.bytes_ || first > file.bytes_ - size)
       return absl::DataLossError(absl::StrCat(file.path_, ": its zip directory lies beyond its end"));
+    directory_bytes = size;
     std::string directory(size, '\0');
     RETURN_IF_ERROR(file.ReadAt(first, directory.data(), size));
     return ReadDirectory(directory, count);
@@ -164,7 +243,9 @@ struct TorchFile::Archive {
         return Bad(file.path_, absl::StrCat(Quoted(name), " is encrypted"));
       if (Load<uint16_t>(entry + 10) != 0 || stored != bytes)
         return Bad(file.path_, absl::StrCat(Quoted(name), " is compressed, which torch.save never does"));
-      if (!members.emplace(name, Member{header, bytes}).second)
+      const uint32_t crc = Load<uint32_t>(entry + 16);
+      has_sums |= crc != 0;
+      if (!members.emplace(name, Member{header, bytes, crc}).second)
         return Bad(file.path_, absl::StrCat("has ", Quoted(name), " twice"));
       at += kEntry + name_bytes + extra_bytes + comment_bytes;
     }
@@ -195,12 +276,16 @@ struct TorchFile::Archive {
     ASSIGN_OR_RETURN(const uint64_t data, DataOf(name, found->second));
     std::string text(found->second.bytes, '\0');
     RETURN_IF_ERROR(file.ReadAt(data, text.data(), text.size()));
+    if (has_sums && libdeflate_crc32(0, text.data(), text.size()) != found->second.crc)
+      return file.Damaged(name, data, text.size());
     return text;
   }
 
   const TorchFile& file;
-  absl::flat_hash_map<std::string, Member> members;
-  std::string prefix;  // "archive/"
+  absl::flat_hash_map<std::string, Member> members = {};
+  std::string prefix = {};  // "archive/"
+  bool has_sums = false;    // torch.serialization.set_crc32_options(False) leaves them all zero
+  uint64_t directory_bytes = 0;
 };
 
 // ---- The pickle: a program for a stack, of which only what describes values is followed.
@@ -211,17 +296,26 @@ class Unpickler {
   using Kind = TorchValue::Kind;
   using Form = TorchValue::Form;
 
-  Unpickler(TorchFile& file, const TorchFile::Archive& archive, std::string_view pickle)
-      : file_(file), archive_(archive), nodes_(file.nodes_), left_(pickle), all_(pickle.size()) {}
+  // `most_bytes`: what all that it makes may take, however short the program is.
+  Unpickler(TorchFile& file, const TorchFile::Archive& archive, uint64_t most_bytes)
+      : file_(file),
+        archive_(archive),
+        contents_(*file.contents_),
+        nodes_(contents_.nodes),
+        left_(contents_.pickle),
+        all_(contents_.pickle.size()),
+        bytes_left_(most_bytes) {}
 
-  absl::StatusOr<uint32_t> Run() {
+  absl::Status Run() {
     while (true) {
       ASSIGN_OR_RETURN(const std::string_view code, Take(1));
-      if (code[0] == '.') return Pop();
+      if (code[0] == '.') break;
       RETURN_IF_ERROR(Do(code[0]));
-      if (nodes_.size() > kMostValues) return Wrong("has more values than are read");
     }
+    ASSIGN_OR_RETURN(contents_.root, Pop());
+    return MakeTables();
   }
+  uint64_t bytes_left() const { return bytes_left_; }
 
  private:
   absl::Status Wrong(std::string_view what) const {
@@ -246,20 +340,48 @@ class Unpickler {
     return line.substr(0, end);
   }
 
-  uint32_t Make(Node node) {
+  // A short program can make very much: whatever takes memory is counted before it is made.
+  absl::Status Spend(uint64_t bytes) {
+    if (bytes > bytes_left_) return Wrong("describes more than is read of such a file");
+    bytes_left_ -= bytes;
+    return absl::OkStatus();
+  }
+  // Of so many items of lists, and pairs of dicts: twice, since vectors grow by doubling.
+  static uint64_t BytesOf(size_t items, size_t pairs) {
+    return 2 * (items * sizeof(uint32_t) + pairs * sizeof(std::pair<uint32_t, uint32_t>));
+  }
+  absl::StatusOr<uint32_t> Make(Node node) {
+    uint64_t bytes = sizeof(Node) + BytesOf(node.items.size(), node.pairs.size());
+    if (node.tensor != nullptr) bytes += sizeof(TorchTensor) + 16 * node.tensor->sizes.size();
+    RETURN_IF_ERROR(Spend(bytes));
     nodes_.push_back(std::move(node));
     return static_cast<uint32_t>(nodes_.size() - 1);
   }
-  // A short program can copy what it has again and again.
-  absl::Status Spend(size_t items, size_t text_bytes) {
-    if (items > static_cast<size_t>(left_to_copy_ / 16) || text_bytes > static_cast<size_t>(left_to_copy_))
-      return Wrong("makes more of it than is read");
-    left_to_copy_ -= static_cast<int64_t>(16 * items + text_bytes);
-    return left_to_copy_ < 0 ? Wrong("makes more of it than is read") : absl::OkStatus();
+  absl::Status PushMade(uint32_t made) {
+    RETURN_IF_ERROR(Spend(BytesOf(1, 0)));
+    stack_.push_back(made);
+    return absl::OkStatus();
   }
   absl::Status Push(Node node) {
-    RETURN_IF_ERROR(Spend(node.items.size() + node.pairs.size(), node.text.size()));
-    stack_.push_back(Make(std::move(node)));
+    ASSIGN_OR_RETURN(const uint32_t made, Make(std::move(node)));
+    return PushMade(made);
+  }
+  // A text that stands nowhere in the pickle.
+  absl::StatusOr<std::string_view> MakeText(std::string text) {
+    RETURN_IF_ERROR(Spend(sizeof(text) + 2 * text.size()));
+    return contents_.texts.emplace_back(std::move(text));
+  }
+  absl::Status MakeTables() {
+    for (uint32_t at = 0; at < nodes_.size(); ++at) {
+      const auto& pairs = nodes_[at].pairs;
+      if (pairs.size() <= kLongDict) continue;
+      RETURN_IF_ERROR(Spend(64 * pairs.size()));
+      // What is set later holds.
+      for (const auto& [key, value] : pairs) {
+        if (nodes_[key].kind == Kind::kText) contents_.by_text[at][nodes_[key].text] = value;
+        if (nodes_[key].kind == Kind::kInt) contents_.by_number[at][nodes_[key].integer] = value;
+      }
+    }
     return absl::OkStatus();
   }
   absl::Status PushInt(int64_t value) { return Push({.kind = Kind::kInt, .integer = value}); }
@@ -324,6 +446,7 @@ class Unpickler {
         return PushText<uint64_t>(code == '\x8d' ? Form::kOwn : Form::kBytes);
       // The stack, and its marks.
       case '(':
+        RETURN_IF_ERROR(Spend(2 * sizeof(marks_[0])));
         marks_.push_back(stack_.size());
         return absl::OkStatus();
       case '0':  // POP
@@ -332,8 +455,7 @@ class Unpickler {
         return PopToMark().status();
       case '2':  // DUP
         RETURN_IF_ERROR(Top().status());
-        stack_.push_back(stack_.back());
-        return absl::OkStatus();
+        return PushMade(stack_.back());
       // Lists and dictionaries.
       case ']':
       case ')':
@@ -410,7 +532,7 @@ class Unpickler {
   absl::Status PushText(Form form) {
     ASSIGN_OR_RETURN(const T bytes, Number<T>());
     ASSIGN_OR_RETURN(const std::string_view text, Take(bytes));
-    return Push({.kind = Kind::kText, .form = form, .text = std::string(text)});
+    return Push({.kind = Kind::kText, .form = form, .text = text});
   }
   template <typename T>
   absl::Status PushLong() {
@@ -458,15 +580,13 @@ class Unpickler {
     ASSIGN_OR_RETURN(const uint32_t module, Pop());
     if (nodes_[name].kind != Kind::kText || nodes_[module].kind != Kind::kText)
       return Wrong("names something by what is no text");
-    RETURN_IF_ERROR(Spend(0, 2 * (nodes_[module].text.size() + nodes_[name].text.size())));
-    return Name(std::string(nodes_[module].text), std::string(nodes_[name].text));
+    return Name(nodes_[module].text, nodes_[name].text);
   }
   absl::Status CallPopped() {
     ASSIGN_OR_RETURN(const uint32_t arguments, Pop());
     ASSIGN_OR_RETURN(const uint32_t callee, Pop());
     ASSIGN_OR_RETURN(const uint32_t made, Call(callee, arguments));
-    stack_.push_back(made);
-    return absl::OkStatus();
+    return PushMade(made);
   }
   absl::Status Long(uint64_t bytes) {
     ASSIGN_OR_RETURN(const std::string_view digits, Take(bytes));
@@ -485,7 +605,7 @@ class Unpickler {
   absl::Status Append(const std::vector<uint32_t>& items) {
     ASSIGN_OR_RETURN(Node* const to, Top());
     if (to->kind != Kind::kList && to->kind != Kind::kObject) return Wrong("appends to what is no list");
-    RETURN_IF_ERROR(Spend(items.size(), 0));
+    RETURN_IF_ERROR(Spend(BytesOf(items.size(), 0)));
     to->items.insert(to->items.end(), items.begin(), items.end());
     return absl::OkStatus();
   }
@@ -493,44 +613,62 @@ class Unpickler {
     ASSIGN_OR_RETURN(Node* const to, Top());
     if ((to->kind != Kind::kDict && to->kind != Kind::kObject) || items.size() % 2 != 0)
       return Wrong("sets items of what is no dict");
-    RETURN_IF_ERROR(Spend(items.size(), 0));
+    RETURN_IF_ERROR(Spend(BytesOf(0, items.size() / 2)));
     for (size_t i = 0; i < items.size(); i += 2) to->pairs.emplace_back(items[i], items[i + 1]);
     return absl::OkStatus();
   }
   absl::Status Remember(uint32_t at) {
     RETURN_IF_ERROR(Top().status());
+    RETURN_IF_ERROR(Spend(4 * sizeof(std::pair<uint32_t, uint32_t>)));
     memo_[at] = stack_.back();
     return absl::OkStatus();
   }
   absl::Status Recall(uint32_t at) {
     const auto found = memo_.find(at);
     if (found == memo_.end()) return Wrong("recalls what it has not remembered");
-    stack_.push_back(found->second);
-    return absl::OkStatus();
+    return PushMade(found->second);
   }
   absl::Status Name(std::string_view module, std::string_view name) {
+    RETURN_IF_ERROR(Spend(module.size() + name.size()));
     std::string text(module == "__builtin__" ? "builtins" : module);
-    return Push({.kind = Kind::kObject, .is_name = true, .text = text.append(".").append(name)});
+    ASSIGN_OR_RETURN(const std::string_view made, MakeText(text.append(".").append(name)));
+    return Push({.kind = Kind::kObject, .is_name = true, .text = made});
   }
 
   // ("storage", class, key, device, elements)
   absl::Status PushStorage(uint32_t id) {
-    const std::vector<uint32_t> parts = nodes_[id].items;
+    const std::vector<uint32_t>& parts = nodes_[id].items;
     if (parts.size() < 5 || nodes_[parts[0]].text != "storage" || !nodes_[parts[1]].is_name ||
         nodes_[parts[2]].kind != Kind::kText)
       return Wrong("names something outside of it that is no storage");
-    const std::string member = absl::StrCat(archive_.prefix, "data/", nodes_[parts[2]].text);
+    ASSIGN_OR_RETURN(const uint32_t number, StorageOf(nodes_[parts[2]].text));
+    const TorchFile::Storage& storage = contents_.storages[number];
+    Node node{.kind = Kind::kObject, .is_storage = true, .integer = static_cast<int64_t>(storage.bytes)};
+    node.tensor = std::make_unique<TorchTensor>();
+    node.tensor->offset = storage.offset;
+    node.tensor->storage = number;
+    node.text = nodes_[parts[1]].text;
+    const std::optional<swap::Dtype> dtype = DtypeOf(node.text);
+    if (dtype.has_value()) node.tensor->dtype = *dtype;
+    node.is_name = !dtype.has_value();
+    return Push(std::move(node));
+  }
+  absl::StatusOr<uint32_t> StorageOf(std::string_view key) {
+    if (key.size() > kLongestKey) return Wrong("names a storage by too long a text");
+    const std::string member =
+        absl::StrCat(archive_.prefix, "data/", absl::string_view(key.data(), key.size()));
+    if (const auto known = storages_.find(member); known != storages_.end()) return known->second;
     const auto found = archive_.members.find(member);
     if (found == archive_.members.end())
       return absl::DataLossError(absl::StrCat(file_.path_, ": ", Quoted(member), " is missing"));
-    Node node{
-        .kind = Kind::kObject, .is_storage = true, .integer = static_cast<int64_t>(found->second.bytes)};
-    ASSIGN_OR_RETURN(node.tensor.offset, archive_.DataOf(member, found->second));
-    node.text = nodes_[parts[1]].text;
-    const std::optional<swap::Dtype> dtype = DtypeOf(node.text);
-    if (dtype.has_value()) node.tensor.dtype = *dtype;
-    node.is_name = !dtype.has_value();
-    return Push(std::move(node));
+    RETURN_IF_ERROR(Spend(2 * sizeof(TorchFile::Storage) + 4 * member.size()));
+    ASSIGN_OR_RETURN(const uint64_t data, archive_.DataOf(member, found->second));
+    TorchFile::Storage& storage = contents_.storages.emplace_back();
+    storage.member = member;
+    storage.offset = data;
+    storage.bytes = found->second.bytes;
+    if (archive_.has_sums) storage.crc = found->second.crc;
+    return storages_[member] = static_cast<uint32_t>(contents_.storages.size() - 1);
   }
 
   // Calls nothing: says what would come of it.
@@ -538,13 +676,13 @@ class Unpickler {
     if (!nodes_[callee].is_name || nodes_[callee].kind != Kind::kObject ||
         nodes_[arguments].kind != Kind::kList)
       return Wrong("calls what has no name");
-    RETURN_IF_ERROR(Spend(2 * nodes_[arguments].items.size(), 2 * nodes_[callee].text.size()));
-    const std::string name = nodes_[callee].text;
-    const std::vector<uint32_t> given = nodes_[arguments].items;
-    // What a list, a dict or a text is made of is copied.
+    const std::string_view name = nodes_[callee].text;
+    const std::vector<uint32_t>& given = nodes_[arguments].items;
+    // What a list, a dict or a text is made of is copied, and looked through even where it is not.
+    RETURN_IF_ERROR(Spend(BytesOf(given.size(), 0)));
     if (!given.empty()) {
       const Node& first = nodes_[given[0]];
-      RETURN_IF_ERROR(Spend(first.items.size() + first.pairs.size(), first.text.size()));
+      RETURN_IF_ERROR(Spend(BytesOf(first.items.size(), first.pairs.size())));
     }
     if (name == "torch._utils._rebuild_tensor_v2" || name == "torch._utils._rebuild_tensor_v3" ||
         name == "torch._utils._rebuild_tensor")
@@ -574,14 +712,18 @@ class Unpickler {
     }
     // Bytes, as protocol 2 has them: a text in Latin-1.
     if ((name == "_codecs.encode" || name == "builtins.bytes" || name == "builtins.bytearray") &&
-        (given.empty() || nodes_[given[0]].kind == Kind::kText))
-      return Make({.kind = Kind::kText,
-                   .form = Form::kBytes,
-                   .text = given.empty() ? std::string() : Latin1(nodes_[given[0]].text)});
+        (given.empty() || nodes_[given[0]].kind == Kind::kText)) {
+      std::string_view bytes;
+      if (!given.empty()) {
+        RETURN_IF_ERROR(Spend(nodes_[given[0]].text.size()));
+        ASSIGN_OR_RETURN(bytes, MakeText(Latin1(nodes_[given[0]].text)));
+      }
+      return Make({.kind = Kind::kText, .form = Form::kBytes, .text = bytes});
+    }
     return Make({.kind = Kind::kObject, .text = name, .items = given});
   }
 
-  static std::string Latin1(const std::string& utf8) {
+  static std::string Latin1(std::string_view utf8) {
     std::string bytes;
     for (size_t i = 0; i < utf8.size(); ++i) {
       const auto lead = static_cast<unsigned char>(utf8[i]);
@@ -597,10 +739,11 @@ class Unpickler {
     const auto whole = [&](uint32_t at) { return nodes_[at].kind == Kind::kInt ? nodes_[at].integer : -1; };
     if (given.size() < (names_type ? 7U : 4U) || !nodes_[given[0]].is_storage || whole(given[1]) < 0 ||
         nodes_[given[2]].kind != Kind::kList || nodes_[given[3]].kind != Kind::kList ||
-        nodes_[given[2]].items.size() != nodes_[given[3]].items.size())
+        nodes_[given[2]].items.size() != nodes_[given[3]].items.size() ||
+        nodes_[given[2]].items.size() > kMostDimensions)
       return Wrong("has a tensor that is none");
     const Node& storage = nodes_[given[0]];
-    TorchTensor tensor{.dtype = storage.tensor.dtype, .elements = 1};
+    TorchTensor tensor{.dtype = storage.tensor->dtype, .elements = 1, .storage = storage.tensor->storage};
     if (names_type) {
       const std::optional<swap::Dtype> dtype = DtypeOf(nodes_[given[6]].text);
       if (!dtype.has_value())
@@ -634,49 +777,51 @@ class Unpickler {
         __builtin_mul_overflow(tensor.elements, width, &bytes) || first > storage.integer ||
         bytes > storage.integer - first)
       return absl::DataLossError(absl::StrCat(file_.path_, ": a tensor goes beyond the end of its storage"));
-    tensor.offset = storage.tensor.offset + static_cast<uint64_t>(first);
-    return Make({.kind = Kind::kTensor, .tensor = std::move(tensor)});
+    tensor.offset = storage.tensor->offset + static_cast<uint64_t>(first);
+    return Make({.kind = Kind::kTensor, .tensor = std::make_unique<TorchTensor>(std::move(tensor))});
   }
 
   // A state for what is on top: its attributes. Of dicts and tensors they are of no matter.
   absl::Status Build(uint32_t state) {
-    RETURN_IF_ERROR(
-        Spend(2 * (nodes_[state].pairs.size() + nodes_[state].items.size()), nodes_[state].text.size()));
-    const Node of = nodes_[state];
     ASSIGN_OR_RETURN(Node* const to, Top());
     if (to->kind != Kind::kObject) return absl::OkStatus();
-    to->pairs.insert(to->pairs.end(), of.pairs.begin(), of.pairs.end());
+    RETURN_IF_ERROR(AddPairs(state, to));
     // (state, attributes of slots)
-    if (of.kind == Kind::kList && of.items.size() == 2) {
-      for (const uint32_t part : of.items) {
-        RETURN_IF_ERROR(Spend(2 * nodes_[part].pairs.size(), 0));
-        const auto pairs = nodes_[part].pairs;
-        to->pairs.insert(to->pairs.end(), pairs.begin(), pairs.end());
-      }
-    }
+    if (nodes_[state].kind != Kind::kList || nodes_[state].items.size() != 2) return absl::OkStatus();
+    const uint32_t first = nodes_[state].items[0], second = nodes_[state].items[1];
+    RETURN_IF_ERROR(AddPairs(first, to));
+    return AddPairs(second, to);
+  }
+  absl::Status AddPairs(uint32_t from, Node* to) {
+    const auto& pairs = nodes_[from].pairs;
+    RETURN_IF_ERROR(Spend(BytesOf(0, pairs.size())));
+    const size_t count = pairs.size();  // they may be its own
+    for (size_t i = 0; i < count; ++i) to->pairs.push_back(nodes_[from].pairs[i]);
     return absl::OkStatus();
   }
 
   TorchFile& file_;
   const TorchFile::Archive& archive_;
-  std::vector<Node>& nodes_;
+  TorchFile::Contents& contents_;
+  std::deque<Node>& nodes_;
   std::string_view left_;
   const size_t all_;
+  uint64_t bytes_left_;
   std::vector<uint32_t> stack_;
   std::vector<size_t> marks_;
-  int64_t left_to_copy_ = kMostCopied;
   absl::flat_hash_map<uint32_t, uint32_t> memo_;
+  absl::flat_hash_map<std::string, uint32_t> storages_;  // by member
 };
 
 // ---- The file.
 
-TorchFile::TorchFile(std::string path) : path_(std::move(path)) {}
+TorchFile::TorchFile(std::string path) : path_(std::move(path)), contents_(std::make_unique<Contents>()) {}
 
 TorchFile::~TorchFile() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-absl::StatusOr<std::unique_ptr<TorchFile>> TorchFile::Open(const std::string& path) {
+absl::StatusOr<std::unique_ptr<TorchFile>> TorchFile::Open(const std::string& path, uint64_t most_bytes) {
   std::unique_ptr<TorchFile> file(new TorchFile(path));
   // O_NONBLOCK: a FIFO is refused, not waited for.
   file->fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -689,7 +834,8 @@ absl::StatusOr<std::unique_ptr<TorchFile>> TorchFile::Open(const std::string& pa
   }
   if (!S_ISREG(info.st_mode)) return Bad(path, "is no regular file");
   file->bytes_ = static_cast<uint64_t>(info.st_size);
-  Archive archive{.file = *file, .members = {}, .prefix = {}};
+  file->disk_bytes_ = static_cast<uint64_t>(info.st_blocks) * 512;
+  Archive archive{.file = *file};
   RETURN_IF_ERROR(archive.Open());
   for (const auto& [name, member] : archive.members) {
     if (!absl::EndsWith(name, "/data.pkl")) continue;
@@ -700,12 +846,19 @@ absl::StatusOr<std::unique_ptr<TorchFile>> TorchFile::Open(const std::string& pa
   ASSIGN_OR_RETURN(const std::string order, archive.Text(archive.prefix + "byteorder", 64));
   if (!order.empty() && order != "little")
     return Bad(path, absl::StrCat("its bytes are in the order ", Quoted(order)));
-  ASSIGN_OR_RETURN(const std::string pickle, archive.Text(archive.prefix + "data.pkl", kLargestPickle));
-  ASSIGN_OR_RETURN(file->root_, Unpickler(*file, archive, pickle).Run());
+  if (archive.directory_bytes > most_bytes) return Bad(path, "has more members than are read");
+  const uint64_t most = most_bytes - archive.directory_bytes;
+  ASSIGN_OR_RETURN(file->contents_->pickle, archive.Text(archive.prefix + "data.pkl", most));
+  Unpickler unpickler(*file, archive, most - file->contents_->pickle.size());
+  RETURN_IF_ERROR(unpickler.Run());
+  file->contents_->bytes = most_bytes - unpickler.bytes_left();
   return file;
 }
 
-TorchValue TorchFile::root() const { return {this, root_}; }
+TorchValue TorchFile::root() const { return {this, contents_->root}; }
+
+uint64_t TorchFile::memory_bytes() const { return contents_->bytes; }
+uint64_t TorchFile::disk_bytes() const { return disk_bytes_; }
 
 void TorchFile::Rest() {
   if (fd_ >= 0) ::close(fd_);
@@ -749,55 +902,142 @@ absl::Status TorchFile::Read(const TorchTensor& tensor, uint64_t first, std::spa
   const uint64_t bytes = static_cast<uint64_t>(tensor.elements) * swap::DtypeBytes(tensor.dtype);
   if (first > bytes || to.size() > bytes - first)
     return Bad(path_, absl::StrCat("bytes ", first, " to ", first + to.size(), " of a tensor of ", bytes));
-  return ReadAt(tensor.offset + first, to.data(), to.size());
+  RETURN_IF_ERROR(ReadAt(tensor.offset + first, to.data(), to.size()));
+  return Take(&contents_->storages[tensor.storage], tensor.offset + first, to);
+}
+
+absl::Status TorchFile::Damaged(const std::string& member, uint64_t offset, uint64_t bytes) const {
+  return absl::DataLossError(absl::StrCat(path_, ": the ", bytes, " bytes at offset ", offset, ", ",
+                                          Quoted(member),
+                                          ", do not match their checksum (CRC-32): the file is damaged; take "
+                                          "another copy of it"));
+}
+
+// `bytes` of the storage were read, from `offset` of the file on.
+absl::Status TorchFile::Take(Storage* storage, uint64_t offset, std::span<const std::byte> bytes) const {
+  if (!storage->crc.has_value() || bytes.empty()) return absl::OkStatus();
+  uint64_t at = offset - storage->offset;
+  const uint64_t end = at + bytes.size();
+  while (at < end) {
+    // The next range of it that nobody has taken yet, whose sum needs no lock.
+    uint64_t from = at, to = end;
+    {
+      std::lock_guard lock(storage->mutex);
+      if (storage->damaged) return Damaged(storage->member, storage->offset, storage->bytes);
+      if (storage->checked) return absl::OkStatus();
+      auto next = storage->read.upper_bound(from);
+      if (next != storage->read.begin()) from = std::max(from, std::prev(next)->second.end);
+      if (next != storage->read.end()) to = std::min(to, next->first);
+    }
+    at = std::max(to, from);
+    if (from >= to) continue;
+    const auto part = bytes.subspan(from - (offset - storage->offset), to - from);
+    const uint32_t crc = libdeflate_crc32(0, part.data(), part.size());
+    std::lock_guard lock(storage->mutex);
+    storage->Add(from, {to, crc});
+    if (storage->checked) return absl::OkStatus();
+    if (storage->read.begin()->first != 0 || storage->read.begin()->second.end != storage->bytes) continue;
+    storage->damaged = storage->read.begin()->second.crc != *storage->crc;
+    storage->checked = true;
+    storage->read.clear();
+    if (storage->damaged) return Damaged(storage->member, storage->offset, storage->bytes);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TorchFile::CheckRead() const {
+  std::vector<std::byte> buffer;
+  for (Storage& storage : contents_->storages) {
+    while (true) {
+      uint64_t from = 0, to = storage.bytes;
+      {
+        std::lock_guard lock(storage.mutex);
+        if (storage.damaged) return Damaged(storage.member, storage.offset, storage.bytes);
+        if (storage.checked || storage.read.empty()) break;
+        auto first = storage.read.begin();
+        if (first->first > 0) {
+          to = first->first;
+        } else {
+          from = first->second.end;
+          if (++first != storage.read.end()) to = first->first;
+        }
+      }
+      buffer.resize(std::min<uint64_t>(to - from, kCheckedAtOnce));
+      RETURN_IF_ERROR(ReadAt(storage.offset + from, buffer.data(), buffer.size()));
+      RETURN_IF_ERROR(Take(&storage, storage.offset + from, buffer));
+    }
+  }
+  return absl::OkStatus();
 }
 
 TorchValue::Kind TorchValue::kind() const {
-  return file_ == nullptr ? Kind::kAbsent : file_->nodes_[index_].kind;
+  return file_ == nullptr ? Kind::kAbsent : file_->contents_->nodes[index_].kind;
 }
 TorchValue::Form TorchValue::form() const {
-  return file_ == nullptr ? Form::kOwn : file_->nodes_[index_].form;
+  return file_ == nullptr ? Form::kOwn : file_->contents_->nodes[index_].form;
 }
 std::optional<bool> TorchValue::boolean() const {
   if (kind() != Kind::kBool) return std::nullopt;
-  return file_->nodes_[index_].integer != 0;
+  return file_->contents_->nodes[index_].integer != 0;
 }
 std::optional<int64_t> TorchValue::integer() const {
   if (kind() != Kind::kInt) return std::nullopt;
-  return file_->nodes_[index_].integer;
+  return file_->contents_->nodes[index_].integer;
 }
 std::optional<double> TorchValue::number() const {
-  if (kind() == Kind::kInt) return static_cast<double>(file_->nodes_[index_].integer);
+  if (kind() == Kind::kInt) return static_cast<double>(file_->contents_->nodes[index_].integer);
   if (kind() != Kind::kFloat) return std::nullopt;
-  return file_->nodes_[index_].number;
+  return file_->contents_->nodes[index_].number;
 }
 std::string_view TorchValue::text() const {
-  return kind() == Kind::kText ? std::string_view(file_->nodes_[index_].text) : std::string_view();
+  return kind() == Kind::kText ? file_->contents_->nodes[index_].text : std::string_view();
 }
 const TorchTensor* TorchValue::tensor() const {
-  return kind() == Kind::kTensor ? &file_->nodes_[index_].tensor : nullptr;
+  return kind() == Kind::kTensor ? file_->contents_->nodes[index_].tensor.get() : nullptr;
 }
 std::string_view TorchValue::name() const {
-  return kind() == Kind::kObject ? std::string_view(file_->nodes_[index_].text) : std::string_view();
+  return kind() == Kind::kObject ? file_->contents_->nodes[index_].text : std::string_view();
 }
-size_t TorchValue::size() const { return file_ == nullptr ? 0 : file_->nodes_[index_].items.size(); }
+size_t TorchValue::size() const {
+  return file_ == nullptr ? 0 : file_->contents_->nodes[index_].items.size();
+}
 TorchValue TorchValue::operator[](size_t i) const {
-  return i < size() ? TorchValue(file_, file_->nodes_[index_].items[i]) : TorchValue();
+  return i < size() ? TorchValue(file_, file_->contents_->nodes[index_].items[i]) : TorchValue();
 }
-std::vector<std::pair<TorchValue, TorchValue>> TorchValue::entries() const {
-  std::vector<std::pair<TorchValue, TorchValue>> entries;
-  if (file_ == nullptr) return entries;
-  for (const auto& [key, value] : file_->nodes_[index_].pairs)
-    entries.emplace_back(TorchValue(file_, key), TorchValue(file_, value));
-  return entries;
+TorchValue::Entries TorchValue::entries() const {
+  return file_ == nullptr ? Entries() : Entries(file_, file_->contents_->nodes[index_].pairs);
+}
+TorchValue::Entries::value_type TorchValue::Entries::operator[](size_t i) const {
+  return {TorchValue(file_, pairs_[i].first), TorchValue(file_, pairs_[i].second)};
 }
 TorchValue TorchValue::operator[](std::string_view key) const {
   if (file_ == nullptr) return {};
-  const auto& pairs = file_->nodes_[index_].pairs;
+  const TorchFile::Contents& contents = *file_->contents_;
+  if (const auto table = contents.by_text.find(index_); table != contents.by_text.end()) {
+    const auto found = table->second.find(key);
+    return found != table->second.end() ? TorchValue(file_, found->second) : TorchValue();
+  }
+  const auto& pairs = contents.nodes[index_].pairs;
+  if (pairs.size() > kLongDict) return {};  // no key is a text
   // What is set later holds.
   for (auto pair = pairs.rbegin(); pair != pairs.rend(); ++pair) {
-    const TorchFile::Node& node = file_->nodes_[pair->first];
+    const TorchFile::Node& node = contents.nodes[pair->first];
     if (node.kind == Kind::kText && node.text == key) return {file_, pair->second};
+  }
+  return {};
+}
+TorchValue TorchValue::AtNumber(int64_t key) const {
+  if (file_ == nullptr) return {};
+  const TorchFile::Contents& contents = *file_->contents_;
+  if (const auto table = contents.by_number.find(index_); table != contents.by_number.end()) {
+    const auto found = table->second.find(key);
+    return found != table->second.end() ? TorchValue(file_, found->second) : TorchValue();
+  }
+  const auto& pairs = contents.nodes[index_].pairs;
+  if (pairs.size() > kLongDict) return {};
+  for (auto pair = pairs.rbegin(); pair != pairs.rend(); ++pair) {
+    const TorchFile::Node& node = contents.nodes[pair->first];
+    if (node.kind == Kind::kInt && node.integer == key) return {file_, pair->second};
   }
   return {};
 }

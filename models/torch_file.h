@@ -9,12 +9,14 @@
 // an object with its name and arguments, which nobody calls. The older tar and bare pickle forms, compressed
 // members, and tensors that are not strided and dense are refused by name.
 //
-// Memory: the pickle of the file (some hundred bytes a tensor); contents of tensors are read on demand.
+// Memory: what the file's pickle describes (some thousand bytes a tensor), which is bounded however it is
+// written; contents of tensors are read on demand.
 #ifndef PENSTOCK_MODELS_TORCH_FILE_H_
 #define PENSTOCK_MODELS_TORCH_FILE_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <span>
@@ -36,7 +38,8 @@ struct TorchTensor {
   swap::Dtype dtype = swap::Dtype::kF32;
   std::vector<int64_t> sizes = {};
   int64_t elements = 0;
-  uint64_t offset = 0;  // of its first byte in the file
+  uint64_t offset = 0;   // of its first byte in the file
+  uint32_t storage = 0;  // of the file's, which one it lies in
 };
 
 // A value of a file, which it must not outlive. A handle: copying costs nothing. What is asked of a value of
@@ -63,8 +66,10 @@ class TorchValue {
   size_t size() const;
   TorchValue operator[](size_t i) const;
   // Of a dict, in its order; of an object, its attributes.
-  std::vector<std::pair<TorchValue, TorchValue>> entries() const;
+  class Entries;
+  Entries entries() const;
   TorchValue operator[](std::string_view key) const;
+  TorchValue AtNumber(int64_t key) const;  // of an integer key
   // "collections.deque", "deepspeed.runtime.zero.config.ZeroStageEnum".
   std::string_view name() const;
 
@@ -76,38 +81,97 @@ class TorchValue {
   uint32_t index_ = 0;
 };
 
+// The pairs of a dict, in its order; nothing is copied. Valid as long as the file.
+class TorchValue::Entries {
+ public:
+  using value_type = std::pair<TorchValue, TorchValue>;
+  class Iterator {
+   public:
+    using iterator_category = std::input_iterator_tag;
+    using value_type = Entries::value_type;
+    using difference_type = ptrdiff_t;
+    using pointer = const value_type*;
+    using reference = value_type;
+    Iterator(const Entries* entries, size_t at) : entries_(entries), at_(at) {}
+    value_type operator*() const { return (*entries_)[at_]; }
+    Iterator& operator++() {
+      ++at_;
+      return *this;
+    }
+    friend bool operator==(const Iterator& a, const Iterator& b) { return a.at_ == b.at_; }
+
+   private:
+    const Entries* entries_;
+    size_t at_;
+  };
+
+  Entries() = default;
+  size_t size() const { return pairs_.size(); }
+  bool empty() const { return pairs_.empty(); }
+  value_type operator[](size_t i) const;
+  value_type front() const { return (*this)[0]; }
+  Iterator begin() const { return {this, 0}; }
+  Iterator end() const { return {this, size()}; }
+
+ private:
+  friend class TorchValue;
+  Entries(const TorchFile* file, std::span<const std::pair<uint32_t, uint32_t>> pairs)
+      : file_(file), pairs_(pairs) {}
+  const TorchFile* file_ = nullptr;
+  std::span<const std::pair<uint32_t, uint32_t>> pairs_;
+};
+
 class TorchFile {
  public:
-  // kNotFound, kInvalidArgument: in one line, what in the file is wrong or not served. kDataLoss: it ends
-  // before what it says it has.
-  static absl::StatusOr<std::unique_ptr<TorchFile>> Open(const std::string& path);
+  // What a file that is opened may take of memory, whatever it describes.
+  static constexpr uint64_t kMostBytes = uint64_t{48} << 20;
+
+  // Checks the sum of the pickle. kNotFound, kInvalidArgument: in one line, what in the file is wrong or not
+  // served, or that it describes more than `most_bytes` hold. kDataLoss: it ends before what it says it has,
+  // or is damaged.
+  static absl::StatusOr<std::unique_ptr<TorchFile>> Open(const std::string& path,
+                                                         uint64_t most_bytes = kMostBytes);
   ~TorchFile();
   TorchFile(const TorchFile&) = delete;
   TorchFile& operator=(const TorchFile&) = delete;
 
   const std::string& path() const { return path_; }
   TorchValue root() const;
+  // What was taken of `most_bytes`.
+  uint64_t memory_bytes() const;
+  uint64_t disk_bytes() const;  // of the file: those that are not holes
 
   // Its descriptor goes, and each read opens the file anew: for who has more files than may be open.
   void Rest();
 
-  // Bytes of a tensor of this file, from its byte `first` on. Any thread. kDataLoss: the file ends early.
+  // Bytes of a tensor of this file, from its byte `first` on. Any thread. kDataLoss: the file ends early, or
+  // these were the last bytes of their storage that nobody had read, in whatever order, and its sum (CRC-32,
+  // of the zip) does not match: something that was read of it is damaged.
   absl::Status Read(const TorchTensor& tensor, uint64_t first, std::span<std::byte> to) const;
+
+  // Reads what is left of the storages of which something was read, and checks their sums: what has been
+  // read is known to be right afterwards. Files without sums (torch.serialization.set_crc32_options(False))
+  // are not checked. Any thread. Errors as Read.
+  absl::Status CheckRead() const;
 
  private:
   friend class TorchValue;
   friend class Unpickler;
   struct Node;
+  struct Storage;
+  struct Contents;
   struct Archive;
   explicit TorchFile(std::string path);
+  absl::Status Take(Storage* storage, uint64_t offset, std::span<const std::byte> bytes) const;
+  absl::Status Damaged(const std::string& member, uint64_t offset, uint64_t bytes) const;
   absl::Status ReadAt(uint64_t offset, void* to, size_t bytes) const;
   absl::Status ReadFrom(int fd, uint64_t offset, void* to, size_t bytes) const;
 
   std::string path_;
   int fd_ = -1;
   uint64_t bytes_ = 0;
-  std::vector<Node> nodes_;
-  uint32_t root_ = 0;
+  uint64_t disk_bytes_ = 0;
+  const std::unique_ptr<Contents> contents_;
 };
 
 }  // namespace penstock::models

@@ -22,8 +22,10 @@ from ._engine._deepspeed_checkpoint import is_deepspeeds
 from ._engine._json import decode
 from ._engine._settings import PathLike
 from ._files import NewFile, commit_together, open_new, save_into
+from ._small_files import read_json
 
 # What checkpoints, DeepSpeed's and ours, are made of.
+_MOST_INDEX = 64 << 20  # bytes of an index, of 400,000 tensors
 _IS_READ = re.compile(r"(_states\.pt|/zero/.*\.pt|/penstock\.store|/parameters\.json)$")
 _SAFE_NAMES = {
     torch.float64: "F64",
@@ -50,6 +52,9 @@ class _Weights:
     def read(self, name: str) -> torch.Tensor:
         raise NotImplementedError
 
+    def check(self) -> None:
+        """After the last read: raises OSError where what was read is damaged, and only the whole of it could tell."""
+
     def names(self, exclude_frozen: bool) -> List[str]:
         left_out = set(self.frozen) if exclude_frozen else set()
         return [name for name in (*self.kinds, *self.tied) if self.tied.get(name, name) not in left_out]
@@ -74,6 +79,9 @@ class _OfDeepSpeed(_Weights):
         value = torch.empty(shape, dtype=dtype)
         self._core.read(self._numbers[name], value.data_ptr())
         return value
+
+    def check(self) -> None:
+        self._core.check()
 
 
 class _OfPenstock(_Weights):
@@ -157,6 +165,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     for name in weights.names(truth(exclude_frozen_parameters, "exclude_frozen_parameters")):
         held = weights.tied.get(name, name)
         state[name] = state[held] if held in state else weights.read(held)
+    weights.check()
     return state
 
 
@@ -214,6 +223,7 @@ def _write_safetensors(new: NewFile, weights: _Weights, names: Sequence[str]) ->
             value = weights.read(weights.tied.get(name, name)).contiguous()
             if value.numel():
                 file.write(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+        weights.check()
 
 
 def _write_torch(new: NewFile, weights: _Weights, names: Sequence[str]) -> None:
@@ -221,14 +231,14 @@ def _write_torch(new: NewFile, weights: _Weights, names: Sequence[str]) -> None:
     for name in names:
         held = weights.tied.get(name, name)
         state[name] = state[held] if held in state else weights.read(held)
+    weights.check()
     save_into(new, state)
 
 
 # That the index of an older one names, as they are named here; none where it cannot be read.
 def _shards_of(index: str, base: str, ending: str) -> List[str]:
     try:
-        with open(index, encoding="utf-8") as file:
-            places = set(json.load(file)["weight_map"].values())
+        places = set(read_json(index, _MOST_INDEX)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     ours = re.compile(rf"{base}-\d+-of-\d+{re.escape(ending)}")

@@ -192,6 +192,14 @@ class PyDeepSpeedMasters {
     }
     RaiseUnlessOk(status, {.path = path_});
   }
+  void Check() const {
+    absl::Status status;
+    {
+      nb::gil_scoped_release release;
+      status = checkpoint_->CheckRead();
+    }
+    RaiseUnlessOk(status, {.path = path_});
+  }
 
  private:
   const std::string path_;
@@ -218,7 +226,9 @@ void BindState(nb::module_& module) {
       .def_prop_ro("said", &PyDeepSpeedMasters::Said,
                    "JSON: its directory, weights as [number, name, sizes, type], names that are frozen, what "
                    "is unread.")
-      .def("read", &PyDeepSpeedMasters::Read, nb::arg("number"), nb::arg("address"));
+      .def("read", &PyDeepSpeedMasters::Read, nb::arg("number"), nb::arg("address"))
+      .def("check", &PyDeepSpeedMasters::Check,
+           "Checks the checksums of all of which something was read; raises where they do not match.");
 }
 
 }  // namespace penstock::python

@@ -184,6 +184,7 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
                        {"loss_scale", loss_scale},
                        {"step", given.description}}
                       .dump();
+  state.check = [&] { return checkpoint->CheckRead(); };
   state.step = progress.step;
   state.updates = progress.updates;
   state.tile_bytes = options.memory.tile_bytes;

@@ -15,6 +15,7 @@
 #include "absl/strings/escaping.h"
 #include "kernels/float16.h"
 #include "tests/fuzz/torch_archive.h"
+#include "tests/hostile_files.h"
 
 namespace penstock::models {
 namespace {
@@ -179,9 +180,8 @@ TEST_F(TorchFileTest, OthersAreRefusedByName) {
   EXPECT_THAT(TorchFile::Open(Write("\x80\x02}q.")).status().message(), HasSubstr("is no zip file"));
   EXPECT_THAT(TorchFile::Open(directory_).status().message(), HasSubstr("no regular file"));
   EXPECT_TRUE(absl::IsNotFound(TorchFile::Open(directory_ + "/none").status()));
-  std::string big = Bytes("views");
-  // Nothing else says "little" in it.
-  big.replace(big.find("little"), 6, "bigger");
+  const std::string big =
+      fuzz::TorchArchive({{"archive/data.pkl", "\x80\x02N."}, {"archive/byteorder", "bigger"}});
   EXPECT_THAT(TorchFile::Open(Write(big)).status().message(), HasSubstr("\"bigger\""));
   std::string renamed = Bytes("views");
   for (size_t at = 0; (at = renamed.find("data.pkl")) != std::string::npos;) renamed[at] = 'D';
@@ -193,7 +193,7 @@ TEST_F(TorchFileTest, AShortPickleMakesNoLongMemory) {
   const auto refused = [&](const std::string& pickle) {
     const auto file = TorchFile::Open(Write(fuzz::TorchArchive({{"archive/data.pkl", pickle}})));
     EXPECT_TRUE(absl::IsInvalidArgument(file.status()));
-    EXPECT_THAT(file.status().message(), HasSubstr("makes more of it than is read"));
+    EXPECT_THAT(file.status().message(), HasSubstr("describes more than is read"));
   };
   std::string doubled(
       "\x80\x02"
@@ -217,6 +217,89 @@ TEST_F(TorchFileTest, AShortPickleMakesNoLongMemory) {
         "0",
         6);
   refused(named + "N.");
+}
+
+// Whatever a pickle makes is counted: marks, the stack, what is remembered, numbers, names and the items of
+// lists, of a file of a few MB that would take hundreds.
+TEST_F(TorchFileTest, NoShortPickleTakesMuchMemory) {
+  const auto repeated = [](std::string_view what, int times) {
+    std::string all;
+    for (int i = 0; i < times; ++i) all += what;
+    return all;
+  };
+  constexpr int kTimes = 3'000'000;
+  std::string memo = "N";
+  for (uint32_t i = 0; i < 600'000; ++i) {
+    memo += 'r';
+    memo.append(reinterpret_cast<const char*>(&i), sizeof(i));
+  }
+  const std::string list = "]q" + std::string("\0", 1);
+  const std::pair<const char*, std::string> bombs[] = {
+      {"marks", repeated("(", kTimes)},
+      {"numbers", repeated(std::string_view("K\1", 2), kTimes)},
+      {"nothings", repeated("N", kTimes)},
+      {"lists", repeated("]", kTimes)},
+      {"duplicates", "N" + repeated("2", 2 * kTimes)},
+      {"recalled", list + repeated(std::string_view("h\0", 2), 2 * kTimes)},
+      {"remembered", memo},
+      {"names", repeated("cm\nx\n0", 600'000)},
+      {"items", list + repeated(std::string_view("h\0h\0a0", 6), kTimes)},
+      {"dicts", "}q" + std::string("\0(", 2) + repeated(std::string_view("K\1h\0", 4), 600'000) + "u"},
+  };
+  int64_t before = 0;
+  for (const auto& [what, pickle] : bombs) {
+    const std::string path = Write(fuzz::TorchArchive({{"archive/data.pkl", "\x80\x02" + pickle + "N."}}));
+    before = hostile::PeakBytes();
+    const auto file = TorchFile::Open(path);
+    EXPECT_TRUE(absl::IsInvalidArgument(file.status())) << what << ": " << file.status();
+    EXPECT_LT(hostile::PeakBytes() - before, int64_t{64} << 20) << what;
+  }
+}
+
+TEST_F(TorchFileTest, AChangedBitIsFoundInWhateverOrderItIsRead) {
+  const std::string whole = Bytes("views");
+  std::string path = Write(whole);
+  auto file = TorchFile::Open(path);
+  ASSERT_TRUE(file.ok()) << file.status();
+  const TorchTensor flat = *(*file)->root()["flat"].tensor();
+  const uint64_t bytes = static_cast<uint64_t>(flat.elements) * swap::DtypeBytes(flat.dtype);
+  ASSERT_GE(bytes, 16u);
+  const auto read = [&](uint64_t first, uint64_t count) {
+    std::vector<std::byte> to(count);
+    return (*file)->Read(flat, first, to);
+  };
+  EXPECT_TRUE(read(0, bytes).ok());
+  EXPECT_TRUE((*file)->CheckRead().ok());
+  for (const uint64_t at : {uint64_t{0}, bytes / 2, bytes - 1}) {
+    std::string damaged = whole;
+    damaged[flat.offset + at] ^= 4;
+    path = Write(damaged);
+    const auto open = [&] {
+      file = TorchFile::Open(path);
+      ASSERT_TRUE(file.ok()) << file.status();
+    };
+    const auto found = [](const absl::Status& status) {
+      EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("do not match their checksum (CRC-32)"));
+    };
+    open();  // all at once, and whatever else lies in the storage
+    absl::Status status = read(0, bytes);
+    found(status.ok() ? (*file)->CheckRead() : status);
+    open();  // from the end to the beginning, in pieces, some of them twice
+    status = absl::OkStatus();
+    for (uint64_t end = bytes; end > 0 && status.ok(); end -= std::min<uint64_t>(end, 3))
+      status = read(end - std::min<uint64_t>(end, 5), std::min<uint64_t>(end, 5));
+    found(status.ok() ? (*file)->CheckRead() : status);
+    open();  // one byte of it
+    status = read(bytes / 3, 1);
+    found(status.ok() ? (*file)->CheckRead() : status);
+    open();  // nothing of it
+    EXPECT_TRUE((*file)->CheckRead().ok());
+  }
+  // The pickle, before anything is made of it.
+  std::string damaged = whole;
+  damaged[damaged.find("flat") + 1] ^= 1;
+  EXPECT_TRUE(absl::IsDataLoss(TorchFile::Open(Write(damaged)).status()));
 }
 
 TEST_F(TorchFileTest, DamageNeverDoesMoreThanEndInALine) {

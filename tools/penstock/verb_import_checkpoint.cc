@@ -205,6 +205,7 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
       options.optimizer.schedule.has_value() ? options.optimizer.schedule->ToJson() : nlohmann::json();
   state.payload =
       nlohmann::json{{"run", options.resume.run}, {"schedule", schedule}, {"loss_scale", loss_scale}}.dump();
+  state.check = [&] { return checkpoint->CheckRead(); };
   state.step = progress.step;
   state.updates = progress.updates;
   state.tile_bytes = options.memory.tile_bytes;

@@ -88,6 +88,7 @@ class Writer {
     }
     const absl::Status settled = ring.SettleAll();  // also after an error: the memory is still written from
     if (status.ok()) status = settled;
+    if (status.ok() && state_.check) status = state_.check();
     if (status.ok()) {
       status = store_->CommitGiven({.step = static_cast<uint64_t>(state_.step),
                                     .updates = static_cast<uint64_t>(state_.updates),

@@ -23,6 +23,8 @@ struct NewState {
   int64_t tile_bytes = 0;  // of all segments, at the most; 0: 4 MiB
   int64_t step = 0, updates = 0;
   std::string payload;  // of the first commit
+  // Called when all was read, before it is committed; what it returns is as if a read had. Empty: nothing is.
+  std::function<absl::Status()> check = nullptr;
 };
 
 // Elements [first, first + elements) of a block's masters or moments, as fp32. Called on a thread for each
