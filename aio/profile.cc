@@ -20,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
+#include "base/atomic_file.h"
 #include "base/status_macros.h"
 
 namespace penstock::aio {
@@ -420,24 +421,7 @@ absl::Status StoreProfile(const DeviceProfile& profile, const std::string& path)
   const std::filesystem::path parent = std::filesystem::path(path).parent_path();
   if (!parent.empty()) std::filesystem::create_directories(parent, error);
   if (error) return absl::UnavailableError(absl::StrCat("create ", parent.string(), ": ", error.message()));
-  const std::string temporary = absl::StrCat(path, ".", getpid());
-  {
-    errno = 0;
-    std::ofstream file(temporary, std::ios::trunc);
-    file << Dump(json) << "\n";
-    file.close();
-    if (!file) {
-      const int failed = errno != 0 ? errno : EIO;  // a stream may fail without one
-      unlink(temporary.c_str());
-      return MakeIoError({.op = "write", .path = temporary, .error = failed});
-    }
-  }
-  if (rename(temporary.c_str(), path.c_str()) != 0) {
-    const int failed = errno;
-    unlink(temporary.c_str());
-    return MakeIoError({.op = "rename", .path = path, .error = failed});
-  }
-  return absl::OkStatus();
+  return ReplaceFile(path, Dump(json) + "\n");
 }
 
 absl::StatusOr<DeviceProfile> LoadProfile(const std::string& directory, const std::string& path) {

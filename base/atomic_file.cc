@@ -232,4 +232,30 @@ absl::Status ReplaceFile(const std::string& path, std::string_view text, const A
   return file.Commit();
 }
 
+absl::Status CopyFile(const std::string& from, const std::string& to, const AtomicFileOptions& options) {
+  // A pipe is refused and not waited for.
+  const int fd = ::open(from.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  if (fd < 0) return Failed("open", from, errno);
+  const auto copy = [&]() -> absl::Status {
+    struct stat info {};
+    if (::fstat(fd, &info) != 0) return Failed("stat", from, errno);
+    if (!S_ISREG(info.st_mode)) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("copy ", from, ": it is ", std::string(DescribeKind(info.st_mode))));
+    }
+    ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(to, options));
+    std::string piece(size_t{1} << 20, '\0');
+    while (true) {
+      const ssize_t n = ::read(fd, piece.data(), piece.size());
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) return Failed("read", from, errno);
+      if (n == 0) return file.Commit();
+      RETURN_IF_ERROR(file.Write(std::string_view(piece.data(), static_cast<size_t>(n))));
+    }
+  };
+  const absl::Status status = copy();
+  ::close(fd);
+  return status;
+}
+
 }  // namespace penstock

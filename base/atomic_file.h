@@ -83,6 +83,9 @@ class AtomicFile {
 absl::Status ReplaceFile(const std::string& path, std::string_view text,
                          const AtomicFileOptions& options = {});
 
+// Puts a copy of the regular file `from` (links followed) at `to`, as above. kNotFound: there is no `from`.
+absl::Status CopyFile(const std::string& from, const std::string& to, const AtomicFileOptions& options = {});
+
 // ".NAME.<16 hex digits>" + `suffix` beside `path`: a name that nobody can guess or already has.
 std::string RandomNameBeside(const std::string& path, std::string_view suffix);
 

@@ -589,7 +589,8 @@ absl::Status DeepSpeedCheckpoint::TakeOptions(const TorchFile& file, const Torch
   ASSIGN_OR_RETURN(nlohmann::json groups, ToJson(file, base["param_groups"]));
   if (!groups.is_array() || groups.empty()) return absl::OkStatus();  // older ones keep the steps alone
   for (nlohmann::json& group : groups) {
-    if (group.is_object()) group.erase("params");
+    if (!group.is_object()) return Wrong(absl::StrCat(file.path(), ": a group of param_groups is no dict"));
+    group.erase("params");
   }
   progress_.groups = std::move(groups);
   progress_.optimizer = progress_.groups[0];

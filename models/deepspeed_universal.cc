@@ -1,6 +1,7 @@
 #include "models/deepspeed_universal.h"
 
 #include <fcntl.h>
+#include <stdio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,7 +10,6 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <span>
 #include <utility>
@@ -19,7 +19,9 @@
 #include "absl/strings/str_cat.h"
 #include "aio/arena.h"
 #include "aio/engine.h"
+#include "base/atomic_file.h"
 #include "base/check.h"
+#include "base/directory.h"
 #include "base/read_ahead.h"
 #include "base/status_macros.h"
 #include "models/torch_writer.h"
@@ -76,14 +78,12 @@ absl::Status MakeDirectory(const std::string& path) {
   return absl::ErrnoToStatus(error.value(), absl::StrCat(path, ": cannot be made"));
 }
 
-// A file's bytes, or a directory's names, are on the drive.
-absl::Status Sync(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+// A file's bytes are on the drive.
+absl::Status SyncFile(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
   const int failed = fd < 0 || ::fsync(fd) != 0 ? errno : 0;
   if (fd >= 0) ::close(fd);
-  // There are file systems that cannot sync directories.
-  if (failed == 0 || (failed == EINVAL && std::filesystem::is_directory(path))) return absl::OkStatus();
-  return absl::ErrnoToStatus(failed, absl::StrCat(path, ": fsync"));
+  return failed == 0 ? absl::OkStatus() : absl::ErrnoToStatus(failed, absl::StrCat(path, ": fsync"));
 }
 
 class UniversalWriter {
@@ -110,18 +110,10 @@ class UniversalWriter {
       return status;
     }
     RETURN_IF_ERROR(Show());
-    return WriteLatest();
+    return ReplaceFile(Latest(), options_.tag);
   }
 
  private:
-  static bool IsThere(const std::string& path) {
-    std::error_code error;
-    return std::filesystem::symlink_status(path, error).type() != std::filesystem::file_type::not_found;
-  }
-  static bool IsDirectory(const std::string& path) {
-    std::error_code error;
-    return std::filesystem::symlink_status(path, error).type() == std::filesystem::file_type::directory;
-  }
   static absl::Status Rename(const std::string& from, const std::string& to) {
     std::error_code error;
     std::filesystem::rename(from, to, error);
@@ -130,13 +122,20 @@ class UniversalWriter {
   }
 
   // What a killed one has left goes, or comes back; what may not be replaced is refused.
-  absl::Status Clear() const {
+  absl::Status Clear() {
     std::error_code error;
-    if (!IsThere(whole_) && IsDirectory(aside_)) RETURN_IF_ERROR(Rename(aside_, whole_));
-    if (IsThere(whole_) && !options_.overwrite)
+    ASSIGN_OR_RETURN(PathKind whole, LinkKindOf(whole_));
+    ASSIGN_OR_RETURN(const PathKind aside, LinkKindOf(aside_));
+    if (whole == PathKind::kMissing && aside == PathKind::kDirectory) {
+      RETURN_IF_ERROR(Rename(aside_, whole_));
+      whole = PathKind::kDirectory;
+    }
+    replaces_ = whole != PathKind::kMissing;
+    if (replaces_ && !options_.overwrite)
       return absl::AlreadyExistsError(
           absl::StrCat(whole_, " is there already: use --overwrite to replace it"));
-    if (IsThere(whole_) && (!IsDirectory(whole_) || !IsDirectory(whole_ + "/zero")))
+    ASSIGN_OR_RETURN(const PathKind zero, LinkKindOf(whole_ + "/zero"));
+    if (replaces_ && (whole != PathKind::kDirectory || zero != PathKind::kDirectory))
       return absl::InvalidArgumentError(
           absl::StrCat(whole_, " is no universal checkpoint, and is not replaced"));
     std::filesystem::remove_all(aside_, error);
@@ -151,23 +150,37 @@ class UniversalWriter {
     for (const char* name : {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"})
       RETURN_IF_ERROR(WriteModelStates(absl::StrCat(tag_, "/", name)));
     std::error_code error;
-    for (const auto& entry : std::filesystem::recursive_directory_iterator(tag_, error))
-      RETURN_IF_ERROR(Sync(entry.path()));
+    std::filesystem::recursive_directory_iterator entry(tag_, error);
+    for (; !error && entry != std::filesystem::recursive_directory_iterator(); entry.increment(error))
+      RETURN_IF_ERROR(entry->is_directory() ? SyncDirectory(entry->path()) : SyncFile(entry->path()));
     if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat(tag_, ": cannot be listed"));
-    return Sync(tag_);
+    return SyncDirectory(tag_);
   }
 
-  // Under its name, now that it is whole. The old one goes when the new one has it.
+  // Under its name, now that it is whole. The old one has it until then, and goes when the new one has it.
   absl::Status Show() const {
     std::error_code error;
-    const bool replaces = IsThere(whole_);
-    if (replaces) RETURN_IF_ERROR(Rename(whole_, aside_));
-    absl::Status status = Rename(tag_, whole_);
-    if (!status.ok()) {
-      if (replaces) Rename(aside_, whole_).IgnoreError();
+    if (!replaces_) {
+      RETURN_IF_ERROR(Rename(tag_, whole_));
+      return SyncDirectory(options_.directory);
+    }
+    if (::renameat2(AT_FDCWD, tag_.c_str(), AT_FDCWD, whole_.c_str(), RENAME_EXCHANGE) == 0) {
+      RETURN_IF_ERROR(SyncDirectory(options_.directory));
+      std::filesystem::remove_all(tag_, error);
+      return absl::OkStatus();
+    }
+    if (errno != EINVAL && errno != ENOSYS)
+      return absl::ErrnoToStatus(errno, absl::StrCat(whole_, ": cannot be made of ", tag_));
+    // A file system without exchanges, NFS for one: what names a checkpoint names none in between.
+    if (::unlink(Latest().c_str()) != 0 && errno != ENOENT)
+      return absl::ErrnoToStatus(errno, absl::StrCat("remove ", Latest()));
+    RETURN_IF_ERROR(SyncDirectory(options_.directory));
+    RETURN_IF_ERROR(Rename(whole_, aside_));
+    if (absl::Status status = Rename(tag_, whole_); !status.ok()) {
+      status.Update(Rename(aside_, whole_));
       return status;
     }
-    RETURN_IF_ERROR(Sync(options_.directory));
+    RETURN_IF_ERROR(SyncDirectory(options_.directory));
     std::filesystem::remove_all(aside_, error);
     return absl::OkStatus();
   }
@@ -259,7 +272,8 @@ class UniversalWriter {
     if (name.empty() || name == ".." || absl::StrContains(name, "/"))
       return absl::InvalidArgumentError(absl::StrCat("--names: \"", name, "\" is no name of a parameter"));
     const std::string directory = absl::StrCat(tag_, "/zero/", name);
-    if (IsThere(directory))
+    ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(directory));
+    if (kind != PathKind::kMissing)
       return absl::InvalidArgumentError(
           absl::StrCat("--names: two parameters are called \"", name, "\", or it is no name of one"));
     RETURN_IF_ERROR(MakeDirectory(directory));
@@ -433,25 +447,14 @@ class UniversalWriter {
     return Finish(path, pickle, /*has_step=*/false);
   }
 
-  absl::Status WriteLatest() const {
-    const std::string path = options_.directory + "/latest_universal",
-                      part = options_.directory + "/.latest_universal.partial";
-    std::ofstream file(part, std::ios::trunc);
-    file << options_.tag;
-    file.close();
-    if (!file) return absl::UnavailableError(absl::StrCat(path, ": cannot be written"));
-    absl::Status status = Sync(part);
-    if (status.ok()) status = Rename(part, path);
-    std::error_code error;
-    if (!status.ok()) std::filesystem::remove(part, error);
-    return status.ok() ? Sync(options_.directory) : status;
-  }
+  std::string Latest() const { return options_.directory + "/latest_universal"; }
 
   const DeepSpeedProgress& run_;
   const ModelLayout& layout_;
   const ReadMoments& read_;
   const UniversalOptions& options_;
   const std::string whole_, tag_, aside_;
+  bool replaces_ = false;  // a checkpoint has the name
   uint64_t done_ = 0, total_ = 0;
   // Destroyed from the last to the first.
   std::unique_ptr<aio::Engine> io_;

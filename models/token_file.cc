@@ -22,6 +22,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "models/data_records.h"
@@ -108,7 +109,7 @@ class Output {
   static absl::StatusOr<Output> Take(const std::string& path, const std::function<bool()>& goes_on) {
     const std::string part = path + ".part";
     while (true) {
-      Descriptor fd(::open(part.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+      Descriptor fd(::open(part.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
       if (fd.get() < 0) {
         return FileError(errno, "cannot make", part,
                          ": tokens are written beside the data; copy it to a directory that can be written");
@@ -298,9 +299,9 @@ class Writer {
     RETURN_IF_ERROR(examples_.Write(bits_.data(), bits_.size()));
     RETURN_IF_ERROR(examples_.Sync());
     // The tokens' new name before this one: without it nothing is used.
-    const Descriptor parent(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    if (parent.get() < 0 || ::fsync(parent.get()) != 0) return FileError(errno, "fsync", directory);
-    return examples_.Rename();
+    RETURN_IF_ERROR(SyncDirectory(directory));
+    RETURN_IF_ERROR(examples_.Rename());
+    return SyncDirectory(directory);
   }
 
  private:

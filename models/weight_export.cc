@@ -5,16 +5,21 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
-#include <fstream>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
+#include "base/atomic_file.h"
+#include "base/directory.h"
+#include "base/json.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "kernels/split_master.h"
@@ -397,6 +402,10 @@ struct Shard {
   uint64_t bytes = 0;
 };
 
+constexpr const char* kEnding = ".safetensors";
+
+std::string StemOf(const std::string& path) { return std::string(absl::StripSuffix(path, kEnding)); }
+
 std::vector<Shard> CutIntoShards(const ModelLayout& layout, const ExportOptions& options) {
   std::vector<Shard> shards(1);
   for (const PublishedTensor& tensor : layout.tensors) {
@@ -410,8 +419,7 @@ std::vector<Shard> CutIntoShards(const ModelLayout& layout, const ExportOptions&
     shards[0].path = options.path;
     return shards;
   }
-  constexpr absl::string_view kEnding = ".safetensors";
-  const absl::string_view stem = absl::StripSuffix(options.path, kEnding);
+  const std::string stem = StemOf(options.path);
   for (size_t i = 0; i < shards.size(); ++i) {
     shards[i].path = absl::StrFormat("%s-%05d-of-%05d%s", stem, i + 1, shards.size(), kEnding);
   }
@@ -420,8 +428,7 @@ std::vector<Shard> CutIntoShards(const ModelLayout& layout, const ExportOptions&
 
 std::string NameOf(const std::string& path) { return path.substr(path.rfind('/') + 1); }
 
-// Appears whole or not at all.
-absl::Status WriteIndex(const std::string& path, const std::vector<Shard>& shards) {
+std::string IndexOf(const std::vector<Shard>& shards) {
   uint64_t bytes = 0;
   nlohmann::ordered_json map = nlohmann::ordered_json::object();
   for (const Shard& shard : shards) {
@@ -430,14 +437,49 @@ absl::Status WriteIndex(const std::string& path, const std::vector<Shard>& shard
   }
   const nlohmann::ordered_json index = {{"metadata", {{"total_size", bytes}}},
                                         {"weight_map", std::move(map)}};
-  const std::string temporary = path + ".partial";
-  std::ofstream file(temporary, std::ios::trunc);
-  file << index.dump(2) << "\n";
-  file.close();
-  if (file && ::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
-  const int error = errno;
-  (void)::unlink(temporary.c_str());
-  return absl::ErrnoToStatus(error, absl::StrCat("write ", path));
+  return index.dump(2) + "\n";
+}
+
+// The shards that the index of an older export names; none where there is no index, or none that can be read.
+std::set<std::string> ShardsOf(const std::string& index, const std::string& path) {
+  std::set<std::string> shards;
+  const absl::StatusOr<nlohmann::json> json = penstock::ReadJsonObject(index);
+  if (!json.ok()) return shards;
+  const auto map = json->find("weight_map");
+  if (map == json->end() || !map->is_object()) return shards;
+  const std::string stem = StemOf(path), directory = path.substr(0, path.size() - NameOf(path).size());
+  for (const nlohmann::json& value : *map) {
+    const std::string name = value.is_string() ? value.get<std::string>() : "";
+    // As CutIntoShards names them, and nothing else that somebody may have put into an index.
+    if (NameOf(name) == name && absl::StartsWith(directory + name, stem + "-") &&
+        absl::EndsWith(name, kEnding))
+      shards.insert(directory + name);
+  }
+  return shards;
+}
+
+absl::Status AddText(const std::string& path, const std::string& text, bool overwrite,
+                     std::vector<AtomicFile>* files) {
+  ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path, {.replace = overwrite}));
+  RETURN_IF_ERROR(file.Write(text));
+  files->push_back(std::move(file));
+  return absl::OkStatus();
+}
+
+// With all its space reserved.
+absl::StatusOr<std::vector<std::unique_ptr<swap::SafetensorsWriter>>> CreateShards(
+    const std::vector<Shard>& shards, const ExportOptions& options) {
+  std::vector<std::unique_ptr<swap::SafetensorsWriter>> writers;
+  for (const Shard& shard : shards) {
+    std::vector<swap::TensorInfo> tensors;
+    tensors.reserve(shard.tensors.size());
+    for (const PublishedTensor* tensor : shard.tensors)
+      tensors.push_back({tensor->name, options.dtype, tensor->published_shape(), 0});
+    ASSIGN_OR_RETURN(
+        writers.emplace_back(),
+        swap::SafetensorsWriter::Create(shard.path, std::move(tensors), options.metadata, options.overwrite));
+  }
+  return writers;
 }
 
 }  // namespace
@@ -489,49 +531,50 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
 
   const std::vector<Shard> shards = CutIntoShards(layout, options);
   const std::string index = options.path + ".index.json";
-  const std::string& other = shards.size() > 1 ? options.path : index;
-  for (const std::string& there : {index, options.path}) {
-    if (!options.overwrite && ::access(there.c_str(), F_OK) == 0) {
-      return absl::AlreadyExistsError(absl::StrCat(there, " is there already (--overwrite replaces it)"));
-    }
+  const bool sharded = shards.size() > 1;
+  for (const std::string& key : {index, options.path}) {
+    ASSIGN_OR_RETURN(const bool there, PathExists(key));
+    if (there && !options.overwrite)
+      return absl::AlreadyExistsError(absl::StrCat(key, " is there already (--overwrite replaces it)"));
   }
+  ASSIGN_OR_RETURN(std::vector<std::unique_ptr<swap::SafetensorsWriter>> writers,
+                   CreateShards(shards, options));
   uint64_t total = 0, done = 0;
   for (const Shard& shard : shards) total += shard.bytes;
   const auto appended = [&](uint64_t bytes) {
     done += bytes;
     if (options.progress) options.progress(done, total);
   };
-  size_t finished = 0;
-  const auto write_all = [&](auto exporter) {
-    for (const Shard& shard : shards) {
-      std::vector<swap::TensorInfo> tensors;
-      tensors.reserve(shard.tensors.size());
-      for (const PublishedTensor* tensor : shard.tensors)
-        tensors.push_back({tensor->name, options.dtype, tensor->published_shape(), 0});
-      ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsWriter> writer,
-                       swap::SafetensorsWriter::Create(shard.path, std::move(tensors), options.metadata,
-                                                       options.overwrite));
-      for (const PublishedTensor* tensor : shard.tensors) {
+  std::vector<AtomicFile> files;
+  // The same text is no change, and one file less to change with the others.
+  if (!options.config_path.empty() && ReadSmallFile(options.config_path).value_or("") != options.config)
+    RETURN_IF_ERROR(AddText(options.config_path, options.config, options.overwrite, &files));
+  const auto write_all = [&](auto exporter) -> absl::Status {
+    for (size_t i = 0; i < shards.size(); ++i) {
+      for (const PublishedTensor* tensor : shards[i].tensors) {
         const auto adapter = options.adapters.find(tensor->name);
         RETURN_IF_ERROR(exporter.Write(
-            *tensor, adapter == options.adapters.end() ? nullptr : &adapter->second, writer.get()));
+            *tensor, adapter == options.adapters.end() ? nullptr : &adapter->second, writers[i].get()));
       }
-      RETURN_IF_ERROR(writer->Finish());
-      ++finished;
+      ASSIGN_OR_RETURN(AtomicFile file, writers[i]->Take());
+      files.push_back(std::move(file));
     }
-    return shards.size() > 1 ? WriteIndex(index, shards) : absl::OkStatus();
+    return absl::OkStatus();
   };
   const std::span<std::byte> strip = memory.subspan(slots * slot_bytes);
-  absl::Status status =
+  RETURN_IF_ERROR(
       options.dtype == swap::Dtype::kF32
           ? write_all(Exporter<float>(&weights, places, options, weight_type, strip, appended))
-          : write_all(Exporter<uint16_t>(&weights, places, options, weight_type, strip, appended));
-  if (!status.ok()) {
-    for (size_t i = 0; i < finished; ++i) (void)::unlink(shards[i].path.c_str());
-    return status;
+          : write_all(Exporter<uint16_t>(&weights, places, options, weight_type, strip, appended)));
+  if (sharded) RETURN_IF_ERROR(AddText(index, IndexOf(shards), options.overwrite, &files));
+  std::set<std::string> old = ShardsOf(index, options.path);
+  if (sharded) {
+    for (const Shard& shard : shards) old.erase(shard.path);
   }
-  if (::unlink(other.c_str()) != 0 && errno != ENOENT) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("remove ", other, " of an older export"));
+  RETURN_IF_ERROR(AtomicFile::CommitTogether(std::move(files), {options.path, index}));
+  for (const std::string& path : old) {
+    if (::unlink(path.c_str()) != 0 && errno != ENOENT)
+      return absl::ErrnoToStatus(errno, absl::StrCat("remove ", path, " of an older export"));
   }
   return static_cast<int>(shards.size());
 }

@@ -45,6 +45,8 @@ struct ExportOptions {
   uint64_t max_shard_bytes = 0;
   swap::Dtype dtype = swap::Dtype::kF32;  // or kBf16
   bool overwrite = false;
+  // A file in the same directory that describes the weights, and gets its name with theirs. Empty: none.
+  std::string config_path, config;
   std::map<std::string, std::string> metadata;
   std::map<std::string, MatrixAdapter> adapters;  // by the matrix's published name
   // Elements of a block's run that are no part of the state; null: there are none. A matrix that is published
@@ -63,9 +65,13 @@ struct ExportMemory {
 ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const ModelLayout& layout,
                              const ExportOptions& options, kernels::DType weights);
 
-// `parts`: by rank. `memory`: pinned, at a multiple of 4096. Shards appear one after the other and the index
-// after them; none stays where one of them fails. Returns the number of files with tensors. With `overwrite`
-// the index of an older export goes where there is one file now, and the one file where there is an index.
+// `parts`: by rank. `memory`: pinned, at a multiple of 4096. Returns the number of files with tensors.
+//
+// No file has its name before all of them are written and durable, and room for all is reserved first: an
+// export that fails leaves nothing and changes nothing. With `overwrite` the old export stands until then, so
+// that the disk needs room for both. Then the names change hands (AtomicFile::CommitTogether): a kill at any
+// moment leaves the old export, the new one, or neither an index nor the one file. What the old export had
+// more of, shards that its index names among them, is removed.
 absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const ModelLayout& layout,
                                   kernels::DType weights, std::span<std::byte> memory,
                                   const ExportOptions& options);

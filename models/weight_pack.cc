@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/atomic_file.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "kernels/weight_code.h"
@@ -179,21 +180,8 @@ class Packer {
     }
     const nlohmann::ordered_json index = {{"metadata", {{"total_size", result_.bytes}}},
                                           {"weight_map", std::move(map)}};
-    const std::string path = absl::StrCat(directory_, "/model.safetensors.index.json");
-    const std::string text = index.dump(2) + "\n";
-    const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("create ", path));
-    size_t written = 0;
-    while (written < text.size()) {
-      const ssize_t n = ::write(fd, text.data() + written, text.size() - written);
-      if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) break;
-      written += static_cast<size_t>(n);
-    }
-    const bool whole = written == text.size() && ::fsync(fd) == 0;
-    const int error = errno;
-    ::close(fd);
-    return whole ? absl::OkStatus() : absl::ErrnoToStatus(error, absl::StrCat("write ", path));
+    return ReplaceFile(absl::StrCat(directory_, "/model.safetensors.index.json"), index.dump(2) + "\n",
+                       {.replace = false});
   }
 
   WeightImport& import_;

@@ -20,7 +20,8 @@
 // and however it was cut (LAMB too: its norms are exact).
 //
 // The file has no name: it goes with the optimizer, however the process ends. What is to be kept is copied
-// out (CopyStates) and put back (SetStates).
+// out (CopyStates) and put back (SetStates). Tiles have no checksums: a transfer that the drive reports as
+// failed is an error, bytes that it returns wrongly and reports as right are not noticed. swap/ notices them.
 //
 // A parameter that was changed from outside. The 16 bits of a bf16 master are worth something only beside the
 // value that they were split from, so the values are known by their checksum, for each part of a parameter

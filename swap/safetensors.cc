@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "aio/file.h"
 #include "base/foreign_file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
@@ -51,9 +50,8 @@ std::optional<Dtype> ParseDtype(std::string_view name) {
   return std::nullopt;
 }
 
-std::string DirectoryOf(const std::string& path) {
-  const size_t slash = path.find_last_of('/');
-  return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+absl::Status IsThere(const std::string& path) {
+  return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
 }
 
 // A tensor's entry is 8 values: 100,000 tensors. None nests deeper than "shape".
@@ -112,9 +110,7 @@ absl::StatusOr<uint64_t> TensorInfo::Bytes() const {
 absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
     const std::string& path, std::vector<TensorInfo> tensors,
     const std::map<std::string, std::string>& metadata, bool overwrite) {
-  std::unique_ptr<SafetensorsWriter> writer(new SafetensorsWriter());
-  writer->path_ = path;
-  writer->overwrite_ = overwrite;
+  uint64_t data_bytes = 0;
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) {
     for (const auto& [key, value] : metadata) header["__metadata__"][key] = value;
@@ -127,16 +123,13 @@ absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
     const auto bytes = tensor.Bytes();
     if (!bytes.ok())
       return absl::InvalidArgumentError(absl::StrCat(tensor.name, ": ", bytes.status().message()));
-    tensor.offset = writer->data_bytes_;
-    writer->data_bytes_ += *bytes;
-    if (writer->data_bytes_ > uint64_t{1} << 62)
-      return absl::InvalidArgumentError("more data than a file can hold");
-    header.emplace(tensor.name,
-                   nlohmann::ordered_json{{"dtype", std::string(DtypeName(tensor.dtype))},
-                                          {"shape", tensor.shape},
-                                          {"data_offsets", {tensor.offset, writer->data_bytes_}}});
+    tensor.offset = data_bytes;
+    data_bytes += *bytes;
+    if (data_bytes > uint64_t{1} << 62) return absl::InvalidArgumentError("more data than a file can hold");
+    header.emplace(tensor.name, nlohmann::ordered_json{{"dtype", std::string(DtypeName(tensor.dtype))},
+                                                       {"shape", tensor.shape},
+                                                       {"data_offsets", {tensor.offset, data_bytes}}});
   }
-  writer->tensors_ = std::move(tensors);
   // Names that are not UTF-8 become replacement characters rather than an exception.
   std::string text = header.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
   text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
@@ -145,81 +138,50 @@ absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
         absl::StrCat("a header of ", text.size(), " bytes; the most is ", kMaxSafetensorsHeaderBytes));
   }
 
-  struct stat info;
-  if (!overwrite && ::lstat(path.c_str(), &info) == 0) {
-    return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
-  }
-  writer->fd_ = ::open(DirectoryOf(path).c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0644);
-  if (writer->fd_ < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
-    writer->temporary_ = path + ".partial";
-    writer->fd_ =
-        ::open(writer->temporary_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0644);
-  }
-  if (writer->fd_ < 0) return ErrnoError(errno, "create", path);
-  const uint64_t total = 8 + text.size() + writer->data_bytes_;
-  if (::posix_fallocate(writer->fd_, 0, static_cast<off_t>(total)) == ENOSPC) {
+  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path, {.mode = 0644, .replace = overwrite});
+  if (absl::IsAlreadyExists(file.status())) return IsThere(path);
+  RETURN_IF_ERROR(file.status());
+  std::unique_ptr<SafetensorsWriter> writer(new SafetensorsWriter(*std::move(file)));
+  writer->tensors_ = std::move(tensors);
+  writer->data_bytes_ = data_bytes;
+  const uint64_t total = 8 + text.size() + data_bytes;
+  if (::posix_fallocate(writer->file_.fd(), 0, static_cast<off_t>(total)) == ENOSPC) {
     return absl::ResourceExhaustedError(
         absl::StrCat(path, " needs ", total, " bytes, more than the disk has free"));
   }
-  std::array<unsigned char, 8> length;
-  for (size_t i = 0; i < 8; ++i) length[i] = static_cast<unsigned char>(uint64_t{text.size()} >> (8 * i));
-  RETURN_IF_ERROR(writer->WriteFully(length.data(), length.size()));
-  RETURN_IF_ERROR(writer->WriteFully(text.data(), text.size()));
+  std::array<char, 8> length;
+  for (size_t i = 0; i < 8; ++i) length[i] = static_cast<char>(uint64_t{text.size()} >> (8 * i));
+  RETURN_IF_ERROR(writer->file_.Write(std::string_view(length.data(), length.size())));
+  RETURN_IF_ERROR(writer->file_.Write(text));
   return writer;
-}
-
-SafetensorsWriter::~SafetensorsWriter() {
-  if (fd_ >= 0) ::close(fd_);
-  if (!temporary_.empty() && made_in_.here()) (void)::unlink(temporary_.c_str());
-}
-
-absl::Status SafetensorsWriter::WriteFully(const void* data, uint64_t bytes) {
-  const char* at = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t n = ::write(fd_, at, std::min<uint64_t>(bytes, uint64_t{1} << 30));
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return ErrnoError(n < 0 ? errno : ENOSPC, "write", path_);
-    at += n;
-    bytes -= static_cast<uint64_t>(n);
-  }
-  return absl::OkStatus();
 }
 
 absl::Status SafetensorsWriter::Append(std::span<const std::byte> bytes) {
   if (bytes.size() > data_bytes_ - written_) {
     return absl::InvalidArgumentError(
-        absl::StrCat(path_, ": ", written_ + bytes.size(), " bytes for tensors of ", data_bytes_));
+        absl::StrCat(file_.path(), ": ", written_ + bytes.size(), " bytes for tensors of ", data_bytes_));
   }
-  RETURN_IF_ERROR(WriteFully(bytes.data(), bytes.size()));
+  RETURN_IF_ERROR(file_.Write(std::string_view(reinterpret_cast<const char*>(bytes.data()), bytes.size())));
   written_ += bytes.size();
   return absl::OkStatus();
 }
 
+absl::Status SafetensorsWriter::CheckWhole() const {
+  if (written_ == data_bytes_) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(file_.path(), ": ", written_, " of ", data_bytes_, " bytes were written"));
+}
+
 absl::Status SafetensorsWriter::Finish() {
-  if (written_ != data_bytes_) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(path_, ": ", written_, " of ", data_bytes_, " bytes were written"));
-  }
-  if (::fsync(fd_) != 0) return ErrnoError(errno, "sync", path_);
-  if (temporary_.empty()) {
-    const std::string self = absl::StrCat("/proc/self/fd/", fd_);
-    const std::string name = overwrite_ ? path_ + ".partial" : path_;
-    if (overwrite_) (void)::unlink(name.c_str());
-    if (::linkat(AT_FDCWD, self.c_str(), AT_FDCWD, name.c_str(), AT_SYMLINK_FOLLOW) != 0) {
-      return ErrnoError(errno, "create", name);
-    }
-    if (overwrite_) temporary_ = name;
-  }
-  if (!temporary_.empty()) {
-    // Another's file that came in meanwhile is not replaced unless that was asked for.
-    const int renamed =
-        overwrite_ ? ::rename(temporary_.c_str(), path_.c_str()) : ::link(temporary_.c_str(), path_.c_str());
-    if (renamed != 0) return ErrnoError(errno, "create", path_);
-    if (!overwrite_) (void)::unlink(temporary_.c_str());
-    temporary_.clear();
-  }
-  ::close(std::exchange(fd_, -1));
-  return aio::SyncDirectory(DirectoryOf(path_));
+  RETURN_IF_ERROR(CheckWhole());
+  const absl::Status status = file_.Commit();
+  return absl::IsAlreadyExists(status) ? IsThere(file_.path()) : status;
+}
+
+absl::StatusOr<AtomicFile> SafetensorsWriter::Take() {
+  RETURN_IF_ERROR(CheckWhole());
+  RETURN_IF_ERROR(file_.Sync());
+  return std::move(file_);
 }
 
 // ---- reading ----

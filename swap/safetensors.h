@@ -20,11 +20,12 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "base/process_mark.h"
+#include "base/atomic_file.h"
 
 namespace penstock::swap {
 
@@ -65,13 +66,13 @@ inline constexpr uint64_t kMaxSafetensorsHeaderBytes = uint64_t{32} << 20;
 class SafetensorsWriter {
  public:
   // The header follows from the arguments, so that nothing has to be held back. Space is reserved. The file
-  // appears under its name in Finish; until then it has none (or, where the file system cannot do that, ends
-  // in ".partial"). kInvalidArgument: two tensors of one name, the name "__metadata__", a header too long.
+  // appears under its name in Finish (base/atomic_file.h). kInvalidArgument: two tensors of one name, the
+  // name
+  // "__metadata__", a header too long.
   static absl::StatusOr<std::unique_ptr<SafetensorsWriter>> Create(
       const std::string& path, std::vector<TensorInfo> tensors,
       const std::map<std::string, std::string>& metadata = {}, bool overwrite = false);
   // Without Finish, nothing is left behind.
-  ~SafetensorsWriter();
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
@@ -81,19 +82,17 @@ class SafetensorsWriter {
   // Syncs and publishes. kFailedPrecondition if bytes are missing; kAlreadyExists if a file of that name is
   // there and `overwrite` was not set.
   absl::Status Finish();
+  // Instead of Finish: the file, whole and durable, for who commits it, perhaps with others.
+  absl::StatusOr<AtomicFile> Take();
 
   uint64_t data_bytes() const { return data_bytes_; }  // all tensors together
   const std::vector<TensorInfo>& tensors() const { return tensors_; }
 
  private:
-  SafetensorsWriter() = default;
-  absl::Status WriteFully(const void* data, uint64_t bytes);
+  explicit SafetensorsWriter(AtomicFile file) : file_(std::move(file)) {}
+  absl::Status CheckWhole() const;
 
-  const ProcessMark made_in_;
-  std::string path_;
-  std::string temporary_;  // empty: the file has no name yet
-  int fd_ = -1;
-  bool overwrite_ = false;
+  AtomicFile file_;
   std::vector<TensorInfo> tensors_;
   uint64_t data_bytes_ = 0;
   uint64_t written_ = 0;

@@ -36,7 +36,7 @@ absl::Status WriteStream::Open(const std::string& path, uint64_t bytes) {
   failed_ = absl::OkStatus();
   flushed_ = false;
   sent_ = filled_ = 0;
-  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
   if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": open for writing"));
   aio::FileOptions options;
   options.path = path;
@@ -45,6 +45,7 @@ absl::Status WriteStream::Open(const std::string& path, uint64_t bytes) {
   options.allow_unaligned_file_system = true;  // what others read may lie anywhere
   absl::StatusOr<std::unique_ptr<aio::File>> file = aio::File::Open(options);
   ::close(fd);
+  if (!file.ok()) (void)::unlink(path.c_str());
   RETURN_IF_ERROR(file.status());
   file_ = *std::move(file);
   return absl::OkStatus();

@@ -37,7 +37,7 @@ class WriteStream {
   WriteStream(const WriteStream&) = delete;
   WriteStream& operator=(const WriteStream&) = delete;
 
-  // Makes the file (mode 0666 less the umask), or empties the one that is there, and reserves `bytes`.
+  // Makes the file (mode 0666 less the umask), and reserves `bytes`. kAlreadyExists: something has its name.
   absl::Status Open(const std::string& path, uint64_t bytes);
   absl::Status Append(std::span<const std::byte> bytes);
   // Bytes that have been appended become others. What is on the drive already is read there once more.

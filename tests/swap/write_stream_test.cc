@@ -9,12 +9,14 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
 #include <random>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "aio/arena.h"
 #include "aio/inline_backend.h"
 #include "swap/format.h"
@@ -83,7 +85,7 @@ TEST_F(WriteStreamTest, AFileIsWhatWasAppendedAndOverwritten) {
   for (const size_t chunks : {size_t{1}, size_t{2}, size_t{5}}) {
     Make(chunks);
     for (int round = 0; round < 60; ++round) {
-      const std::string path = scratch_.Sub(std::to_string(Below(3)));  // new ones, and old ones once more
+      const std::string path = scratch_.Sub(absl::StrCat(chunks, "-", round));
       std::string expected;
       ASSERT_TRUE(stream_->Open(path, Below(2) == 0 ? 0 : 1 + Below(20 * kChunk)).ok());
       for (size_t pieces = Below(12); pieces > 0; --pieces) {
@@ -134,6 +136,7 @@ TEST_F(WriteStreamTest, WhatTheDriveRefusesIsNeverFinished) {
     for (int passing = 0; passing < 12; ++passing) {
       const std::string path = scratch_.Sub("file");
       left = passing;
+      std::filesystem::remove(path);
       ASSERT_TRUE(stream_->Open(path, 7 * kChunk).ok());
       const std::string text = Random(6 * kChunk + 100);
       absl::Status status = Append(text);
@@ -176,8 +179,13 @@ TEST_F(WriteStreamTest, WhatCannotBeIsRefused) {
   EXPECT_THAT(Append("d").message(), HasSubstr("its end has set out"));
   ASSERT_TRUE(stream_->Finish().ok());
   EXPECT_EQ(Contents(scratch_.Sub("file")), "abc");
+  // What has the name stays, a link to it too.
+  std::filesystem::create_symlink("file", scratch_.Sub("link"));
+  for (const char* name : {"file", "link"})
+    EXPECT_EQ(stream_->Open(scratch_.Sub(name), 0).code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(Contents(scratch_.Sub("file")), "abc");
   // One that is given up, with writes on their way.
-  ASSERT_TRUE(stream_->Open(scratch_.Sub("file"), 0).ok());
+  ASSERT_TRUE(stream_->Open(scratch_.Sub("other"), 0).ok());
   ASSERT_TRUE(Append(std::string(5 * kChunk, 'x')).ok());
   stream_.reset();
 }

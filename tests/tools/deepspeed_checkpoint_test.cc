@@ -54,6 +54,7 @@ std::string Decoded(const json& text) {
 
 // A file of torch.save; `bytes`: of its tensors.
 void WriteTorch(const std::string& path, const models::TorchPickle& pickle, const std::string& bytes) {
+  std::filesystem::remove(path);
   auto engine = aio::Engine::Create({});
   ASSERT_TRUE(engine.ok()) << engine.status();
   aio::ArenaOptions options;
@@ -194,6 +195,24 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsOfAnotherMachineIsNotKept) {
                         "not kept: give train --config for it"));
   EXPECT_EQ(GoOn(second, 8), GoOn(first, 8));
   EXPECT_FALSE(std::filesystem::exists(dir_ + "/theirs"));
+}
+
+TEST_F(DeepSpeedCheckpointTest, AGroupOfParametersThatIsNoneIsNamed) {
+  const std::string first = dir_ + "/first", out = dir_ + "/universal";
+  ASSERT_EQ(Run(Import(Checkpoint("zero3"), first)).code, 0);
+  ASSERT_EQ(Run({"export-checkpoint", first, out}).code, 0);
+  const json groups = {{"param_groups", {1, 2}}};
+  models::TorchPickle pickle;
+  pickle.BeginDict();
+  pickle.Text("param_groups");
+  pickle.Json(groups["param_groups"]);
+  pickle.Text("optimizer_state_dict");
+  pickle.Json(groups);
+  pickle.EndDict();
+  WriteTorch(out + "/global_step4_universal/zero/optimizer_state.pt", pickle, "");
+  const Ran refused = Run(Import(out, dir_ + "/second"));
+  EXPECT_NE(refused.code, 0);
+  EXPECT_THAT(refused.err, HasSubstr("a group of param_groups is no dict"));
 }
 
 TEST_F(DeepSpeedCheckpointTest, ARunOfPythonsIsToldWhereItIsExported) {

@@ -17,7 +17,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/small_file.h"
 #include "models/torch_file.h"
+#include "tests/tampered_call.h"
 
 namespace penstock::models {
 namespace {
@@ -133,6 +135,31 @@ TEST_F(DeepSpeedUniversalTest, AReadThatFailsLeavesTheOldOne) {
     EXPECT_FALSE(std::filesystem::exists(directory_ + "/.tag.partial"));
     ExpectWhole();
   }
+}
+
+TEST_F(DeepSpeedUniversalTest, KilledAtAnyMomentTheNameOfTheNewestIsOfAWholeOne) {
+  layout_.tensors.erase(layout_.tensors.begin() + 1, layout_.tensors.end());
+  ASSERT_TRUE(WriteUniversal(progress_, layout_, Read, options_).ok());
+  const std::vector<uint64_t> calls = {SYS_renameat, SYS_renameat2, SYS_linkat, SYS_unlinkat,
+#ifdef SYS_rename
+                                       SYS_rename,   SYS_unlink
+#endif
+  };
+  bool reached = true;
+  size_t at = 0;
+  for (; reached; ++at) {
+    const Tampered ran = RunTampered({.calls = calls, .at = at}, [&] {
+      return WriteUniversal(progress_, layout_, Read, options_).ok() ? 0 : 1;
+    });
+    if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+    reached = ran.reached;
+    EXPECT_EQ(ran.code, reached ? 1000 + SIGKILL : 0) << at;
+    EXPECT_EQ(ReadSmallFile(directory_ + "/latest_universal").value(), "tag") << at;
+    EXPECT_TRUE(std::filesystem::exists(directory_ + "/tag/mp_rank_00_model_states.pt")) << at;
+    ExpectWhole();
+  }
+  EXPECT_GT(at, 4U);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_), {}), 2);
 }
 
 TEST_F(DeepSpeedUniversalTest, NamesThatAreNoneOrTwosAreRefused) {

@@ -1,6 +1,8 @@
 // Disks that fill up, before a run and in the middle of it, on small file systems of loop devices: it stops
 // at the last commit with one line that says what is missing, or goes on without what can wait; with room
 // again it goes on to the bits of a run that never stopped.
+#include <map>
+
 #include "tests/aio/loop_device.h"
 #include "tests/tools/penstock_state.h"
 
@@ -66,6 +68,33 @@ TEST_F(FullDiskTest, AFileSizeLimitIsAnErrorAndNotASignal) {
   ExpectOneLine(limited(Steps(state), "8"), {state, "File too large", "ulimit -f"});
   ASSERT_EQ(Run(Steps(state)).code, 0);
   ExpectOneLine(limited({"export", state, dir_ + "/out"}, "8"), {dir_ + "/out", "File too large"});
+}
+
+// As one file and in shards, with room for some of them.
+TEST_F(FullDiskTest, AnExportWithoutRoomForItLeavesTheOldOneAsItWas) {
+  const aio::LoopDevice disk({.bytes = 8 << 20, .journal = false});
+  if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
+  const std::string state = dir_ + "/state", out = disk.directory() + "/out";
+  ASSERT_EQ(Run(Train(state, {"--steps", "1", "--seq", "32"})).code, 0);
+  std::filesystem::create_directory(out);
+  const auto contents = [&] {
+    std::map<std::string, std::string> files;
+    for (const auto& entry : std::filesystem::directory_iterator(out))
+      files[entry.path().filename()] = ReadFile(entry.path());
+    return files;
+  };
+  for (const Arguments& cut : {Arguments{"--max-shard", "250000"}, Arguments{}}) {
+    disk.Free();
+    ASSERT_EQ(Run(Arguments{"export", state, out, "--quiet", "--overwrite"} + cut).code, 0);
+    const auto before = contents();
+    // Room for half of it.
+    ASSERT_TRUE(disk.Fill());
+    std::filesystem::resize_file(disk.directory() + "/filler",
+                                 std::filesystem::file_size(disk.directory() + "/filler") - 400'000);
+    ExpectOneLine(Run(Arguments{"export", state, out, "--quiet", "--overwrite"} + cut),
+                  {out, "disk|No space"});
+    EXPECT_TRUE(contents() == before);
+  }
 }
 
 // State is reserved beforehand: the log is what finds no room, and checkpoints.

@@ -5,12 +5,15 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <system_error>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/atomic_file.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 
 namespace penstock::tools {
@@ -35,6 +38,21 @@ absl::Status WriteAll(int fd, const std::string& what, const std::string& path, 
   return absl::OkStatus();
 }
 
+// The descriptor of this process that the path names, itself or by one link: /dev/stdout, /dev/fd/1.
+std::optional<int> OwnDescriptor(const std::string& path) {
+  std::error_code error;
+  std::filesystem::path name = path;
+  // /proc/self/fd/1 is a link too, to what the descriptor is of.
+  if (name.parent_path() == "/dev") {
+    if (const auto target = std::filesystem::read_symlink(name, error); !error) name = target;
+  }
+  int fd = -1;
+  if (!absl::SimpleAtoi(name.filename().string(), &fd)) return std::nullopt;
+  const auto directory = std::filesystem::canonical(name.parent_path(), error);
+  if (error || directory != std::filesystem::canonical("/proc/self/fd", error)) return std::nullopt;
+  return fd;
+}
+
 // By whatever names. What is not there yet goes by its path.
 bool AreOneFile(const std::string& a, const std::string& b) {
   if (a.empty() || b.empty()) return false;  // none is named
@@ -49,23 +67,21 @@ bool AreOneFile(const std::string& a, const std::string& b) {
 
 }  // namespace
 
-absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text) {
+absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text,
+                            bool durable) {
+  if (const std::optional<int> own = OwnDescriptor(path)) return WriteAll(*own, what, path, text);
   struct stat info {};
   const bool there = stat(path.c_str(), &info) == 0;
   if (there && S_ISDIR(info.st_mode)) return Failed(what, path, "open", EISDIR);
-  const bool renames = !there || S_ISREG(info.st_mode);
-  if (there && renames && access(path.c_str(), W_OK) != 0) return Failed(what, path, "open", errno);
-  const std::string beside = renames ? absl::StrCat(path, ".new-", getpid()) : path;
-  const int fd = open(beside.c_str(), O_WRONLY | O_CREAT | (renames ? O_TRUNC : 0) | O_CLOEXEC, 0666);
+  if (there && access(path.c_str(), W_OK) != 0) return Failed(what, path, "open", errno);
+  if (!there || S_ISREG(info.st_mode)) {
+    const absl::Status status = ReplaceFile(path, text, {.durable = durable});
+    return status.ok() ? status : Failed(what, path, "write", ErrnoOf(status));
+  }
+  const int fd = open(path.c_str(), O_WRONLY | O_CLOEXEC);
   if (fd < 0) return Failed(what, path, "open", errno);
   absl::Status status = WriteAll(fd, what, path, text);
-  // Who replaces a file keeps the rights that its reader has.
-  if (there && renames && fchmod(fd, info.st_mode & 07777) != 0)
-    status.Update(Failed(what, path, "chmod", errno));
   if (close(fd) != 0) status.Update(Failed(what, path, "close", errno));
-  if (status.ok() && renames && std::rename(beside.c_str(), path.c_str()) != 0)
-    status = Failed(what, path, "rename", errno);
-  if (!status.ok() && renames) (void)unlink(beside.c_str());
   return status;
 }
 

@@ -12,14 +12,16 @@
 
 namespace penstock::tools {
 
-// Puts `text` in place of what `path` holds: whoever reads meanwhile sees the old file or the new one. It is
-// written beside it, under its name with ".new-" and the process's number behind, and renamed. What is there
-// and is no regular file (/dev/stdout, a pipe) is written to as it is.
+// Puts `text` in place of what `path` holds (ReplaceFile of base/atomic_file.h): a reader sees the old file
+// or the new one. What is no regular file (a pipe, a device) is written to as it is, and so is a descriptor
+// of this process that the path names (/dev/stdout, /proc/self/fd/1), whatever it is of. `durable`: synced;
+// false for what is written anew every step.
 //
 // Errors name `what` (the flag or the key), the path, the operation and errno; the old file stands, and
 // nothing is left beside it. kInvalidArgument: the place cannot be written to (no directory, no right);
 // kResourceExhausted: the disk is full.
-absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text);
+absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text,
+                            bool durable = true);
 
 // Takes away what an earlier run left at `path`, so that nobody reads it as what this one will write. What is
 // no regular file stays. Errors as above.

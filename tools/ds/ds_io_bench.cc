@@ -12,7 +12,6 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -23,6 +22,7 @@
 #include "aio/clock.h"
 #include "aio/io_error.h"
 #include "base/status_macros.h"
+#include "tools/base/whole_file.h"
 #include "tools/ds/ds_io_gpu.h"
 #include "tools/ds/ds_io_transfer.h"
 
@@ -472,11 +472,10 @@ int DsIoMain(const std::vector<std::string>& arguments, std::FILE* out, std::FIL
   if (!options->json_path.empty()) {
     DsIoResult failed;
     failed.errors = 1;
-    std::ofstream json(options->json_path, std::ios::trunc);
-    json << ResultJson(*options, result.ok() ? *result : failed);
-    json.close();
-    if (!json) {
-      std::fprintf(err, "ds_io: error: cannot write %s\n", options->json_path.c_str());
+    const absl::Status written =
+        WriteWholeFile("--json", options->json_path, ResultJson(*options, result.ok() ? *result : failed));
+    if (!written.ok()) {
+      std::fprintf(err, "ds_io: error: %s\n", std::string(written.message()).c_str());
       return 1;
     }
   }

@@ -19,7 +19,9 @@
 #include "aio/clock.h"
 #include "aio/io_error.h"
 #include "aio/profile.h"
+#include "base/atomic_file.h"
 #include "base/status_macros.h"
+#include "tools/base/whole_file.h"
 #include "tools/ds/ds_io_gpu.h"
 #include "tools/ds/ds_io_transfer.h"
 
@@ -217,14 +219,12 @@ absl::Status Tuner::Log(const TunePoint& point, bool read, double bytes_per_s) {
   const double gib = static_cast<double>(options_.io_bytes) * static_cast<double>(files_.size()) /
                      static_cast<double>(1ull << 30);
   const double speed = bytes_per_s / static_cast<double>(1ull << 30);
-  std::ofstream log(path, std::ios::trunc);
-  log << absl::StrFormat("Task %s Latency = %.9g sec\nTask %s Speed = %.9g GB/sec\n", name, gib / speed, name,
-                         speed)
-      << absl::StrFormat("E2E %s Latency = %.9g sec\nE2E %s Speed = %.9g GB/sec\n", name, gib / speed, name,
-                         speed);
-  log.close();
-  return log ? absl::OkStatus()
-             : absl::UnavailableError(absl::StrCat("write ", path, ": ", aio::ErrnoText(errno)));
+  std::string text;
+  for (const char* what : {"Task", "E2E"}) {
+    absl::StrAppendFormat(&text, "%s %s Latency = %.9g sec\n%s %s Speed = %.9g GB/sec\n", what, name,
+                          gib / speed, what, name, speed);
+  }
+  return ReplaceFile(path, text, {.durable = false});
 }
 
 absl::Status Tuner::Measure(Trial& trial, bool whole_file) {
@@ -443,10 +443,9 @@ int TuneMain(const std::vector<std::string>& arguments, std::FILE* out, std::FIL
   std::fflush(out);
   // What was measured is said before anything else can fail.
   if (!options->json_path.empty()) {
-    std::ofstream json(options->json_path, std::ios::trunc);
-    json << PointsJson(points, chosen, backend);
-    json.close();
-    if (!json) return Fail(err, 1, absl::UnavailableError(absl::StrCat("cannot write ", options->json_path)));
+    const absl::Status written =
+        WriteWholeFile("--json", options->json_path, PointsJson(points, chosen, backend));
+    if (!written.ok()) return Fail(err, 1, written);
   }
   if (!options->no_profile) {
     if (absl::Status status = StoreProfiles(*options, err); !status.ok()) return Fail(err, 1, status);

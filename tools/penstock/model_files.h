@@ -2,6 +2,10 @@
 #ifndef PENSTOCK_TOOLS_PENSTOCK_MODEL_FILES_H_
 #define PENSTOCK_TOOLS_PENSTOCK_MODEL_FILES_H_
 
+#include <string>
+
+#include "absl/status/status.h"
+
 namespace penstock::tools {
 
 // What others need besides weights and config.json.
@@ -14,6 +18,9 @@ inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
                                                   "merges.txt",
                                                   "added_tokens.json",
                                                   "chat_template.jinja"};
+
+// Copies those of them that `from` has into the directory `to`. Those that `to` has already stay.
+absl::Status CopyTokenizer(const std::string& from, const std::string& to);
 
 }  // namespace penstock::tools
 

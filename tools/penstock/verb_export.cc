@@ -3,7 +3,6 @@
 
 #include <CLI/CLI.hpp>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -62,17 +61,6 @@ absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::opti
   if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
   return absl::InvalidArgumentError(
       absl::StrCat(flag, " ", *text, ": must be a size above 0, as 512MiB or 4GiB"));
-}
-
-// What others need besides weights and config: the tokenizer of the directory that the model came from.
-// Those that are there already stay.
-void CopyTokenizer(const std::string& from, const std::string& to) {
-  if (from.empty()) return;
-  for (const char* name : kTokenizerFiles) {
-    std::error_code error;  // a file that is not there, or cannot be read, is no part of the weights
-    std::filesystem::copy_file(std::filesystem::path(from) / name, std::filesystem::path(to) / name,
-                               std::filesystem::copy_options::skip_existing, error);
-  }
 }
 
 // What is written of a run's model, and under which names.
@@ -226,6 +214,10 @@ models::ExportOptions OptionsFor(const ExportFlags& flags, const Source& source,
                       {"penstock_step", absl::StrCat(source.inspection().record.step)},
                       {"penstock_run", swap::UuidText(source.inspection().shape.uuid)}};
   if (!source.what.adapters_alone) options.metadata["config"] = config.dump();
+  if (into_directory) {
+    options.config_path = absl::StrCat(flags.out, "/", source.what.config);
+    options.config = config.dump(2) + "\n";
+  }
   if (flags.merge) options.adapters = AdaptersIn(source.what.all, source.model->lora()->scaling());
   return options;
 }
@@ -274,18 +266,6 @@ absl::Status PrepareOutput(const ExportFlags& flags, const Export& what, const s
   const std::string path = absl::StrCat(flags.out, "/", what.config);
   if (!std::filesystem::exists(path, error)) return absl::OkStatus();
   return absl::AlreadyExistsError(absl::StrCat(path, " is there already: use --overwrite to replace it"));
-}
-
-// What lies beside the weights in a directory.
-absl::Status WriteConfig(const ExportFlags& flags, const Source& source,
-                         const nlohmann::ordered_json& config) {
-  const std::string path = absl::StrCat(flags.out, "/", source.what.config);
-  std::ofstream file(path, std::ios::trunc);
-  file << config.dump(2) << "\n";
-  file.close();
-  if (!file) return StreamError(absl::StrCat(path, ": write"));
-  if (!source.what.adapters_alone) CopyTokenizer(source.model_directory, flags.out);
-  return absl::OkStatus();
 }
 
 // Which checkpoint of DeepSpeed's is asked for; empty: none, it is a state or a checkpoint of ours.
@@ -355,9 +335,8 @@ absl::Status Run(const ExportFlags& flags, std::ostream& out, std::ostream& err)
     ASSIGN_OR_RETURN(
         files, models::ExportWeights(reader->parts(), layout, source.weights, reader->memory(), options));
   }
-  if (into_directory) {
-    RETURN_IF_ERROR(WriteConfig(flags, source, config));
-  }
+  if (into_directory && !source.what.adapters_alone && !source.model_directory.empty())
+    RETURN_IF_ERROR(CopyTokenizer(source.model_directory, flags.out));
   if (!flags.quiet) {
     out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s%s\n",
                            files > 1 ? options.path + ".index.json" : options.path,
@@ -413,7 +392,8 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
   app.add_option("--max-shard", flags.max_shard,
                  "Files of so many bytes at the most, as 5GB, and an index of them [one file]");
   app.add_option("--host-memory", flags.host_memory, "Most memory for tiles and turned matrices [256MiB]");
-  app.add_flag("--overwrite", flags.overwrite, "Replace what is there");
+  app.add_flag("--overwrite", flags.overwrite,
+               "Replace what is there, which stands until all is written: the disk needs room for both");
   app.add_flag("--quiet", flags.quiet, "No progress, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   flags.out = paths.back();

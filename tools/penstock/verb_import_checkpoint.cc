@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -90,12 +89,13 @@ class ConfigFile {
     std::string path = (std::filesystem::temp_directory_path(error) / "ds_config.XXXXXX").string();
     const int fd = ::mkstemp(path.data());
     if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be made: set TMPDIR"));
-    ::close(fd);
     path_ = path;
-    std::ofstream file(path_);
-    file << config.dump();
-    file.close();
-    return file ? absl::OkStatus() : StreamError(absl::StrCat(path_, ": write"));
+    const std::string text = config.dump();
+    const ssize_t written = ::write(fd, text.data(), text.size());
+    const int error = written < 0 ? errno : ENOSPC;
+    ::close(fd);
+    if (written == static_cast<ssize_t>(text.size())) return absl::OkStatus();
+    return absl::ErrnoToStatus(error, absl::StrCat(path_, ": write"));
   }
   const std::string& path() const { return path_; }
 

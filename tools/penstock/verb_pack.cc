@@ -16,6 +16,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/atomic_file.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "kernels/weight_code.h"
 #include "models/family.h"
@@ -62,22 +64,6 @@ absl::Status CheckOnlyOurs(const std::string& directory) {
   return error ? absl::ErrnoToStatus(error.value(), absl::StrCat("list ", directory)) : absl::OkStatus();
 }
 
-absl::Status Sync(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return Errno(absl::StrCat("open ", path));
-  const bool synced = ::fsync(fd) == 0;
-  const int error = errno;
-  ::close(fd);
-  return synced ? absl::OkStatus() : absl::ErrnoToStatus(error, absl::StrCat("fsync ", path));
-}
-
-absl::Status CopyFile(const std::string& from, const std::string& to) {
-  std::error_code error;
-  fs::copy_file(from, to, error);
-  if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat("copy ", from, " to ", to));
-  return Sync(to);
-}
-
 // A directory that becomes another: this process's alone, empty, gone again unless it was published.
 class Partial {
  public:
@@ -106,11 +92,11 @@ class Partial {
 
   // Takes the name, and what had it before is gone.
   absl::Status Publish(bool replace) {
-    RETURN_IF_ERROR(Sync(path_));
+    RETURN_IF_ERROR(SyncDirectory(path_));
     const unsigned flags = replace ? RENAME_EXCHANGE : RENAME_NOREPLACE;
     if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, out_.c_str(), flags) != 0)
       return Errno(absl::StrCat("rename ", path_, " to ", out_));
-    RETURN_IF_ERROR(Sync(ParentOf(out_)));
+    RETURN_IF_ERROR(SyncDirectory(ParentOf(out_)));
     owned_ = replace;  // the old one has the other name now
     return absl::OkStatus();
   }
@@ -196,10 +182,7 @@ absl::Status Pack(PackFlags flags, std::ostream& out, std::ostream& err) {
     options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
     ASSIGN_OR_RETURN(result, models::PackWeights(import.get(), layout, partial.path(), options));
   }
-  for (const char* name : kTokenizerFiles) {
-    const std::string from = absl::StrCat(flags.from, "/", name);
-    if (fs::exists(from, error)) RETURN_IF_ERROR(CopyFile(from, absl::StrCat(partial.path(), "/", name)));
-  }
+  RETURN_IF_ERROR(CopyTokenizer(flags.from, partial.path()));
   RETURN_IF_ERROR(CopyFile(config, absl::StrCat(partial.path(), "/config.json")));
   RETURN_IF_ERROR(partial.Publish(replace));
   if (!flags.quiet) {
