@@ -156,6 +156,7 @@ TEST_F(WriteStreamTest, WhatTheDriveRefusesIsNeverFinished) {
     EXPECT_EQ(refused, 8);  // seven chunks and the one that is changed
     // Another file is another matter.
     left = 1000;
+    std::filesystem::remove(scratch_.Sub("next"));
     ASSERT_TRUE(stream_->Open(scratch_.Sub("next"), 0).ok());
     ASSERT_TRUE(Append("whole").ok());
     ASSERT_TRUE(stream_->Finish().ok());
