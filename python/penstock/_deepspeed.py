@@ -29,6 +29,7 @@ from ._engine._on_disk import init_on_disk
 from ._engine._optimizer import ConfigScheduler
 from ._engine._ranks import make_group
 from ._engine._settings import PathLike, config_text
+from ._engine._trace import keep_resident
 from ._engine._weights import ZeroParamStatus
 
 logger = logging.getLogger("penstock")
@@ -74,6 +75,7 @@ class DeepSpeedEngine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.overflow = False
         self.lr_scheduler = engine.lr_scheduler
+        engine.zero_grad_of_module = False  # DeepSpeed's gradients are apart from the module's
         self._remove_scratch = weakref.finalize(self, _remove, list(scratch), os.getpid())
         for number, parameter in enumerate(self.module.parameters()):
             _owners[id(parameter)] = engine
@@ -456,7 +458,9 @@ def GatheredParameters(  # noqa: N802
     for each in wanted if enabled else ():
         engine = _owners.get(id(each))
         if engine is not None and engine.started and engine.has(each):
-            by_engine.setdefault(id(engine), (engine, []))[1].append(each)
+            if not engine.are_here([each]):
+                by_engine.setdefault(id(engine), (engine, []))[1].append(each)
+    keep_resident(wanted if enabled else [])  # within the first forward: it will use them
     with contextlib.ExitStack() as gathered:
         for engine, owned in by_engine.values():
             gathered.enter_context(engine.gathered(owned, write_back=modifier_rank is not None, source=modifier_rank or 0))
@@ -464,7 +468,8 @@ def GatheredParameters(  # noqa: N802
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do where the module that uses it is in its block; else the model is refused at its first forward."""
+    """The parameter is in memory for whole passes, whatever module uses it. Before the first forward, or within it."""
+    keep_resident([parameter], lasts=True)
 
 
 def _owner_of(parameter: nn.Parameter) -> Engine:

@@ -109,6 +109,7 @@ class PyTrainingEngine {
     }
     model_ = model.measured.identity;
     model.measured.graph.input_gradients = given.input_gradients;
+    model.measured.graph.fixed_tensor_bytes += given.resident_bytes;
     zero::EngineOptions& made = given.engine;
     made.initial_values = std::move(model.initial_values);
     made.hooks.log = [heard = heard_](const std::string& line) { heard->Line(line); };

@@ -312,6 +312,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
   given.Take("micro_batches", &options.micro_batches);
   given.Take("seed", &options.seed);
   given.Take("input_gradients", &made.input_gradients);
+  given.Take("resident_bytes", &made.resident_bytes);
   given.Take("host_memory", &options.memory.host_memory_budget_bytes);
   TakeWord(given, "offload",
            {zero::OffloadDevice::kNone, zero::OffloadDevice::kCpu, zero::OffloadDevice::kNvme},

@@ -46,6 +46,7 @@ struct GivenOptions {
   std::string restore_from;      // the checkpoint that the run is made of; empty: none
   GivenImport imported;          // likewise, of DeepSpeed's
   bool input_gradients = false;  // ModelGraph's
+  int64_t resident_bytes = 0;    // of Python's memory that lives as long as the run: resident parameters
   bool breaks_down = false;      // the time of each step: wall_clock_breakdown
   bool logs_exchanges = false;   // comms_logger
 };

@@ -66,6 +66,8 @@ constexpr std::string_view kWandbsClient =
 constexpr std::string_view kCometsClient =
     "its client is Python's; give --log, whose lines are objects that comet's log_metrics takes, or switch "
     "tensorboard on";
+constexpr std::string_view kPythonsModels =
+    "it is about models of Python, whose front end serves it; the command line knows the blocks of its models";
 constexpr std::string_view kRankOrderSum =
     "gradients cross ranks as bytes and are summed in fp32 in the order of ranks";
 
@@ -548,6 +550,8 @@ constexpr auto kPenstock = std::to_array<KeySpec>({
     Number("wear_budget_tb", 1e-9, 1e9),
     Number("watchdog_seconds", 0, 1e9),
     Number("watchdog_abort_seconds", 0.001, 1e9),
+    Ignored("blocks", KeyType::kAny, kPythonsModels),
+    Ignored("forwards_per_step", KeyType::kWhole, kPythonsModels),
 });
 
 struct Section {

@@ -5,18 +5,21 @@ So it is only a forward: the outputs are leaves, and the caller's graph begins a
 gradients at these leaves. When the step is due, all of its forwards are computed again in one pass, which fetches each block once
 for all of them, and backward goes on from the gradients that were left.
 
-What a forward computes again is what it computed before: it has the same inputs, random numbers, autocast settings and buffers.
+What a forward computes again is what it computed before: it has the same inputs, random numbers, autocast settings, buffers and
+attributes. A loss may be made of what it returns, of what it leaves in attributes, and of what hooks of modules are given.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Set, Tuple
 
 import torch
 from torch import nn
 
+from ._attributes import Attributes
 from ._random import RandomState
 from ._tree import map_tensors, tensors_of
 
@@ -25,52 +28,131 @@ _FED_BACK = (
     "an output of one forward is an input of another one of the same step, and its gradient comes too late: detach it, or make one "
     "model of both"
 )
+CREATES_GRAPH = (
+    "a gradient of gradients (create_graph=True) needs the weights of all blocks at once, and they come one by one here: give blocks=[\"\"] (or "
+    "\"penstock\": {\"blocks\": [\"\"]}), which makes the whole model one block"
+)
+_NOT_RETURNED = (
+    "this loss is made of a tensor that {} keeps and its forward does not return, and another forward came before its backward: give "
+    "forwards_per_step=, their number (or \"penstock\": {{\"forwards_per_step\": ...}})"
+)
 _OVER = "the step that this forward was made for is over, and the weights are others: backward comes before step()"
 
 _SAMPLE = 4096  # elements of an output that are compared when it is computed again
 _COPIED = 1 << 18  # elements; larger outputs are views of the leaves, which cannot be changed in place
 
 
+#: Which tensor of a forward: ("output", n), ("attribute", n), ("input" or "result" of a module with hooks, its id, the call, n).
+Key = Tuple[Any, ...]
+
+
 class Forward:
     """One forward, as it was called, and the gradients at its outputs that have come so far."""
 
-    def __init__(self, model: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], settings: Any) -> None:
-        """settings: torch's of the calling thread (_runtime.AutogradSettings)."""
+    def __init__(self, model: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], settings: Any, attributes: Attributes) -> None:
+        """settings: torch's of the calling thread (_runtime.AutogradSettings). attributes: before it."""
         # Containers of our own: the caller's may be filled with the next batch.
         self.args, self.kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
         self._versions = [(tensor, tensor._version) for tensor in tensors_of((self.args, self.kwargs))]
         self.random = RandomState.now()
         self.settings = settings
+        self.attributes = attributes
         self.modes = [module.training for module in model.modules()]
         #: Why no gradient may come to it (any more); empty: it may.
         self.closed = ""
         #: By use: the buffers that it changes, as they were before it.
         self.buffers: Dict[int, Any] = {}
+        #: Its tensors once it is computed again.
+        self.found: Dict[Key, torch.Tensor] = {}
+        #: Where the caller's graph ends, of outputs with a graph of their own (``ended``), by output: (edge, shape, sample).
+        self.ends: Dict[Key, Tuple[Any, torch.Size, torch.Tensor]] = {}
         self._leaves: List["weakref.ref[torch.Tensor]"] = []
-        self._gradients: Dict[int, torch.Tensor] = {}
-        self._samples: Dict[int, Tuple[torch.Size, torch.Tensor]] = {}
+        self._gradients: Dict[Key, torch.Tensor] = {}
+        self._samples: Dict[Key, Tuple[torch.Size, torch.Tensor]] = {}
+        #: Ends where every gradient is collected as it comes.
+        self.noted: Set[Key] = set()
+        self._repeated = False
+        self._constant: Set[Key] = set()  # attributes that no weight leads to
 
     def outputs(self, out: Any) -> Any:
         """What the caller gets for `out`: the same, with floating tensors that tell of their gradients."""
-        return map_tensors(out, self._leaf)
+        return self.told(out, ("output",))
 
-    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        number = len(self._leaves)
+    def ended(self, out: Any, notes_all: bool) -> Any:
+        """What the caller gets for `out`, which has its own graph: gradients may be asked for where the caller's begins.
+
+        notes_all: of outputs of any size it is kept which gradient comes; else of small ones. Without effect before torch 2.1.
+        """
+        numbers = itertools.count()
+        return map_tensors(out, lambda tensor: self._end(tensor, ("output", next(numbers)), notes_all))
+
+    def _end(self, tensor: torch.Tensor, key: Key, notes_all: bool) -> torch.Tensor:
+        if not tensor.requires_grad or _edge_of is None:
+            return tensor
+        small = tensor.numel() <= _COPIED
+        end = tensor.clone() if small else tensor.view_as(tensor)
+        shape, sample = end.shape, sample_of(end)
+        self.ends[key] = (_edge_of(end), shape, sample)
+        if small or notes_all:
+            own = weakref.ref(self)  # the graph would keep this, and this the graph
+
+            def note(gradient: torch.Tensor) -> None:
+                forward = own()
+                if forward is not None and torch.is_grad_enabled():
+                    forward.ends = {}  # a gradient of gradients, which is of this graph alone
+                elif forward is not None and forward.ends:
+                    forward.collect(key, gradient, shape, sample)
+
+            end.register_hook(note)
+            self.noted.add(key)
+        return end
+
+    def keep_attributes(self) -> None:
+        """What it has left in attributes tells of its gradients too."""
+        numbers = itertools.count()
+        self.attributes.new_tensors(lambda tensor: self._leaf(tensor, ("attribute", next(numbers))))
+
+    def told(self, value: Any, of: Key) -> Any:
+        """The same, with floating tensors that tell of their gradients, by `of` and their number within."""
+        numbers = itertools.count()
+        return map_tensors(value, lambda tensor: self._leaf(tensor, (*of, next(numbers))))
+
+    def _leaf(self, tensor: torch.Tensor, key: Key) -> torch.Tensor:
         if not tensor.is_floating_point():
             self._leaves.append(weakref.ref(tensor))
             return tensor
-        leaf = tensor.detach().requires_grad_()
-        self._leaves.append(weakref.ref(leaf))
-        shape, sample = leaf.shape, sample_of(leaf)
-        leaf.register_hook(lambda gradient: self._collect(number, gradient, shape, sample))
-        return leaf.clone() if leaf.numel() <= _COPIED else leaf.view_as(leaf)
+        with torch.enable_grad():
+            leaf = tensor.detach().requires_grad_()
+            leaf._penstock_end = True  # type: ignore[attr-defined]
+            self._leaves.append(weakref.ref(leaf))
+            shape, sample = leaf.shape, sample_of(leaf)
+            leaf.register_hook(lambda gradient: self.collect(key, gradient, shape, sample))
+            return leaf.clone() if leaf.numel() <= _COPIED else leaf.view_as(leaf)
 
-    def _collect(self, number: int, gradient: torch.Tensor, shape: torch.Size, sample: torch.Tensor) -> None:
+    def collect(self, key: Key, gradient: torch.Tensor, shape: torch.Size, sample: torch.Tensor) -> None:
+        """A gradient has come to this tensor. RuntimeError: none may."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(CREATES_GRAPH)
         if self.closed:
+            if key in self._constant or (key[0] == "attribute" and not self._repeated):
+                return  # a cache, which a later forward has used
             raise RuntimeError(self.closed)
-        known = self._gradients.get(number)
-        self._gradients[number] = gradient.detach().clone() if known is None else known + gradient.detach()
-        self._samples[number] = (shape, sample)
+        known = self._gradients.get(key)
+        self._gradients[key] = gradient.detach().clone() if known is None else known + gradient.detach()
+        self._samples[key] = (shape, sample)
+
+    def wants(self, key: Key) -> bool:
+        """Whether a gradient has come to this tensor."""
+        return key in self._gradients
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether all gradients at its ends were collected."""
+        return bool(self.ends) and all(key in self.noted for key in self.ends)
+
+    def detach_inputs(self) -> None:
+        """Backward has come to its inputs already."""
+        self.args, self.kwargs = map_tensors((self.args, self.kwargs), lambda tensor: tensor.detach())
 
     @property
     def has_gradients(self) -> bool:
@@ -78,8 +160,8 @@ class Forward:
 
     @property
     def may_get_gradients(self) -> bool:
-        """Whether anybody holds an output still."""
-        return any(leaf() is not None for leaf in self._leaves)
+        """Whether an output is still held."""
+        return bool(self.ends) or any(leaf() is not None for leaf in self._leaves)
 
     def forget_gradients(self) -> None:
         self._gradients.clear()
@@ -93,25 +175,35 @@ class Forward:
             )
 
     def roots(self, again: Any) -> Tuple[List[torch.Tensor], List[torch.Tensor]]:
-        """Where backward begins: the outputs of the repeated forward, and the gradients that were left at them.
+        """Where backward begins: the tensors of the repeated forward, and the gradients that were left at them.
 
-        RuntimeError where they are not the outputs that they were.
+        RuntimeError where they are not what they were.
         """
-        found = tensors_of(again)
+        self._repeated = True
+        self.found.update((("output", number), tensor) for number, tensor in enumerate(tensors_of(again)))
+        for number, tensor in enumerate(self.attributes.new_tensors()):
+            self.found["attribute", number] = tensor
+            if all(hasattr(leaf, "_penstock_end") for leaf in _reached([tensor], {})[1]):
+                self._constant.add(("attribute", number))
         tensors, gradients = [], []
-        for number, gradient in self._gradients.items():
-            shape, sample = self._samples[number]
-            tensor = found[number] if number < len(found) else None
+        for key, gradient in self._gradients.items():
+            shape, sample = self._samples[key]
+            tensor = self.found.get(key)
             if tensor is None or tensor.shape != shape or not alike(sample_of(tensor.detach()), sample):
                 raise RuntimeError(
-                    "the model's forward gave something else when it was computed again for backward: it keeps something between "
-                    "calls, or draws random numbers that are not torch's, Python's or numpy's. Use engine.train_batch([...]), which "
-                    "computes each forward once"
+                    "the model's forward gave something else when it was computed again for backward: it keeps something outside of its "
+                    "modules' attributes, or draws random numbers that are not torch's, Python's or numpy's. Use engine.train_batch([...]), "
+                    "which computes each forward once"
                 )
             if tensor.requires_grad:
                 tensors.append(tensor)
                 gradients.append(gradient)
+        self.found = {}
         return tensors, gradients
+
+    def let_go(self) -> None:
+        """Its inputs are not wanted any more."""
+        self.args, self.kwargs, self._versions, self.found, self.ends = (), {}, [], {}, {}
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,13 +222,32 @@ def alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.allclose(first.float(), second.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+_edge_of = getattr(torch.autograd.graph, "get_gradient_edge", None)  # since torch 2.1
+
+
+# (those of `ends` that backward from these tensors comes to, the leaves that it comes to without passing one).
+def _reached(tensors: Sequence[torch.Tensor], ends: Mapping[Any, Any]) -> Tuple[List[Any], List[torch.Tensor]]:
+    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
+    reached, leaves = [], []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in ends:
+            reached.append(node)
+            continue
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes.extend(each for each, _ in node.next_functions)
+    return reached, leaves
+
+
 class Accumulation:
     """The forwards of the step that is being made."""
 
-    def __init__(self, model: nn.Module, most: int) -> None:
-        """most: forwards that a step's losses may come from."""
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._most = most
         self._scale = 1.0
         self._begin_with([])
 
@@ -158,21 +269,32 @@ class Accumulation:
         for forward in scaled:
             forward.closed = ""
         try:
-            loss.backward(gradient=torch.full_like(loss, self._scale * share), retain_graph=retain_graph)
+            self._backward(loss, torch.full_like(loss, self._scale * share), retain_graph)
         finally:
             for forward in scaled:
                 forward.closed = _ON_THE_LOSS
         self._loss += float(loss.detach()) * share
         self.backwards += 1
-        self.check_count()
 
-    def check_count(self) -> None:
-        taking_part = len(self.forwards())
-        if taking_part > self._most:
-            raise RuntimeError(
-                f"{taking_part} forwards take part in this step, and the engine was made for {self._most}: call step() earlier, or give "
-                f"initialize forwards_per_step={taking_part} (or gradient_accumulation_steps)"
-            )
+    # Forwards whose graph ended with their pass have gradients asked for at its ends, and nothing beyond.
+    def _backward(self, loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
+        ends = {edge.node: (forward, key) for forward in self._forwards for key, (edge, _, _) in forward.ends.items()}
+        reached, leaves = _reached([loss], ends) if ends else ([], [])
+        if not reached:
+            loss.backward(gradient=gradient, retain_graph=retain_graph)
+            return
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for leaf in leaves:
+            if id(leaf) in names:
+                raise RuntimeError(_NOT_RETURNED.format(type(self._model).__name__))
+        of = [ends[node] for node in reached]
+        found = torch.autograd.grad(loss, [*(forward.ends[key][0] for forward, key in of), *leaves], gradient, retain_graph, allow_unused=True)
+        for (forward, key), each in zip(of, found):
+            if each is not None and key not in forward.noted:
+                forward.collect(key, each, *forward.ends[key][1:])
+        for leaf, each in zip(leaves, found[len(of) :]):
+            if each is not None and not hasattr(leaf, "_penstock_end"):  # whose hook has run
+                leaf.grad = each if leaf.grad is None else leaf.grad + each
 
     @property
     def loss(self) -> float:
@@ -203,6 +325,7 @@ class Accumulation:
         """The step was made, and the weights are others: a forward that was left over has no backward any more."""
         for forward in self._forwards:
             forward.closed = _OVER
+            forward.let_go()
         self._begin_with([])
 
     def _begin_with(self, forwards: List[Forward]) -> None:

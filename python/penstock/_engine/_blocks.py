@@ -2,28 +2,33 @@
 
 A *block* is a set of parameters that is in memory or is not. The elements of the outermost repeated lists are blocks (a
 transformer's layers), and so is every other module that owns parameters (an embedding, a last norm, a head). Modules that share
-a parameter share a block.
+a parameter share a block. Parameters that no call of a module covers are *resident*: one block, in memory for a whole pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
+
+#: The name of the block of resident parameters.
+RESIDENT = "(resident)"
 
 
 @dataclass
 class Block:
     """Parameters that come and go together.
 
-    modules: with their names in the model; whoever of them is called uses the block.
+    modules: with their names in the model; a call of any of them uses the block.
     parameters: (name in the model, parameter), each once.
+    resident: the parameters are in memory for a whole pass; no module stands for them.
     """
 
     name: str
     modules: List[Tuple[str, nn.Module]] = field(default_factory=list)
     parameters: List[Tuple[str, nn.Parameter]] = field(default_factory=list)
+    resident: bool = False
 
     def short_name(self, full: str) -> str:
         """A parameter's name within the block."""
@@ -66,14 +71,8 @@ def _found(model: nn.Module) -> Iterable[Tuple[str, nn.Module]]:
         if id(module) in taken or not _owns_parameters(module, recurse=False):
             continue
         below = list(module.modules())
-        around = [each for each in below if id(each) in taken]
-        if around:
-            own = [parameter for parameter, _ in module.named_parameters(recurse=False)]
-            raise TypeError(
-                f"{name or type(model).__name__} has parameters of its own ({', '.join(own)}) around blocks, which come and go "
-                "apart from it: move them into a module of their own, whose forward uses them, or give blocks=[...] with the "
-                "names of modules that hold all parameters"
-            )
+        if any(id(each) in taken for each in below):
+            continue  # around blocks: its own parameters are resident
         taken.update(id(each) for each in below)
         yield name, module
 
@@ -92,10 +91,10 @@ def _given(model: nn.Module, names: Sequence[str]) -> Iterable[Tuple[str, nn.Mod
 
 
 def find_blocks(model: nn.Module, names: Optional[Sequence[str]] = None, has_values: bool = True) -> List[Block]:
-    """All parameters of the model in blocks, in its own order.
+    """All parameters of the model in blocks, in its own order. Those of no module that is a block are resident.
 
     names: of the modules that are blocks; None finds them. has_values: False after an engine has had them.
-    Raises TypeError naming parameters that are in none, and ValueError for names that are wrong.
+    Raises ValueError for names that are wrong.
     """
     found = list(_found(model) if names is None else _given(model, names))
     root = list(range(len(found)))
@@ -122,14 +121,38 @@ def find_blocks(model: nn.Module, names: Optional[Sequence[str]] = None, has_val
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 block.parameters.append((f"{name}.{short}" if name else short, parameter))
-    stray = [name for name, parameter in model.named_parameters() if id(parameter) not in owner]
-    if stray:
-        raise TypeError(f"parameters outside of all blocks: {', '.join(stray[:5])}{', ...' if len(stray) > 5 else ''}")
-    for block in blocks.values():
+    made = _with_residents(model, list(blocks.values()), lambda parameter: id(parameter) not in owner)
+    for block in made:
         _check(block)
     if has_values:
-        check_memory([each for block in blocks.values() for each in block.parameters])
-    return list(blocks.values())
+        check_memory([each for block in made for each in block.parameters])
+    return made
+
+
+def with_residents(model: nn.Module, blocks: Sequence[Block], outside: Set[int], called: Set[int]) -> List[Block]:
+    """The blocks once a forward has shown what is used where. outside: ids of parameters that are used outside of their block.
+
+    called: blocks that were, by number. Where nothing else is left, the model itself is the block.
+    """
+    idle = {id(each) for number, block in enumerate(blocks) if number not in called for _, each in block.parameters}
+    made = _with_residents(model, blocks, lambda parameter: id(parameter) in outside or id(parameter) in idle)
+    if not all(block.resident for block in made):
+        return made
+    return [Block("", [("", model)], [each for block in made for each in block.parameters])]
+
+
+def _with_residents(model: nn.Module, blocks: Sequence[Block], is_resident: Callable[[nn.Parameter], bool]) -> List[Block]:
+    known = {id(each) for block in blocks if block.resident for _, each in block.parameters}
+    residents = [(name, each) for name, each in model.named_parameters() if id(each) in known or is_resident(each)]
+    if not residents:
+        return list(blocks)
+    taken = {id(each) for _, each in residents}
+    others = [
+        Block(block.name, block.modules, [(name, each) for name, each in block.parameters if id(each) not in taken])
+        for block in blocks
+        if not block.resident
+    ]
+    return [Block(RESIDENT, [], residents, resident=True), *(block for block in others if block.parameters)]
 
 
 def check_memory(parameters: Sequence[Tuple[str, nn.Parameter]]) -> None:

@@ -29,7 +29,7 @@ from .._files import replace_link, whole_file
 from . import _checkpoint_names as checkpoint_names
 from . import _deepspeed_checkpoint as deepspeeds
 from . import _parameters
-from ._accumulation import Accumulation
+from ._accumulation import Accumulation, Forward
 from ._blocks import Block, check_memory, find_blocks
 from ._device import choose_device, has_own_memory
 from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
@@ -41,9 +41,9 @@ from ._optimizer import ConfigScheduler, EngineOptimizer, describe
 from ._random import RandomState, restore_text
 from ._ranks import Alone, Meeting, end_group, world_size
 from ._report import Report
-from ._runtime import Runtime
-from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, resolve, without_places
-from ._trace import trace
+from ._runtime import ForwardsChange, Runtime
+from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, names_of_blocks, resolve, without_places
+from ._trace import settled, trace, with_other_modes
 from ._tree import counted, map_tensors, tensors_of
 from ._watch import Watch
 from ._weights import Weights, hide_copies, show_copies
@@ -127,6 +127,7 @@ class Engine:
         self._resume = resume
         self._overwrite = overwrite
         self._seed = seed
+        self._changing: List[nn.Module] = []  # whose attributes a forward changes
         self._input_gradients = False  # wanted of what went into the first forward
         self._core: Any = None
         self._made = False  # a run, which came to nothing after that
@@ -166,8 +167,12 @@ class Engine:
         self._gathered = False
         self._partly_written = False  # values of a program, of which the drive has some
         self._closed = False
-        # Of forwards that come one by one; None where each step is of one forward.
-        self._accumulation = Accumulation(model, settings.forwards) if settings.forwards > 1 else None
+        self._accumulation = Accumulation(model)  # of forwards that are computed again when the step is due
+        self._accumulates = settings.forwards > 1
+        #: Whether the module's zero_grad is this one's; set before the first forward.
+        self.zero_grad_of_module = True
+        self._made_early = False  # the step, since its gradients were read; engine.step() is to come
+        self._several = False  # a step was of several forwards, though nothing said so
         self._boundary: Optional[bool] = None  # as the caller has said it
         self.micro_steps = 0
         known = {id(parameter) for parameter in model.parameters()}
@@ -239,8 +244,11 @@ class Engine:
             move_buffers(self.module, self.device)
             with self._inputs_of_the_models_type():
                 forward = call or (lambda: self.module(*(_apart(each) for each in args), **{name: _apart(each) for name, each in kwargs.items()}))
-                uses = trace(self.module, self._blocks, forward, self.device)
+                once_more = functools.partial(trace, self.module, self._blocks, forward, self.device)
+                traced = with_other_modes(self.module, self._blocks, once_more(), once_more)
                 flops = self._flops_of(forward) if self._settings.flops_profiler["enabled"] else None
+            self._changing = traced.changing
+            self._blocks, uses = settled(self.module, self._blocks, traced)
             with self._met():
                 self._make_core(uses)
             if flops is not None and self._watch is not None:
@@ -385,6 +393,7 @@ class Engine:
             "import": self._what_is_imported(),
             "seed": self._seed,
             "input_gradients": self._input_gradients,
+            "resident_bytes": self._resident_bytes(trains),
         }
         self._ranks.agree(self._alike(options, described))
         other = next((each for each in _started if not set(each._places()).isdisjoint(self._places())), None)
@@ -393,6 +402,14 @@ class Engine:
         with deferred():
             self._hand_over(described, stages, uses, options, marks, known)
         del held
+
+    # Of what is in this process's memory beside the engine's, as long as a pass is open: values, and gradients.
+    def _resident_bytes(self, trains: bool) -> int:
+        if self.device.type != "cpu":
+            return 0
+        width = 4 if self._settings.dtype == "fp32" else 2
+        of = [parameter for block in self._blocks if block.resident for _, parameter in block.parameters]
+        return width * sum(parameter.numel() * (2 if trains and parameter.requires_grad else 1) for parameter in of)
 
     # A checkpoint of DeepSpeed's becomes a run of one commit, which says what Python finds again in any run that is gone on with.
     def _what_is_imported(self) -> Optional[Dict[str, Any]]:
@@ -491,7 +508,7 @@ class Engine:
             self._layout = _parameters.describe(self.module, self._blocks, places, trains, self._info()["model"])
             if settings.state_dirs and self._ranks.rank == 0:
                 _parameters.write(self._own_dirs()[0], _parameters.with_buffers(self._layout, self._buffers))
-            self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains, self._input_gradients)
+            self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains, self._input_gradients, self._changing)
         except BaseException:
             try:
                 if weights is not None:
@@ -505,6 +522,7 @@ class Engine:
         self._weights = weights
         weights.hide_all()
         self._runtime.on_training_forward = self._training_forward
+        self._runtime.on_interrupted = self._interrupted
         self._runtime.dtype = DTYPES[settings.dtype]
         self._runtime.device = self.device
         self._runtime.world = self._ranks.world
@@ -636,29 +654,53 @@ class Engine:
 
     def _training_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         runtime = self._ready()
-        if self._accumulation is None:
+        self._refuse_early()
+        if runtime.is_open:
+            self._interrupted_by_training()
+        goes_on = self._several and any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))  # backward, to what made its inputs
+        if self.module.training and (goes_on or not (self._accumulates or self._several)):
             self._begin()
-            return runtime.train_forward(args, kwargs)
+            return runtime.train_forward(args, kwargs, notes_gradients=self._several or not self._result)
         forward, outputs, gradient = runtime.forward_of_accumulation(args, kwargs)
-        scale = gradient * self._settings.micro_batches
-        self._accumulation.add(forward, round(scale) if abs(scale - round(scale)) < 1e-9 * scale else scale)
+        self._add(forward, gradient)
         return outputs
 
-    def _begin(self, reads_ahead: bool = True) -> None:
+    def _add(self, forward: Forward, gradient: float) -> None:
+        scale = gradient * self._settings.micro_batches
+        self._accumulation.add(forward, round(scale) if abs(scale - round(scale)) < 1e-9 * scale else scale)
+
+    # A pass is open, and another forward comes: it is computed again when its step is due, where that can be.
+    def _interrupted(self, with_gradients: bool = True) -> bool:
+        taken = self._ready().take_forward(with_gradients)
+        if taken is not None:
+            self._add(*taken)
+            self._several = True
+        return taken is not None
+
+    # Gradients that wait for their step are part of it where the script is known to add them up. Later on they may be what an exception
+    # has left.
+    def _interrupted_by_training(self) -> None:
         runtime = self._ready()
-        if not runtime.is_open:
+        came = runtime.gradient_came
+        if self._interrupted(with_gradients=self._several or not self._result) or not came:
+            return
+        runtime.give_up("no step")
+        lost = "the backward before this forward had no engine.step(), and its gradients"
+        if not self._result:
+            raise RuntimeError(
+                f"{lost} would be lost: give initialize gradient_accumulation_steps= for several backwards a step; engine.zero_grad() "
+                "says that they are not wanted"
+            )
+        warnings.warn(f"{lost} count for nothing (engine.zero_grad() says so, without this line)", stacklevel=5)
+
+    def _begin(self, reads_ahead: bool = True, forwards: int = 1) -> None:
+        runtime = self._ready()
+        if runtime.is_open:
+            self._interrupted_by_training()
+        else:
             self._refuse_wear()
-        if runtime.is_open and runtime.gradient_came:
-            runtime.give_up("no step")
-            lost = "the backward before this forward had no engine.step(), and its gradients"
-            if not self._result:  # a script that accumulates; later on it may be what an exception has left
-                raise RuntimeError(
-                    f"{lost} would be lost: give initialize gradient_accumulation_steps= for several backwards a step; engine.zero_grad() "
-                    "says that they are not wanted"
-                )
-            warnings.warn(f"{lost} count for nothing (engine.zero_grad() says so, without this line)", stacklevel=5)
         self._begun_rates = self.optimizer.rates()
-        self._runtime.begin(True, self._begun_rates, self._settings.forwards, reads_ahead)  # type: ignore[union-attr]
+        self._runtime.begin(True, self._begun_rates, self._settings.forwards, reads_ahead, forwards)  # type: ignore[union-attr]
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backward from a loss of the forwards before: a tensor of one element. Scales it where fp16 asks for that.
@@ -667,7 +709,7 @@ class Engine:
         """
         runtime = self._ready()
         runtime.check_trains()
-        if self._accumulation is None:
+        if runtime.is_open or not (self._accumulates or self._accumulation.under_way):
             runtime.backward(loss, retain_graph)
         else:
             share = 1 / self._settings.micro_batches if scale_wrt_gas else 1.0
@@ -676,7 +718,7 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next ``step()`` updates: the last micro-batch of a step is under way, or was."""
-        if self._boundary is not None or self._accumulation is None or not self._settings.managed:
+        if self._boundary is not None or not self._accumulates or not self._settings.managed:
             return self._boundary is not False
         all_came = len(self._accumulation.forwards()) >= self._settings.forwards
         return all_came or self.micro_steps + 1 >= self._settings.micro_batches
@@ -685,7 +727,7 @@ class Engine:
         """Whether the next ``step()`` updates, in the place of counting micro-batches."""
         if not self._settings.managed:
             raise RuntimeError("managed_gradient_accumulation is false: each step() updates, and there is no boundary to set")
-        if not is_boundary and self._accumulation is None:
+        if not is_boundary and not self._accumulates:
             raise RuntimeError("each step is of one forward: give gradient_accumulation_steps (or forwards_per_step) to initialize")
         self._boundary = is_boundary
 
@@ -699,7 +741,7 @@ class Engine:
         """
         if self._runtime is not None:
             self._runtime.check_trains()
-        if not self.is_gradient_accumulation_boundary():
+        if not self._made_early and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
             return
         self._update()
@@ -748,7 +790,13 @@ class Engine:
     def _step(self) -> None:
         runtime = self._ready()
         runtime.check_trains()
-        if self._accumulation is not None and not runtime.is_open:
+        if self._made_early:
+            self._made_early = False
+            return
+        if runtime.is_open and self._accumulation.forwards():
+            if not self._interrupted():
+                raise RuntimeError("forwards of this step had their backward in two ways: engine.backward(loss) for all of them is served")
+        if not runtime.is_open and (self._accumulates or self._accumulation.under_way):
             self._repeat(self._accumulation)
         if not runtime.is_open:
             raise RuntimeError("no step is open: forward and backward come first")
@@ -767,14 +815,13 @@ class Engine:
                 self._result = runtime.finish()
             except BaseException:
                 runtime.give_up("the step failed")
-                if self._accumulation is not None:
-                    self._accumulation.end()
+                self._accumulation.end()
                 raise
             self.global_steps = self._result["step"]
             self.skipped_steps += bool(self._result["skipped"])
             self.micro_steps = 0
-            if self._accumulation is not None:
-                self._accumulation.end()
+            self._several = len(self._accumulation.forwards()) > 1
+            self._accumulation.end()
             self._rng = RandomState.now().text()
             # What a scheduler of the optimizer that was given looks at, and warns without.
             self._given._opt_called = True  # type: ignore[attr-defined]
@@ -784,6 +831,20 @@ class Engine:
                 self._watched = self._watch.stepped(self._result, *runtime.counts)
             self._describe()
 
+    # The gradients of backwards whose step is still to come are those of the step that is made here.
+    def _make_early(self) -> None:
+        runtime = self._ready()
+        if self._made_early or not (runtime.gradient_came if runtime.is_open else self._accumulation.forwards()):
+            return
+        if not self.is_gradient_accumulation_boundary():
+            raise RuntimeError("gradients are read after backward of the last micro-batch of a step, when they are whole, or after step()")
+        self._step()
+        self._made_early = True
+
+    def _refuse_early(self) -> None:
+        if self._made_early:
+            raise RuntimeError("gradients of this step were read, which has made it: engine.step() comes next")
+
     # The pass over all forwards of the step. Whatever goes wrong in it, they are given up with it.
     def _repeat(self, accumulation: Accumulation) -> None:
         runtime = self._ready()
@@ -792,9 +853,8 @@ class Engine:
             accumulation.end()
             raise RuntimeError("step() without a backward: engine.backward(loss) comes first; the forwards are given up")
         try:
-            accumulation.check_count()
             with accumulation.modes_of(forwards):
-                self._begin(reads_ahead=False)
+                self._begin(reads_ahead=False, forwards=len(forwards))
                 accumulation.repeats()
                 runtime.repeat(forwards, accumulation.loss)
         except BaseException:
@@ -830,7 +890,7 @@ class Engine:
             state = self.lr_scheduler.state_dict()
             kept["scheduler"] = {name: value for name, value in state.items() if _is_kept(value)}
         # A step is what is gone on from: what forwards of the next one have changed by now comes with them again.
-        if self._accumulation is None or not self._accumulation.under_way or self._kept_buffers is None:
+        if not self._accumulation.under_way or self._kept_buffers is None:
             self._kept_buffers = {name: buffer.detach().clone() for name, buffer in self._changed_buffers().items()}
         kept["buffers"] = self._kept_buffers
         if self._told_of_buffers:
@@ -894,16 +954,41 @@ class Engine:
         runtime.check_trains()
         if not self.module.training:
             raise RuntimeError("the module is in evaluation mode: call engine.train() first")
-        if self._accumulation is not None and self._accumulation.backwards:
+        if self._accumulation.backwards:
             raise RuntimeError("a step of forwards one by one is under way: step() ends it, zero_grad() gives it up")
+        losses = None if count > 1 and runtime.changing else self._all_at_once(runtime, of, given)
+        if losses is None:
+            losses = self._one_by_one(runtime, of, given)
+        self._update()
+        return torch.tensor(sum(losses) / len(losses) if self._ranks.world == 1 else self._result["loss"])
+
+    # The losses of the micro-batches, block by block. None: their forwards change attributes, and nothing has come of it.
+    def _all_at_once(self, runtime: Runtime, of: Callable[[nn.Module, Any], torch.Tensor], given: Sequence[Any]) -> Optional[List[float]]:
         self._begin()
         try:
-            losses = runtime.train_batch([functools.partial(of, self.module, batch) for batch in given])
+            return runtime.train_batch([functools.partial(of, self.module, batch) for batch in given])
+        except ForwardsChange:
+            return None
         except BaseException:
             runtime.give_up("the step failed")
             raise
-        self._update()
-        return torch.tensor(sum(losses) / len(losses) if self._ranks.world == 1 else self._result["loss"])
+
+    # The same, each forward after the other: they are computed again in the step.
+    def _one_by_one(self, runtime: Runtime, of: Callable[[nn.Module, Any], torch.Tensor], given: Sequence[Any]) -> List[float]:
+        losses, after = [], RandomState.now()
+        try:
+            for number, (batch, state) in enumerate(zip(given, runtime.random_states(len(given)))):
+                state.restore()
+                loss = of(self.module, batch)
+                self.backward(loss)
+                losses.append(float(loss.detach()))
+                after = RandomState.now() if number == 0 else after
+        except BaseException:
+            self.zero_grad()
+            raise
+        after.restore()
+        runtime.changing = runtime.changed_last  # what changed once was a cache
+        return losses
 
     def train(self, mode: bool = True) -> "Engine":
         self.module.train(mode)
@@ -915,10 +1000,10 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Backwards since the last step count for nothing. After a step there is nothing to do: its gradients end with it."""
-        if self._accumulation is not None:
-            self._accumulation.drop_gradients()
-            self.micro_steps = 0
-        elif self._runtime is not None and self._runtime.is_open and self._runtime.gradient_came:
+        self._refuse_early()
+        self._accumulation.drop_gradients()
+        self.micro_steps = 0
+        if self._runtime is not None and self._runtime.is_open and self._runtime.gradient_came:
             self._runtime.give_up("zero_grad")
 
     def gradient_accumulation_steps(self) -> int:
@@ -973,9 +1058,12 @@ class Engine:
     def read_state(self, parameter: nn.Parameter, kind: str = "parameter") -> torch.Tensor:
         """One parameter's fp32 master, "first moment", "second moment" or "gradient" (of the last step, before clipping).
 
-        Over several ranks all of them call it, and each gets the whole of it.
+        Between backward and ``step()`` the gradient is that of the step to come, whose update is made by reading it; ``step()`` must
+        follow. Over several ranks all of them call it, and each gets the whole of it.
         """
         self._ready()
+        if kind == "gradient":
+            self._make_early()
         if not self._gathered:
             self._describe()
         value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
@@ -1061,6 +1149,8 @@ class Engine:
 
         self.module.state_dict = state_dict  # type: ignore[method-assign]
         self.module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+        if self.zero_grad_of_module:
+            self.module.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, whole: every parameter with its values, in the dtype that it came in."""
@@ -1207,7 +1297,7 @@ class Engine:
             raise RuntimeError("this engine was closed")
         if self._runtime is None:
             return
-        if self._ready().is_open or (self._accumulation is not None and self._accumulation.backwards):
+        if self._ready().is_open or self._accumulation.backwards:
             raise RuntimeError("a step is open: a checkpoint is loaded between step() and the next forward")
         if only_weights or not self._settings.state_dirs or self._overwrite:
             return
@@ -1273,9 +1363,8 @@ class Engine:
             self._detach()
             _started.discard(self)
             self._runtime, self._watch, self._values_are_gone, self._resume = None, None, True, False
-            self._result, self._kept_buffers, self.micro_steps = {}, None, 0
-            if self._accumulation is not None:
-                self._accumulation.end()
+            self._result, self._kept_buffers, self.micro_steps, self._made_early = {}, None, 0, False
+            self._accumulation.end()
             move_buffers(self.module, self.device)
             with self._met():
                 self._make_core(self._uses)
@@ -1412,6 +1501,10 @@ class Engine:
         """What the engine had to say since the last call."""
         return list(self._core.take_log()) if self._core is not None else []
 
+    def are_here(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these have their values just now, within a forward that is under way."""
+        return self._runtime is not None and self._runtime.are_here(parameters)
+
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether this very parameter is of the engine's model."""
         return any(parameter is each for block in self._blocks for _, each in block.parameters)
@@ -1482,7 +1575,7 @@ class Engine:
 
     # The module has its own functions again, and the engine's memory and files are given up. The parameters have no values.
     def _detach(self) -> None:
-        for name in ("state_dict", "load_state_dict"):
+        for name in ("state_dict", "load_state_dict", "zero_grad"):
             self.module.__dict__.pop(name, None)
         with contextlib.ExitStack() as all_of_it:  # from the last to the first, whatever a broken device says to one of them
             all_of_it.callback(self._ranks.close)
@@ -1615,8 +1708,9 @@ def initialize(
     dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).
     gradient_accumulation_steps: micro-batches of a step, given all to ``engine.train_batch``, or one by one.
     forwards_per_step: of the model, where a loss is made of several (a pair of answers, two views of an image). Default: one for
-        each micro-batch.
-    blocks: names of modules that are fetched as one, which together hold all parameters; by default they are found.
+        each micro-batch; more are noticed as they come, and computed twice.
+    blocks: names of modules that are fetched as one; parameters of none of them stay in memory for a whole pass. By default blocks are
+        found. Also ``"penstock": {"blocks": [...]}`` in the configuration, and ``forwards_per_step`` likewise.
     resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
     overwrite: what ``state_dir`` holds may be replaced.
     device: that computes forward and backward: "cuda", "cuda:1", "cpu". Default: the GPU where torch has one, as with DeepSpeed; with
@@ -1676,7 +1770,9 @@ def initialize(
             optimizer = optimizer(parameters)
         else:
             optimizer = _optimizer_of(settings.optimizer, parameters)
-    engine = Engine(model, settings, optimizer, lr_scheduler, blocks, resume, overwrite, seed)
+    if blocks is not None:
+        settings.blocks = names_of_blocks(blocks, "blocks")
+    engine = Engine(model, settings, optimizer, lr_scheduler, settings.blocks, resume, overwrite, seed)
     engine._optimizer_was_given = was_given
     return engine, engine.optimizer, None, engine.lr_scheduler
 

@@ -101,13 +101,3 @@ class Structure:
 def counts_no_versions(module: nn.Module) -> bool:
     """torch changes the running means of these in place without telling."""
     return isinstance(module, nn.modules.batchnorm._NormBase)
-
-
-def kept_tensors(model: nn.Module) -> Dict[str, int]:
-    """Which floating tensors modules keep as plain attributes, by name: the tensor's identity."""
-    return {
-        f"{prefix}.{name}" if prefix else name: id(value)
-        for prefix, module in model.named_modules()
-        for name, value in module.__dict__.items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-    }

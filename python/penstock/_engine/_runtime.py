@@ -20,18 +20,19 @@ import math
 import threading
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ._accumulation import Forward, alike, sample_of, set_modes
+from ._accumulation import CREATES_GRAPH, Forward, alike, sample_of, set_modes
+from ._attributes import Attributes, merged
 from ._blocks import Block
 from ._device import in_this_thread
 from ._heap import Heap
 from ._interrupts import deferred, not_deferred
-from ._modules import Structure, kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._modules import Structure, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._random import RandomState, drawn_again, others_now
 from ._settings import DTYPE_NAMES
 from ._trace import CHANGED, Use
@@ -41,6 +42,7 @@ from ._weights import Weights
 
 #: Tensors that backward of a micro-batch begins at, the gradients there, and its loss.
 Root = Tuple[List[torch.Tensor], List[torch.Tensor], float]
+_Buffer = Tuple[nn.Module, str, torch.Tensor, torch.Tensor]  # of this module by this name: itself, and what it held
 #: Computes a micro-batch's forward.
 Work = Callable[["Driver"], Root]
 
@@ -51,6 +53,12 @@ _OUTSIDE = (
 )
 
 
+_ENDED = (
+    "the pass of this forward ended when another forward began before its backward. engine.backward(loss) computes it again (torch 2.1 and "
+    'newer), loss.backward() does not; or give penstock.initialize forwards_per_step= ("penstock": {"forwards_per_step": ...} in a '
+    "configuration), the number of forwards that a step's losses are made of"
+)
+
 # Passes in which a block is computed again to its end, which is compared: the first ones, and one of so many. In the others torch stops
 # when it has what backward wants.
 _COMPARED = 3
@@ -59,6 +67,10 @@ _COMPARED_AGAIN = 64
 
 class PassFailed(RuntimeError):
     """The pass was given up; nothing of it counts, and the next one may begin."""
+
+
+class ForwardsChange(Exception):
+    """Several forwards that change attributes were computed side by side, where each may have seen those of another."""
 
 
 class Driver:
@@ -79,7 +91,59 @@ class Driver:
         self.counts = (0, 0)  # tokens and samples
         self.made: Dict[int, weakref.ref[torch.Tensor]] = {}  # by uses that backward does not come to
         self.graph: Dict[Any, List[Any]] = {}  # from nodes of autograd that a block's outputs have to those of its inputs
-        self.forward: Optional[Forward] = None  # of an accumulation: computed now, to be computed again, or that again
+        self.forward: Optional[Forward] = None  # computed now, to be computed again where its pass ends before its backward, or that again
+        self.remembers: Optional[Forward] = None  # computed with its graph, and to be computed again where its pass ends early
+        self.together: Optional[_Together] = None  # with others of the same micro-batch
+        self.attributes: Optional[Attributes] = None  # while another driver computes
+        self.hooked: Dict[Any, int] = {}  # calls of modules with hooks so far
+        self.at: Optional[int] = None  # the use that is computed with a graph
+
+
+class _Together:
+    """Drivers of one micro-batch of the engine's, in threads of their own: each use is entered, and left, once for all of them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._changed = threading.Condition()
+        self._use: Any = None  # that is entered, or being entered
+        self._answer: Any = None
+        self._left = 0
+        self._over = False
+
+    def enter(self, use: Any, call: Callable[[], Any]) -> Any:
+        """call: enters it; made by the first. The others wait until the use before is left by all."""
+        with self._changed:
+            while not self._over and self._use is not None and self._use != use:
+                self._changed.wait()
+            first = self._use is None
+            if first:
+                self._use = use
+            while not self._over and not first and self._answer is None:
+                self._changed.wait()
+            if self._over:
+                raise PassFailed("another forward of this step has failed")
+        if first:
+            answer = call()
+            with self._changed:
+                self._answer = answer
+                self._changed.notify_all()
+        return self._answer
+
+    def is_last(self) -> bool:
+        """One of them has done with the use: whether all have."""
+        self._left += 1
+        return self._left == self._count
+
+    def leave(self) -> None:
+        with self._changed:
+            self._use, self._answer, self._left = None, None, 0
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
 
 
 class Runtime:
@@ -94,8 +158,12 @@ class Runtime:
         weights: Weights,
         trains: Sequence[Sequence[bool]],
         input_gradients: bool,
+        changing: Sequence[nn.Module],
     ) -> None:
-        """trains: of each parameter of each block, whether it is updated. input_gradients: what goes into the model may ask for them."""
+        """trains: of each parameter of each block, whether it is updated. input_gradients: what goes into the model may ask for them.
+
+        changing: modules whose attributes a forward changes.
+        """
         self._core = core
         self._model = model
         self._blocks = blocks
@@ -133,7 +201,12 @@ class Runtime:
         self.flops_of: Callable[[int, int], float] = lambda tokens, samples: 0.0
         #: What the engine's share of a micro-batch in the loss is multiplied by.
         self.loss_factor = 1.0
-        self._looked_at_kept = False
+        #: Modules whose attributes a forward changes.
+        self.changing = list(changing)
+        #: The same, of the last forward of ``forward_of_accumulation``.
+        self.changed_last: List[nn.Module] = []
+        self._looks = _COMPARED  # at all attributes of all modules, still to come
+        self._has_residents = blocks[uses[0].block].resident
         self._told_of_lost_gradients = False
         self._trained = 0  # passes
         self._compares = False  # in this one: what blocks give when they are computed again with what they gave
@@ -147,7 +220,7 @@ class Runtime:
             parameter.register_hook(_refuses_outside(weakref.ref(self), number, name))
             for number, block in enumerate(blocks)
             for name, parameter in block.parameters
-            if parameter.requires_grad
+            if parameter.requires_grad and not block.resident
         ]
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -163,12 +236,15 @@ class Runtime:
     def is_open(self) -> bool:
         return self._open is not None
 
-    def begin(self, trains: bool, rates: Sequence[Any] = (), micro_batches: int = 1, reads_ahead: bool = True) -> None:
-        """A pass begins. One that was left open (a forward whose backward never came) is given up.
+    def begin(
+        self, trains: bool, rates: Sequence[Any] = (), micro_batches: int = 1, reads_ahead: bool = True, forwards: int = 1
+    ) -> None:
+        """A pass begins. One that is open (a forward whose backward is to come, or never does) is given up, after on_interrupted.
 
-        reads_ahead: for a training pass that follows this one.
+        reads_ahead: for a training pass that follows this one. forwards: those above `micro_batches` are computed with the last one's.
         """
         if self._open is not None:
+            self.on_interrupted()
             self.give_up("another forward began before its backward was over")
         self.before_pass()
         other = self._structure.changed()
@@ -194,8 +270,31 @@ class Runtime:
             if trains:
                 self._trained += 1
                 self._compares = self._trained <= _COMPARED or self._trained % _COMPARED_AGAIN == 0
-            self._drivers = [Driver(number, len(self._uses), trains) for number in range(micro_batches)]
+            self._drivers = [Driver(min(number, micro_batches - 1), len(self._uses), trains) for number in range(max(micro_batches, forwards))]
+            if forwards > micro_batches:
+                together = _Together(1 + forwards - micro_batches)
+                for driver in self._drivers[micro_batches - 1 :]:
+                    driver.together = together
             self._local.driver = self._drivers[0]
+
+    def take_forward(self, with_gradients: bool) -> Optional[Tuple[Forward, float]]:
+        """Gives up the training pass that is open. Its forward, to be computed again, and the scale of gradients.
+
+        None, and the pass is as it was, where it cannot be: with_gradients says whether those that have come are wanted.
+        """
+        driver = self._drivers[0] if self._open else None
+        forward = None if driver is None else driver.remembers
+        if driver is None or forward is None or not forward.ends:
+            return None
+        came = self.gradient_came
+        if came and not (with_gradients and forward.is_noted):
+            return None
+        if not came:
+            forward.forget_gradients()
+        elif any(tensor.requires_grad for tensor in tensors_of((forward.args, forward.kwargs))):
+            forward.detach_inputs()
+        self.give_up("another forward began before its backward was over")
+        return forward, driver.loss_gradient
 
     def check_trains(self) -> None:
         """RuntimeError where every forward is an evaluation."""
@@ -228,6 +327,7 @@ class Runtime:
     def gradient_came(self) -> bool:
         """Whether backward has left a gradient at any weight that trains, in the pass that is open."""
         inside = [self._uses[driver.inside].block for driver in self._drivers if driver.inside is not None]
+        inside += [number for number, block in enumerate(self._blocks) if block.resident]
         return any(driver.gradient_came for driver in self._drivers) or any(
             parameter.grad is not None for block in inside for _, parameter in self._blocks[block].parameters
         )
@@ -249,6 +349,7 @@ class Runtime:
         # The last use of a training pass is left here and not before: what was not finished is never applied.
         for driver in self._drivers:
             self._leave_backward(driver)
+        self._end_residents()
         self.counts = (sum(driver.counts[0] for driver in self._drivers), sum(driver.counts[1] for driver in self._drivers))
         self._open = None
         self._drivers = []
@@ -256,6 +357,11 @@ class Runtime:
         result = self._core.finish(*self.counts, self.flops_of(*self.counts))
         self.counts = (result["tokens"], result["samples"])
         return result
+
+    def _end_residents(self) -> None:
+        if self._has_residents:
+            self._refuse_changes(self._uses[0].block)
+            self._weights.end_pass()
 
     def give_up(self, why: str) -> Optional[BaseException]:
         """The pass that is open fails; the engine is as it was before it. Returns what the engine says of it."""
@@ -314,7 +420,7 @@ class Runtime:
             self._refuse_lost_gradients(args, kwargs)
             driver.counts = counted(args, kwargs)
             return self._inside(args, without_cache(self._original, kwargs))
-        if self._model.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (self._model.training or self.trains):
             self._refuse_lost_gradients(args, kwargs)
             if self.trains:
                 return self.on_training_forward(args, kwargs)
@@ -337,14 +443,20 @@ class Runtime:
 
     # Set by the engine: called before a pass begins.
     before_pass: Callable[[], None]
+    # Set by the engine: a pass is open, and another is to begin.
+    on_interrupted: Callable[[], None]
     # Set by the engine: begins the pass, then calls train_forward.
     on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any]], Any]
 
-    def train_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        """The model's forward of the training pass that has begun."""
-        self._drivers[0].counts = counted(args, kwargs)
+    def train_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], notes_gradients: bool) -> Any:
+        """The model's forward of the training pass that has begun. notes_gradients: also those of large outputs, for take_forward."""
+        driver = self._drivers[0]
+        driver.counts = counted(args, kwargs)
         with self._given_up_on_error():
-            return self._inside(args, without_cache(self._original, kwargs))
+            driver.remembers = self._forward_of(args, kwargs)
+            out = self._inside(args, without_cache(self._original, kwargs))
+            self.changing = merged(self.changing, driver.remembers.attributes.changed())
+            return driver.remembers.ended(out, notes_gradients)
 
     def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """A forward by itself, without gradients."""
@@ -353,30 +465,65 @@ class Runtime:
 
     def forward_of_accumulation(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Forward, Any, float]:
         """A training forward whose backward is made by ``repeat``: (it, its outputs, the scale of gradients)."""
-        forward = Forward(self._model, args, without_cache(self._original, kwargs), AutogradSettings())
+        forward = self._forward_of(args, without_cache(self._original, kwargs) if self._model.training else kwargs)
         switch_off_checkpointing(self._checkpointing)
-        looks, self._looked_at_kept = not self._looked_at_kept, True
-        before = kept_tensors(self._model) if looks else {}
-        with self._evaluation() as driver:
+        with self._evaluation() as driver, self._hooks_told():
             driver.forward = forward
             out = self._inside(forward.args, forward.kwargs)
-        kept = [name for name, which in kept_tensors(self._model).items() if before.get(name) != which] if looks else []
-        if kept:
-            warnings.warn(
-                f"forward keeps {', '.join(kept[:3])} in modules: a loss that is made of that has no gradient there, since only what "
-                "forward returns has one. Return it, or use engine.train_batch([...])",
-                stacklevel=2,
-            )
-        return forward, forward.outputs(out), driver.loss_gradient
+            self.changed_last = forward.attributes.changed()
+            self.changing = merged(self.changing, self.changed_last)
+            outputs = forward.outputs(out)
+            forward.keep_attributes()
+        return forward, outputs, driver.loss_gradient
+
+    def _forward_of(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Forward:
+        self._looks = max(0, self._looks - 1)
+        attributes = Attributes(self._model.modules() if self._looks else self.changing)
+        return Forward(self._model, args, kwargs, AutogradSettings(), attributes)
+
+    # Within, a forward that is computed again knows what hooks of modules are given: a loss may be made of it.
+    @contextlib.contextmanager
+    def _hooks_told(self) -> Iterator[None]:
+        handles = []
+        for module in self._model.modules():
+            if module is not self._model and (module._forward_hooks or module._forward_pre_hooks):
+                handles.append(module.register_forward_pre_hook(lambda called, args: self._told("input", called, args)))
+                module._forward_pre_hooks.move_to_end(handles[-1].id, last=False)
+                handles.append(module.register_forward_hook(lambda called, _, out: self._told("result", called, out)))
+                module._forward_hooks.move_to_end(handles[-1].id, last=False)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _told(self, what: str, module: nn.Module, value: Any) -> Any:
+        driver = getattr(self._local, "driver", None)
+        if driver is None or driver.forward is None or not getattr(self._local, "inside_model", False):
+            return value
+        call = driver.hooked.get((what, id(module)), 0)
+        driver.hooked[what, id(module)] = call + 1
+        if not driver.trains:
+            return driver.forward.told(value, (what, id(module), call))
+        for number, tensor in enumerate(tensors_of(value)):
+            key = (what, id(module), call, number)
+            if driver.forward.wants(key):
+                driver.forward.found[key] = tensor
+                if tensor.requires_grad and driver.at is not None:
+                    tensor.register_hook(lambda _, stage=driver.at: self._enter_backward(driver, stage))
+        return value
 
     def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        if self._has_residents:
+            self._pass_by(self._local.driver, 1)
         self._local.inside_model = True
         if self.dtype != torch.float32 or self.device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), self._taken_in)
         try:
-            return self._original(*args, **kwargs)
+            out = self._original(*args, **kwargs)
         finally:
             self._local.inside_model = False
+        return self._apart(0, out) if self._has_residents else out
 
     # As DeepSpeed does with 16-bit weights: what comes in is of their type, and where they are.
     def _taken_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -397,13 +544,13 @@ class Runtime:
                     return self._apart(stage, _computed(original, settings, args, kwargs))
             if stage != self._last and (stage < self.first_trained or not torch.is_grad_enabled()):
                 self._tell_of_lost_gradients(driver, stage, tensors_of((args, kwargs)))
-                with self._entered_forward(driver, stage), self._as_before(driver, stage), torch.no_grad():
+                with self._entered_forward(driver, stage), self._buffers_noted(driver, stage), self._as_before(driver, stage), torch.no_grad():
                     out = self._apart(stage, _computed(original, settings, args, kwargs))
                 driver.made.update((id(tensor), weakref.ref(tensor)) for tensor in tensors_of(out))
                 return out
             if stage == self._last:
                 self._enter_backward(driver, stage)
-                with self._as_before(driver, stage):
+                with self._buffers_noted(driver, stage), self._as_before(driver, stage), self._computing(driver, stage):
                     out = self._apart(stage, _computed(original, settings, args, kwargs))
                 _note_graph(driver, tensors_of((args, kwargs)), out)
                 return out
@@ -426,13 +573,22 @@ class Runtime:
             stacklevel=4,
         )
 
+    @contextlib.contextmanager
+    def _computing(self, driver: Driver, stage: int) -> Iterator[None]:
+        driver.at = stage
+        try:
+            yield
+        finally:
+            driver.at = None
+
     # A forward that will be computed again: its buffers as they are before it.
     @contextlib.contextmanager
     def _buffers_noted(self, driver: Driver, stage: int) -> Iterator[None]:
-        if driver.forward is None:
+        forward = driver.remembers if driver.trains else driver.forward
+        if forward is None:
             yield
             return
-        buffers = driver.forward.buffers[stage] = _Buffers(self._uses[stage].module, self._volatile.get(stage))
+        buffers = forward.buffers[stage] = _Buffers(self._uses[stage].module, self._volatile.get(stage))
         yield
         self._volatile[stage] = buffers.keep_changed()
 
@@ -480,7 +636,14 @@ class Runtime:
         finally:
             self._weights.hide(block)
         driver.forward_at = stage + 1
-        self._core.leave(driver.number, block, None, None)
+        self._leave_forward(driver, block)
+
+    def _leave_forward(self, driver: Driver, block: int) -> None:
+        if driver.together is None:
+            self._core.leave(driver.number, block, None, None)
+        elif driver.together.is_last():
+            self._core.leave(driver.number, block, None, None)
+            driver.together.leave()
 
     # What was changed in memory may be on its way to the drive just now: nothing of it is to be trusted any more.
     def _refuse_changes(self, block: int) -> None:
@@ -494,7 +657,7 @@ class Runtime:
         while driver.forward_at < min(stage, len(self._uses) if not driver.trains else self._last):
             block = self._enter(driver, False, driver.forward_at)
             self._weights.hide(block)
-            self._core.leave(driver.number, block, None, None)
+            self._leave_forward(driver, block)
             driver.forward_at += 1
 
     def _enter(self, driver: Driver, backward: bool, stage: int) -> int:
@@ -504,14 +667,17 @@ class Runtime:
         baton = self._baton
         if baton is not None:
             driver.random = RandomState.now()
+            driver.attributes = Attributes(self.changing, values=False)
             driver.came.set()
             baton.release()
+        enter = functools.partial(self._core.enter, backward, stage, driver.number)
         try:
-            weights, gradient = self._core.enter(backward, stage, driver.number)
+            weights, gradient = enter() if driver.together is None else driver.together.enter((backward, stage), enter)
         finally:
             if baton is not None:
                 baton.acquire()
                 driver.random.restore()
+                driver.attributes.restore()  # type: ignore[union-attr]
         driver.loss_gradient = gradient * self.loss_factor
         for block, address in weights:
             self._weights.attach(block, address)
@@ -538,8 +704,8 @@ class Runtime:
                 )
 
         def forward(a: Any) -> Any:
-            with self._entered_forward(driver, stage):
-                before.append(_Before(self._uses[stage].module))
+            with self._entered_forward(driver, stage), self._computing(driver, stage):
+                before.append(_Before(self._uses[stage].module, None if compares else self.changing))
                 if buffers:
                     with buffers[0].as_in_forward():
                         out = self._apart(stage, _computed(original, settings, a, kwargs))
@@ -547,8 +713,11 @@ class Runtime:
                     buffers.append(_Buffers(self._uses[stage].module, self._volatile.get(stage)))
                     out = self._apart(stage, _computed(original, settings, a, kwargs))
                     self._volatile[stage] = buffers[0].keep_changed()
+                    if driver.remembers is not None:
+                        driver.remembers.buffers[stage] = buffers[0]
             if compares:
                 before[0].gave(out)
+                self.changing = merged(self.changing, before[0].attributes.changed())
             check_inputs()
             return out
 
@@ -586,7 +755,7 @@ class Runtime:
         for tensor in tensors_of(out):
             # A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that.
             if tensor.requires_grad and id(tensor) not in passed:
-                tensor.register_hook(lambda gradient: self._enter_backward(driver, stage))
+                tensor.register_hook(lambda gradient: self._gradient_at(driver, stage))
         return out
 
     # What a block returns of its weights themselves would be other weights soon.
@@ -598,14 +767,16 @@ class Runtime:
 
     # --- backward
 
+    def _gradient_at(self, driver: Driver, stage: int) -> None:
+        if torch.is_grad_enabled():
+            raise PassFailed(CREATES_GRAPH)
+        self._enter_backward(driver, stage)
+
     def _enter_backward(self, driver: Driver, stage: int) -> None:
         if driver.inside == stage:
             return
         if driver not in self._drivers:
-            raise PassFailed(
-                "this forward is over: another one began before its backward. Where a loss is made of several forwards, give "
-                "penstock.initialize forwards_per_step=, their number"
-            )
+            raise PassFailed(_ENDED)
         self._pass_by(driver, self._last)
         self._leave_backward(driver)
         while driver.backward_at > stage:
@@ -625,6 +796,16 @@ class Runtime:
             return
         block = self._uses[stage].block
         self._refuse_changes(block)
+        loss = None
+        if stage == self._last:
+            if driver.loss is None and driver.loss_gradient != 1.0:
+                raise PassFailed("backward was called on the loss itself: call engine.backward(loss), which scales it")
+            loss = float("nan") if driver.loss is None else driver.loss
+        driver.inside = None
+        driver.backward_at = stage - 1
+        if driver.together is not None and not driver.together.is_last():
+            self._weights.hide(block)
+            return
         gradients: Optional[List[Tuple[int, int, str]]] = None
         held = []
         if any(self._trains[block]):
@@ -640,15 +821,10 @@ class Runtime:
             driver.gradient_came |= bool(gradients)
         for _, parameter in self._blocks[block].parameters:
             parameter.grad = None
-        loss = None
-        if stage == self._last:
-            if driver.loss is None and driver.loss_gradient != 1.0:
-                raise PassFailed("backward was called on the loss itself: call engine.backward(loss), which scales it")
-            loss = float("nan") if driver.loss is None else driver.loss
-        driver.inside = None
-        driver.backward_at = stage - 1
         self._weights.hide(block)
         self._core.leave(driver.number, block, gradients, loss)
+        if driver.together is not None:
+            driver.together.leave()
         del held
 
     # To the last use, which stays entered until the pass is finished; another micro-batch may have to follow it there.
@@ -659,7 +835,7 @@ class Runtime:
             self._leave_backward(driver)
             if driver.backward_at >= first:
                 self._enter_now(driver, driver.backward_at)
-        if driver.number + 1 < len(self._drivers):
+        if driver is not self._drivers[-1]:
             self._leave_backward(driver)
         if self._baton is None:
             self._refuse_late_gradients()
@@ -668,7 +844,7 @@ class Runtime:
     def _refuse_late_gradients(self) -> None:
         inside = {self._uses[driver.inside].block for driver in self._drivers if driver.inside is not None}
         for number, block in enumerate(self._blocks):
-            if number in inside:
+            if number in inside or block.resident:
                 continue
             for name, parameter in block.parameters:
                 if parameter.grad is not None:
@@ -679,11 +855,18 @@ class Runtime:
 
     # Where a weight is used outside of its block, it is NaN, and its gradient becomes part of the block's. Looked for where a loss is NaN.
     def _refuse_outside_uses(self, driver: Driver, roots: Sequence[torch.Tensor]) -> None:
-        names = {id(parameter): name for block in self._blocks for name, parameter in block.parameters}
+        names = {id(parameter): name for block in self._blocks if not block.resident for name, parameter in block.parameters}
         for node in _history(roots, driver.graph):
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) in names:
                 raise PassFailed(_OUTSIDE.format(names[id(variable)]))
+
+    def are_here(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these parameters have their values as long as the pass lasts that is open."""
+        if self._open is None or not self._has_residents:
+            return False
+        residents = {id(parameter) for block in self._blocks if block.resident for _, parameter in block.parameters}
+        return all(id(parameter) in residents for parameter in parameters)
 
     def computes(self, block: int) -> bool:
         """Whether backward of this block is being computed, by this thread where it is known."""
@@ -722,22 +905,38 @@ class Runtime:
 
     # --- several micro-batches, block by block
 
-    def train_batch(self, batches: Sequence[Callable[[], torch.Tensor]]) -> List[float]:
-        """Each of `batches` computes a loss with the model. The pass has begun."""
-        settings = AutogradSettings()
-        # Each has random numbers of its own, whatever the others draw in between; the first has those of one micro-batch alone.
+    def random_states(self, count: int) -> List[RandomState]:
+        """Of as many micro-batches: each has random numbers of its own, whatever the others draw; the first has those of one alone."""
         begun = RandomState.now()
-        seeds = torch.randint(2**62, (max(1, len(self._drivers) - 1),)).tolist()
+        seeds = torch.randint(2**62, (max(1, count - 1),)).tolist()
         begun.restore()
-        states = [begun, *(begun.seeded(seed) for seed in seeds)]
+        return [begun, *(begun.seeded(seed) for seed in seeds)]
+
+    def train_batch(self, batches: Sequence[Callable[[], torch.Tensor]]) -> List[float]:
+        """Each of `batches` computes a loss with the model. The pass has begun. ForwardsChange: it was given up, and nothing has changed."""
+        settings = AutogradSettings()
+        states = self.random_states(len(self._drivers))
+        self._looks = max(0, self._looks - 1)
+        looks = bool(self._looks) and len(batches) > 1
+        before = Attributes(self._model.modules() if looks else [])
+        buffers = self._buffers_of(self._model.modules()) if looks else []
 
         def work(driver: Driver, batch: Callable[[], torch.Tensor]) -> Root:
             with settings.applied():
                 return self._root_of(driver, batch())
 
         self._in_vertical_order([functools.partial(work, batch=batch) for batch in batches], states, idle=0.0)
+        losses = [float("nan") if driver.loss is None else driver.loss / self.loss_factor for driver in self._drivers[: len(batches)]]
+        changed = before.changed()
+        if changed:
+            self.changing = merged(self.changing, changed)
+            self.give_up("a forward changes attributes of modules")
+            before.restore()
+            states[0].restore()
+            _put_back(buffers)
+            raise ForwardsChange
         self._random_after.restore()  # type: ignore[union-attr]
-        return [float("nan") if driver.loss is None else driver.loss / self.loss_factor for driver in self._drivers[: len(batches)]]
+        return losses
 
     def repeat(self, forwards: Sequence[Forward], loss: float) -> None:
         """Computes these forwards again and goes on from the gradients at their outputs. The pass has begun. loss: of the step."""
@@ -747,26 +946,30 @@ class Runtime:
             forward.check_inputs()
             driver.forward = forward
             with forward.settings.applied():
-                tensors, gradients = forward.roots(self._model(*forward.args, **forward.kwargs))
+                tensors, gradients = forward.roots(self._model(*forward.args, **without_cache(self._original, forward.kwargs)))
             if math.isnan(loss):
                 self._refuse_outside_uses(driver, tensors)
             return tensors, gradients, loss
 
         work: List[Work] = [functools.partial(again, forward=forward) for forward in forwards]
-        outside = self._outside_buffers()
+        outside, attributes = self._outside_buffers(), Attributes(self.changing)
+        for driver, forward in zip(self._drivers, forwards):
+            driver.attributes = forward.attributes
         try:
-            self._in_vertical_order(work, [forward.random for forward in forwards], idle=loss)
+            with self._hooks_told():
+                self._in_vertical_order(work, [forward.random for forward in forwards], idle=loss)
         finally:
             now.restore()
-            for module, name, buffer, value in outside:
-                module._buffers[name] = buffer
-                buffer.copy_(value)
+            attributes.restore()
+            _put_back(outside)
 
     # Buffers of no block, which each forward has changed once already.
-    def _outside_buffers(self) -> List[Tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+    def _outside_buffers(self) -> List[_Buffer]:
         inside = {id(part) for block in self._blocks for _, module in block.modules for part in module.modules()}
-        outside = [module for module in self._model.modules() if id(module) not in inside]
-        buffers = [(module, name, buffer) for module in outside for name, buffer in module._buffers.items() if buffer is not None]
+        return self._buffers_of(module for module in self._model.modules() if id(module) not in inside)
+
+    def _buffers_of(self, modules: Iterable[nn.Module]) -> List[_Buffer]:
+        buffers = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items() if buffer is not None]
         return [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in buffers]
 
     def _in_vertical_order(self, work: Sequence[Work], states: Sequence[RandomState], idle: float) -> None:
@@ -780,29 +983,37 @@ class Runtime:
         work = [*work, *[lambda _: ([], [], idle)] * missing]
         for driver, state in zip(drivers, [*states, *states[:1] * missing]):
             driver.random = state
+            driver.attributes = Attributes(self.changing, values=False) if driver.attributes is None else driver.attributes
         baton = threading.Lock()
         errors: List[BaseException] = []
 
+        def end_waits() -> None:
+            for driver in drivers:
+                if driver.together is not None:
+                    driver.together.end()
+
         here = contextlib.nullcontext if self.device.type == "cpu" else functools.partial(torch.cuda.stream, torch.cuda.current_stream(self.device))
 
-        def run(driver: Driver, begin: Work) -> None:
-            if driver.number > 0:
-                drivers[driver.number - 1].came.wait()
+        def run(before: Optional[Driver], driver: Driver, begin: Work) -> None:
+            if before is not None:
+                before.came.wait()
             with baton, here():  # a thread of its own would begin with the first device's default stream
                 try:
                     driver.random.restore()  # type: ignore[union-attr]
+                    driver.attributes.restore()  # type: ignore[union-attr]
                     self._local.driver, self._local.awaited = driver, True
                     self._backward_of(driver, begin(driver))
                 except BaseException as error:  # noqa: B902
                     errors.append(error)
                     if len(errors) == 1:
                         self._core.fail(f"{type(error).__name__}: {error}")
+                        end_waits()
                 finally:
                     driver.came.set()  # who waits for it has the baton after this
                     driver.random = RandomState.now()
 
         self._baton = baton
-        threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(drivers, work)]
+        threads = [threading.Thread(target=run, args=of, daemon=True) for of in zip([None, *drivers], drivers, work)]
         try:
             for thread in threads:
                 thread.start()
@@ -812,6 +1023,7 @@ class Runtime:
         except BaseException as error:
             with deferred():
                 self._core.fail(f"{type(error).__name__}: {error}")
+                end_waits()
                 for thread in threads:
                     if thread.ident is not None:
                         thread.join()
@@ -851,6 +1063,13 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
+@torch.no_grad()
+def _put_back(buffers: Sequence[_Buffer]) -> None:
+    for module, name, buffer, value in buffers:
+        module._buffers[name] = buffer
+        buffer.copy_(value)
+
+
 def _to_its_end(wanted: bool) -> Any:
     early_stop = getattr(torch.utils.checkpoint, "set_checkpoint_early_stop", None)  # since torch 2.1, which stops early
     return contextlib.nullcontext() if early_stop is None or not wanted else early_stop(False)
@@ -887,7 +1106,7 @@ def _refuses_outside(runtime: "weakref.ref[Runtime]", block: int, name: str) -> 
     def hook(_: torch.Tensor) -> None:
         known = runtime()
         if known is not None and not known.computes(block):
-            raise PassFailed(_OUTSIDE.format(name))
+            raise PassFailed(_OUTSIDE.format(name) if known.is_open else _ENDED)
 
     return hook
 
@@ -928,13 +1147,18 @@ class _Buffers:
 
 
 class _Before:
-    """How a block was when it was computed, for when it is computed again: its modes, and the random numbers that are not torch's."""
+    """How a block was when it was computed, for when it is computed again: its modes, attributes, and random numbers that are not torch's."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, changing: Optional[Sequence[nn.Module]]) -> None:
+        """changing: modules whose attributes are known to change; None: any may."""
         self._modules = list(module.modules())
         self._modes = [each.training for each in self._modules]
         self._random = others_now()
         self._samples: List[Tuple[torch.Size, torch.Tensor]] = []
+        if changing:
+            inside = set(map(id, self._modules))
+            changing = [each for each in changing if id(each) in inside]
+        self.attributes = Attributes(self._modules if changing is None else changing)
 
     def gave(self, out: Any) -> None:
         self._samples = [(tensor.shape, sample_of(tensor)) for tensor in tensors_of(out)]
@@ -945,7 +1169,7 @@ class _Before:
         if now != self._modes:
             set_modes(self._modules, self._modes)
         try:
-            with drawn_again(self._random):
+            with drawn_again(self._random), self.attributes.again():
                 yield
         finally:
             if now != self._modes:

@@ -34,6 +34,7 @@ class Settings:
     state_dirs: List[str] = field(default_factory=list)
     host_memory: int = 0
     micro_batches: int = 1
+    blocks: Optional[List[str]] = None  # modules that are fetched as one; None: they are found
     forwards: int = 1  # that a step's losses may come from; micro_batches at least
     managed: bool = True  # gradient accumulation; False: each step() of the caller updates
     clip: float = 0.0
@@ -121,6 +122,8 @@ class _Served:
 
     wandb: Optional[Dict[str, Any]] = None  # where it is switched on
     managed: bool = True  # gradient accumulation
+    blocks: Optional[List[str]] = None  # of the section "penstock", as is the next
+    forwards: Optional[int] = None
 
 
 def _without_served(text: str) -> Tuple[str, _Served]:
@@ -140,7 +143,21 @@ def _without_served(text: str) -> Tuple[str, _Served]:
                 "wandb.enabled: wandb is not installed (pip install wandb), or switch on csv_monitor or tensorboard, which need nothing"
             )
         served.wandb = config.pop("wandb")
+    own = config.get("penstock")
+    if isinstance(own, dict):
+        blocks, forwards = own.pop("blocks", None), own.pop("forwards_per_step", None)
+        if blocks not in (None, "auto"):
+            served.blocks = names_of_blocks(blocks, "penstock.blocks")
+        if forwards not in (None, "auto"):
+            served.forwards = whole_number(forwards, "penstock.forwards_per_step", 1, 2**20)
     return json.dumps(config) if text else "", served
+
+
+def names_of_blocks(given: Any, what: str) -> List[str]:
+    """TypeError: it is no list of names."""
+    if isinstance(given, (str, bytes)) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f'{what} is {given!r}: a list of names of modules, ["layers.0", ...] or [""] for the whole model')
+    return list(given)
 
 
 def resolve(
@@ -156,7 +173,9 @@ def resolve(
 ) -> Settings:
     """Arguments win over the configuration. Raises ValueError naming what is missing or contradictory."""
     text, served = _without_served(config_text(config))
-    settings = Settings(config=text, wandb=served.wandb, managed=served.managed, world=world)
+    settings = Settings(
+        config=text, wandb=served.wandb, managed=served.managed, world=world, blocks=served.blocks, forwards=served.forwards or 1
+    )
     if text:
         parsed = json.loads(_core.parse_config(text, 0, world))
         settings.notes = parsed["notes"] + parsed["filled"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._blocks import Block
+from ._attributes import Attributes, merged
+from ._blocks import RESIDENT, Block, with_residents
 from ._on_disk import give_back
 from ._random import RandomState
 from ._tree import tensors_of
@@ -35,58 +37,116 @@ class Use:
     seconds: float = 0.0
 
 
+@dataclass
+class Traced:
+    """What a forward has shown."""
+
+    uses: List[Use]
+    #: Ids of parameters that were used outside of the forward of their block's modules.
+    outside: Set[int]
+    #: Modules whose attributes it changed, which are as before again.
+    changing: List[nn.Module]
+
+
 class _Outside(TorchDispatchMode):
-    """Active where no block computes: TypeError for a weight that is computed with there, since later on it has no value there."""
+    """Finds the weights that are computed with while their own block does not compute."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
         super().__init__()
-        self._names = {id(parameter): name for block in blocks for name, parameter in block.parameters}
+        self._device = device
+        self.in_host: List[Tuple[torch.Tensor, torch.Tensor]] = []  # what is on the device for them, until the forward is over
+        self._block_of = {id(parameter): number for number, block in enumerate(blocks) for _, parameter in block.parameters}
         self._returned: Set[int] = set()  # by a block's forward
-        self._inside = 0
-        self._active = False
+        self._inside: List[int] = []
+        self.found: Set[int] = set()
 
-    def enter_block(self) -> None:
-        self._inside += 1
-        self._switch(False)
+    def enter_block(self, block: int) -> None:
+        self._inside.append(block)
 
     def leave_block(self, returned: Any) -> None:
         self._returned.update(id(tensor) for tensor in tensors_of(returned))
-        self._inside -= 1
-        self._switch(self._inside == 0)
+        self._inside.pop()
 
-    def _switch(self, on: bool) -> None:
-        if on and not self._active:
-            self.__enter__()
-        if not on and self._active:
-            self.__exit__(None, None, None)
-        self._active = on
+    def add(self, parameter: torch.Tensor) -> None:
+        if id(parameter) in self._block_of:
+            self.found.add(id(parameter))
 
-    def begin(self) -> None:
-        self._switch(True)
+    def bring(self, parameter: torch.Tensor) -> None:
+        if parameter.device != self._device:
+            self.in_host.append((parameter, parameter.data))
+            parameter.data = parameter.data.to(self._device)
 
-    def end(self) -> None:
-        self._switch(False)
+    def put_back(self) -> None:
+        for parameter, value in reversed(self.in_host):
+            parameter.data = value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
         kwargs = kwargs or {}
         name = str(func).split(".")[1] if "." in str(func) else str(func)
         if name not in _WITHOUT_VALUES and not name.startswith("new_"):
             for tensor in tensors_of((args, kwargs)):
-                if id(tensor) in self._names and id(tensor) not in self._returned:
-                    raise TypeError(
-                        f"{self._names[id(tensor)]} is used ({name}) outside of the forward of its module, where it will have no values: give "
-                        "blocks=[...] with a module around all its uses, or use it within its module's forward"
-                    )
+                block = self._block_of.get(id(tensor))
+                if block is not None and block not in self._inside and id(tensor) not in self._returned:
+                    self.found.add(id(tensor))
+                    self.bring(tensor)
         return func(*args, **kwargs)
 
 
-def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], device: torch.device = torch.device("cpu")) -> List[Use]:
+# The forward that is traced just now.
+_traced: List[_Outside] = []
+# By the parameter's id.
+_kept: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
+
+
+def keep_resident(parameters: Sequence[torch.Tensor], lasts: bool = False) -> None:
+    """Within the first forward: these parameters are to be in memory for whole passes. lasts: also when that is still to come."""
+    if lasts:
+        _kept.update((id(parameter), parameter) for parameter in parameters)
+    for outside in _traced:
+        for parameter in parameters:
+            outside.add(parameter)
+
+
+def with_other_modes(model: nn.Module, blocks: Sequence[Block], traced: Traced, again: Callable[[], Traced]) -> Traced:
+    """Where a block was not called: what a forward in the other mode (training, or evaluation) shows, if it calls more in the same order.
+
+    Layers that training drops at random are called in evaluation, and what belongs to training alone in training. again: traces once more.
+    """
+    if len({use.block for use in traced.uses}) == sum(not block.resident for block in blocks):
+        return traced
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    model.train(not model.training)
+    try:
+        other = again()
+    except Exception:  # noqa: B902 - a forward of that mode may want other inputs
+        return traced
+    finally:
+        for module, training in zip(modules, modes):
+            module.training = training
+    calls = iter(other.uses)
+    if not all(any(use.module is call.module for call in calls) for use in traced.uses):
+        return traced
+    return Traced(other.uses, traced.outside | other.outside, merged(traced.changing, other.changing))
+
+
+def settled(model: nn.Module, blocks: Sequence[Block], traced: Traced) -> Tuple[List[Block], List[Use]]:
+    """Blocks and their uses, with resident what the forward has shown to be needed outside of its block, or not at all."""
+    made = with_residents(model, blocks, traced.outside, {use.block for use in traced.uses})
+    if made[0].modules and made[0].modules[0][1] is model:
+        return made, [Use(model, "", 0, sum(use.seconds for use in traced.uses))]
+    block_of = {id(module): number for number, block in enumerate(made) for _, module in block.modules}
+    uses = [Use(use.module, use.name, block_of[id(use.module)], use.seconds) for use in traced.uses if id(use.module) in block_of]
+    return made, [Use(nn.Module(), RESIDENT, 0), *uses] if made[0].resident else uses
+
+
+def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], device: torch.device = torch.device("cpu")) -> Traced:
     """Runs `forward` and records every call of a block's module. On a device, a block's parameters are there while it computes.
 
-    The random state and the modules' training flags are as before; buffers that a forward changes (running means) are put
-    back. Raises TypeError naming blocks that were never called, and a weight that is used outside of them or changed.
+    The random state is as before; buffers and attributes that a forward changes (running means, counters) are put back. Raises
+    TypeError naming a weight that is changed.
     """
-    outside = _Outside(blocks)
+    outside = _Outside(blocks, device)
     versions = [(name, parameter, parameter._version) for block in blocks for name, parameter in block.parameters]
     uses: List[Use] = []
     begun: Dict[int, float] = {}
@@ -101,7 +161,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
         for name, module in block.modules:
 
             def before(called: nn.Module, _: Any, name: str = name, number: int = number) -> None:
-                outside.enter_block()
+                outside.enter_block(number)
                 uses.append(Use(called, name, number))
                 if device.type != "cpu":
                     for _, parameter in blocks[number].parameters:
@@ -129,21 +189,30 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    attributes = Attributes(model.modules())
+    changing: List[nn.Module] = []
     random = RandomState.now()
     caches = torch.is_autocast_cache_enabled()
+    _traced.append(outside)
+    for parameter in list(_kept.values()):
+        outside.add(parameter)
     try:
         torch.set_autocast_cache_enabled(False)  # what it kept would have no graph, and be taken for the weight later on
-        with torch.no_grad():
-            outside.begin()
+        for parameter in (each for block in blocks if block.resident for _, each in block.parameters):
+            outside.bring(parameter)
+        with torch.no_grad(), outside:
             forward()
+        changing = attributes.changed()
     finally:
-        outside.end()
+        _traced.remove(outside)
         torch.set_autocast_cache_enabled(caches)
         for handle in handles:
             handle.remove()
         for number in list(in_host):  # of a forward that failed
             put_back(number)
+        outside.put_back()
         random.restore()
+        attributes.restore()
         with torch.no_grad():
             for module, name, buffer, was in buffers:
                 module._buffers[name] = buffer  # also one that forward puts another in the place of
@@ -152,11 +221,4 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
     for name, parameter, version in versions:
         if parameter._version != version:
             raise TypeError(CHANGED.format(name))
-    called = {use.block for use in uses}
-    idle = [block.name for number, block in enumerate(blocks) if number not in called]
-    if idle:
-        raise TypeError(
-            f"blocks that the model's forward never calls: {', '.join(idle[:5])}{', ...' if len(idle) > 5 else ''}. A module whose "
-            "weights are used without calling it cannot be a block: give blocks=[...] with a module around it that is called"
-        )
-    return uses
+    return Traced(uses, outside.found, changing)

@@ -129,6 +129,8 @@ class Weights:
         """
         self._parameters = [[parameter for _, parameter in block.parameters] for block in blocks]
         self._value_of = value_of
+        self._resident = [block.resident for block in blocks]
+        self._residents: Dict[int, torch.Tensor] = {}  # by block: the memory of its parameters, while a pass is open
         self._dtype = dtype
         self._width = torch.empty((), dtype=dtype).element_size()
         self._places = places
@@ -144,7 +146,8 @@ class Weights:
         self._single = [[parameter for parameter in block if parameter.numel() == 1] for block in self._parameters]
         self._single_versions: Dict[int, int] = {}
         #: None where the model is computed in the engine's memory. Last: from here on the arena is pinned until ``release``.
-        self.on_device = DeviceMemory(device, max(self._bytes, default=0), arena) if apart else None
+        moved = max((size for size, stays in zip(self._bytes, self._resident) if not stays), default=0)
+        self.on_device = DeviceMemory(device, moved, arena) if apart else None
 
     def _hide_on(self, device: torch.device) -> None:
         self._device = device
@@ -173,18 +176,33 @@ class Weights:
     def attach(self, block: int, address: int) -> None:
         """The block's parameters are what lies at `address` of the engine's memory from here on."""
         memory: Optional[torch.Tensor] = None
-        if self.on_device is not None and self._bytes[block]:
+        if self._resident[block]:
+            if block in self._residents:
+                return  # backward's: the values are those of forward
+            memory = self._copied(block, address)
+            address = memory.data_ptr()
+        elif self.on_device is not None and self._bytes[block]:
             memory = self.on_device.bring(block, address, self._bytes[block])
             address = memory.data_ptr()
         self._spans[block] = (address, address + self._bytes[block])
-        views = self._views.get((block, address))
+        views = None if self._resident[block] else self._views.get((block, address))
         if views is None:
             with torch.inference_mode(False):
-                views = self._views[block, address] = self._cut(block, address, memory)
+                views = self._cut(block, address, memory)
+            if not self._resident[block]:
+                self._views[block, address] = views
         for parameter, view in zip(self._parameters[block], views):
             show_copies(parameter)
             parameter.data = view
         self._versions[block] = [parameter._version for parameter in self._parameters[block]]
+
+    # The engine's memory at `address` is not read any more when this returns.
+    def _copied(self, block: int, address: int) -> torch.Tensor:
+        with torch.inference_mode(False):
+            memory = self._residents[block] = torch.empty(self._bytes[block], dtype=torch.uint8, device=self._device)
+            if self._bytes[block]:
+                memory.copy_(torch.frombuffer((ctypes.c_char * self._bytes[block]).from_address(address), dtype=torch.uint8))
+        return memory
 
     def changed(self, block: int) -> Optional[int]:
         """The first of the block's parameters, which have their values, that was changed in place since; None: none was."""
@@ -233,9 +251,23 @@ class Weights:
             self.on_device.begin_pass()
 
     def hide(self, block: int) -> None:
-        """The block's parameters have no values from here on, and its place in the engine's memory is not read any more."""
+        """The block's parameters have no values from here on, and its place in the engine's memory is not read any more.
+
+        Resident ones keep theirs until ``end_pass``.
+        """
+        if self._resident[block]:
+            return
         if self.on_device is not None:
             self.on_device.leave()
+        self._hide(block)
+
+    def end_pass(self) -> None:
+        """Resident parameters have no values from here on."""
+        for block in self._residents:
+            self._hide(block)
+        self._residents.clear()
+
+    def _hide(self, block: int) -> None:
         for parameter, hidden in zip(self._parameters[block], self._hidden[block]):
             self._hide_one(parameter, hidden)
         self._note_hidden(block)
@@ -270,8 +302,11 @@ class Weights:
             self._single_versions[id(parameter)] = parameter._version
 
     def hide_all(self) -> None:
+        if self.on_device is not None:
+            self.on_device.leave()
         for block in range(len(self._parameters)):
-            self.hide(block)
+            self._hide(block)
+        self._residents.clear()
 
     # memory: the block's weights on a device; None: they lie at `address` of the engine's.
     def _cut(self, block: int, address: int, memory: Optional[torch.Tensor]) -> List[torch.Tensor]:

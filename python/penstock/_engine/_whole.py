@@ -12,7 +12,7 @@ from ._blocks import Block
 from ._weights import Copy, Hidden
 
 _PLACE = "_penstock_whole"  # in a model's __dict__: the Whole of its last engine
-_OURS = ("__deepcopy__", "__reduce_ex__", "state_dict", "load_state_dict", "_penstock_engine", _PLACE)
+_OURS = ("__deepcopy__", "__reduce_ex__", "state_dict", "load_state_dict", "zero_grad", "_penstock_engine", _PLACE)
 
 
 def _refuses_pickle(_: Any) -> Any:

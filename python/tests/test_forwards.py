@@ -1,0 +1,461 @@
+"""Forwards as models and scripts have them: they keep things, are several, are looked into; losses are plain PyTorch's."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine_models import batches, make, net, step  # noqa: E402
+from torch import nn  # noqa: E402
+
+HAS_EDGES = hasattr(torch.autograd.graph, "get_gradient_edge")
+needs_edges = pytest.mark.skipif(not HAS_EDGES, reason="torch 2.1 and newer")
+
+
+def inputs(count, rows=4):
+    return list(torch.randn(count, rows, 8, generator=torch.Generator().manual_seed(2)))
+
+
+def seeded(made, seed=0):
+    torch.manual_seed(seed)
+    return made()
+
+
+def optimizer_of(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def on_drive(model, directory, **options):
+    return make(model, directory, optimizer=optimizer_of(model), gradient_clipping=0, **options)
+
+
+def same_weights(engine, plain, atol=1e-6):
+    state = engine.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# --- forwards that keep something
+
+
+class Counts(nn.Module):
+    """Its calls are counted by itself, by a layer, by an object and by a list; each has a part in what it gives."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.calls = nn.Linear(8, 8), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return torch.tanh(self.linear(x)) * (1 + 0.1 * self.calls)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Counts.Layer() for _ in range(3))
+        self.head = nn.Linear(8, 1)
+        self.calls = 0
+        self.meter = type("Meter", (), {})()
+        self.meter.total = 0.0
+        self.seen = []
+        self.scale = torch.ones(())
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.meter.total += 1.0
+        self.scale = self.scale * 0.9
+        self.rows = x[:, :1]  # of this call, for what follows
+        for layer in self.layers:
+            x = layer(x) + self.rows * self.scale
+        return self.head(x).square().mean() * (1 + 0.1 * self.calls + 0.01 * len(self.seen) + 0.001 * self.meter.total)
+
+
+@pytest.mark.parametrize("how", ["one", "accumulated", "train_batch", "evaluated first"])
+def test_a_forward_that_counts_is_made_as_often_as_the_script_makes_it(tmp_path, how):
+    model = seeded(Counts)
+    plain, data = copy.deepcopy(model), inputs(9)
+    optimizer = optimizer_of(plain)
+    many = 1 if how == "one" else 3
+    with on_drive(model, tmp_path, gradient_accumulation_steps=many) as engine:
+        if how == "evaluated first":
+            with torch.no_grad():
+                assert engine(data[0]).item() == pytest.approx(plain(data[0]).item(), abs=1e-6)
+        for at in range(0, 9, many):
+            optimizer.zero_grad()
+            expected = [plain(x) / many for x in data[at : at + many]]
+            for each in expected:
+                each.backward()
+            optimizer.step()
+            if how in ("train_batch", "evaluated first"):
+                loss = engine.train_batch(data[at : at + many])
+            else:
+                loss = torch.zeros(())
+                for x in data[at : at + many]:
+                    each = engine(x)
+                    loss += each.detach() / many
+                    engine.backward(each)
+                    engine.step()
+            assert loss.item() == pytest.approx(sum(expected).item(), abs=1e-6)
+        for one, other in [(model, plain), *zip(model.layers, plain.layers)]:
+            assert one.calls == other.calls
+        assert model.seen == plain.seen and model.meter.total == plain.meter.total
+        same_weights(engine, plain)
+
+
+class Keeps(nn.Module):
+    """Part of its loss is made of what it keeps in an attribute and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(8, 8)
+        self.kept = []
+
+    def forward(self, x):
+        self.kept.clear()
+        for layer in self.layers:
+            x = layer(x)
+            self.kept.append(x.square().mean())
+        self.mean = x.mean()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("how", ["attributes", "hooks"])
+@pytest.mark.parametrize("many", [1, 3])
+def test_a_loss_of_what_a_forward_keeps_has_all_its_gradients(tmp_path, how, many):
+    model = seeded(Keeps)
+    plain, data = copy.deepcopy(model), inputs(6)
+    optimizer = optimizer_of(plain)
+
+    def looked_into(module):
+        seen = {}
+        if how == "hooks":
+            module.layers[0][0].register_forward_hook(lambda _, args, out: seen.update(inner=out))
+            module.layers[1].register_forward_hook(lambda _, args, out: seen.update(given=args[0], outer=out))
+            module.layers[2].register_forward_pre_hook(lambda _, args: seen.update(before=args[0]))
+        return seen
+
+    def loss_of(call, module, seen, x):
+        out = call(x)
+        if how == "hooks":
+            return out.square().mean() + sum(value.square().mean() for value in seen.values())
+        return out.square().mean() + sum(module.kept) + module.mean
+
+    engines, plains = looked_into(model), looked_into(plain)
+    with on_drive(model, tmp_path, gradient_accumulation_steps=many) as engine:
+        for at in range(0, 6, many):
+            optimizer.zero_grad()
+            for x in data[at : at + many]:
+                expected = loss_of(plain, plain, plains, x)
+                (expected / many).backward()
+                loss = loss_of(engine, model, engines, x)
+                engine.backward(loss)
+                engine.step()
+                assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+            optimizer.step()
+        same_weights(engine, plain)
+
+
+# --- several forwards, without a word of it
+
+
+def train_both(model, directory, losses_of, data, **options):
+    """Steps of losses_of(call, batch), which gives the losses whose backwards make a step; with the engine and without."""
+    plain = copy.deepcopy(model)
+    optimizer = optimizer_of(plain)
+    with on_drive(model, directory, **options) as engine:
+        for number, batch in enumerate(data):
+            torch.manual_seed(number)
+            optimizer.zero_grad()
+            expected = []
+            for loss in losses_of(plain, batch):
+                loss.backward()
+                expected.append(loss.item())
+            optimizer.step()
+            torch.manual_seed(number)
+            found = []
+            for loss in losses_of(engine, batch):
+                engine.backward(loss)
+                found.append(loss.item())
+            engine.step()
+            assert found == pytest.approx(expected, abs=1e-5)
+        assert engine.global_steps == len(data)
+        same_weights(engine, plain, atol=1e-5)
+
+
+def with_a_target(call, x):
+    y = call(x)
+    with torch.no_grad():
+        target = call(x.flip(0))
+    yield (y - target).square().mean()
+
+
+def of_two(call, x):
+    yield (call(x) - call(x.flip(0))).pow(2).mean()
+
+
+def of_two_and_one(call, x):
+    yield (call(x) - call(x.flip(0))).pow(2).mean()
+    yield call(x + 1).square().mean()
+
+
+def two_backwards(call, x):
+    yield call(x).square().mean()
+    yield (call(x.flip(0)) - 1).square().mean()
+
+
+@needs_edges
+@pytest.mark.parametrize("losses_of", [with_a_target, of_two, of_two_and_one, two_backwards])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_several_forwards_of_a_step(tmp_path, losses_of, dropout):
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 8)), nn.BatchNorm1d(8), nn.Linear(8, 8))
+
+    train_both(seeded(model), tmp_path, losses_of, inputs(5))
+
+
+@needs_edges
+def test_steps_of_one_forward_and_of_several_take_turns(tmp_path):
+    def losses_of(call, batch):
+        number, x = batch
+        yield from of_two(call, x) if number % 3 == 1 else [call(x).square().mean()]
+
+    train_both(seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))), tmp_path, losses_of, list(enumerate(inputs(7))))
+
+
+@needs_edges
+def test_a_discriminator_and_what_it_judges(tmp_path):
+    """DCGAN: two backwards and one step of the one; the other's gradients come through it."""
+    judge, maker = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))), seeded(lambda: nn.Linear(8, 8), 1)
+    plain_judge, plain_maker = copy.deepcopy(judge), copy.deepcopy(maker)
+    with on_drive(judge, tmp_path) as engine:
+        optimizers = [(optimizer_of(plain_judge), optimizer_of(plain_maker)), (engine, optimizer_of(maker))]
+        for x in inputs(4):
+            losses = []
+            for call, make_one, (ours, others) in zip((plain_judge, engine), (plain_maker, maker), optimizers):
+                (plain_judge if call is plain_judge else judge).zero_grad()
+                fake = make_one(x)
+                real_loss, fake_loss = (call(x) - 1).square().mean(), call(fake.detach()).square().mean()
+                for loss in (real_loss, fake_loss):
+                    engine.backward(loss) if call is engine else loss.backward()
+                ours.step()
+                others.zero_grad()
+                loss = (call(fake) - 1).square().mean()
+                engine.backward(loss) if call is engine else loss.backward()
+                others.step()
+                losses.append([each.item() for each in (real_loss, fake_loss, loss)])
+            assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+        judge.zero_grad()
+        same_weights(engine, plain_judge)
+        torch.testing.assert_close(maker.weight, plain_maker.weight, atol=1e-6, rtol=0)
+
+
+def test_gradients_in_evaluation_mode(tmp_path):
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 1)).eval()
+
+    train_both(seeded(model), tmp_path, lambda call, x: [call(x).square().mean()], inputs(3))
+
+
+def penalized(call, x):
+    x = x.clone().requires_grad_()
+    out = call(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    yield out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+def test_a_gradient_of_gradients_is_served_in_one_block_and_refused_otherwise(tmp_path):
+    def model():
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    train_both(seeded(model), tmp_path / "whole", penalized, inputs(3), config={"penstock": {"blocks": [""]}})
+    made = seeded(model)
+    with on_drive(made, tmp_path / "blocks") as engine:
+        with pytest.raises(RuntimeError, match="create_graph.*blocks"):
+            next(penalized(engine, inputs(1)[0]))
+
+
+@needs_edges
+def test_a_backward_of_its_own_says_what_to_call(tmp_path):
+    data = inputs(2)
+    with on_drive(seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))), tmp_path) as engine:
+        first = engine(data[0])
+        engine(data[1])
+        with pytest.raises(RuntimeError, match=r"engine\.backward\(loss\)"):
+            first.square().mean().backward()
+
+
+@pytest.mark.parametrize("many", [1, 2])
+def test_a_gradient_is_read_between_backward_and_step(tmp_path, many):
+    model, data = net(), batches(4)
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with make(model, tmp_path, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), gradient_clipping=0.5, gradient_accumulation_steps=many) as engine:
+        for at in range(0, 4, many):
+            optimizer.zero_grad()
+            for batch in data[at : at + many]:
+                (plain(**batch) / many).backward()
+                loss = engine(**batch)
+                engine.backward(loss)
+                if batch is data[at + many - 1]:
+                    for name, parameter in plain.named_parameters():
+                        torch.testing.assert_close(engine.read_state(dict(model.named_parameters())[name], "gradient"), parameter.grad, atol=1e-5, rtol=0)
+                    with pytest.raises(RuntimeError, match=r"engine\.step\(\) comes next"):
+                        engine(**batch)
+                engine.step()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            optimizer.step()
+        assert engine.global_steps == 4 // many
+        same_weights(engine, plain, atol=1e-5)
+
+
+# --- weights that are used elsewhere than in their module's forward, or not at all
+
+
+class Scattered(nn.Module):
+    """Parameters of its own around layers, one of another module, a module that is never called, one that is skipped at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.token = nn.Parameter(torch.randn(1, 8))
+        self.table = nn.Embedding(5, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.never = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.left_out = 1
+
+    def forward(self, x):
+        x = x * self.scale + self.token + self.table.weight.mean(0)
+        for number, layer in enumerate(self.layers):
+            if number != self.left_out:
+                x = layer(x) + nn.functional.linear(x, self.frozen.weight)
+        return x @ self.table.weight.t()
+
+
+def scattered_losses(call, module, batch):
+    number, x = batch
+    module.left_out = (1, None, 2, 1, None)[number]
+    return call(x).square().mean()
+
+
+@pytest.mark.parametrize("how", ["one", "accumulated", "train_batch"])
+def test_weights_used_anywhere_are_in_memory_for_the_pass(tmp_path, how):
+    model = seeded(Scattered)
+    plain = copy.deepcopy(model)
+    trained = [each for each in plain.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    ours = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    many = 2 if how in ("accumulated", "train_batch") else 1
+    with make(model, tmp_path, optimizer=ours, gradient_clipping=0, gradient_accumulation_steps=many) as engine:
+        for number, x in enumerate(inputs(5)):
+            optimizer.zero_grad()
+            expected = scattered_losses(plain, plain, (number, x))
+            expected.backward()
+            optimizer.step()
+            if how == "train_batch":
+                model.left_out = plain.left_out
+                loss = engine.train_batch([x, x], loss=lambda module, given: module(given).square().mean())
+            else:
+                for _ in range(many):
+                    loss = scattered_losses(engine, model, (number, x))
+                    engine.backward(loss)
+                    engine.step()
+            assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+        same_weights(engine, plain, atol=1e-5)
+        engine.save_checkpoint(tmp_path / "checkpoints")
+        with make(seeded(Scattered, 9), tmp_path / "again", optimizer=lambda given: torch.optim.SGD(given, lr=0.1), gradient_clipping=0) as again:
+            again.load_checkpoint(tmp_path / "checkpoints")
+            with torch.no_grad():
+                again(x)
+                again.module.left_out = plain.left_out
+                torch.testing.assert_close(again(x), plain(x), atol=1e-5, rtol=0)
+
+
+class Drops(nn.Module):
+    """Layers that training drops at random, and one that training alone has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if not self.training or torch.rand(()) > 0.5:
+                x = x + layer(x)
+        return self.head(x).square().mean()
+
+
+def test_layers_that_are_dropped_at_random_have_their_place(tmp_path):
+    train_both(seeded(Drops), tmp_path, lambda call, x: [call(x)], inputs(6))
+    with on_drive(seeded(Drops, 1), tmp_path, resume=True) as engine:
+        torch.manual_seed(5)  # others are dropped
+        engine(inputs(1)[0])
+        assert not any(block.resident for block in engine._blocks)
+
+
+def test_what_is_in_memory_for_the_pass_is_in_the_plan(tmp_path):
+    class Wide(nn.Module):
+        def __init__(self, outside):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.wide, self.outside = nn.Linear(2048, 2048, bias=False), outside
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            wide = nn.functional.pad(x, (0, 2040))
+            return (nn.functional.linear(wide, self.wide.weight) if self.outside else self.wide(wide)).square().mean()
+
+    least = []
+    for outside in (False, True):
+        model = Wide(outside)
+        with on_drive(model, tmp_path / str(outside)) as engine:
+            step(engine, {"x": inputs(1)[0]})
+            least.append(engine.plan()["least_host_memory_bytes"])
+    assert least[1] >= least[0] + 2 * 4 * 2048 * 2048
+
+
+def test_values_gathered_within_a_forward_are_there_for_it(tmp_path):
+    deepspeed = pytest.importorskip("penstock.deepspeed")
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            with deepspeed.zero.GatheredParameters([self.head.weight, self.head.bias]):
+                return (x @ self.head.weight.t() + self.head.bias).square().mean()
+
+    model = seeded(Head)
+    plain, data = copy.deepcopy(model), inputs(3)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+        "penstock": {"forwards_per_step": 2},
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    for x in data:
+        optimizer.zero_grad()
+        expected = plain(x)
+        expected.backward()
+        optimizer.step()
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("wrong", [{"blocks": "layers"}, {"blocks": [1]}, {"forwards_per_step": 0}, {"blokcs": []}])
+def test_a_wrong_word_of_blocks_in_the_configuration_is_refused(tmp_path, wrong):
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        make(net(), tmp_path, config={"penstock": wrong})
