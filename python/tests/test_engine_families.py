@@ -170,3 +170,23 @@ def test_adapters_of_peft_train_beside_a_frozen_base(tmp_path):
             warnings.simplefilter("ignore")
             model.save_pretrained(tmp_path / "adapter")
         assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", ["modules_to_save", "embedding", "prompt", "encoded prompt"])
+def test_what_peft_puts_around_modules_trains(tmp_path, what):
+    """Modules beside those that they stand for, which are never called, adapters of an embedding, prompts of their own."""
+    peft = pytest.importorskip("peft")
+    lora = {"r": 4, "lora_dropout": 0.0, "task_type": "CAUSAL_LM"}
+    config = {
+        "modules_to_save": lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], **lora),
+        "embedding": lambda: peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], **lora),
+        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        "encoded prompt": lambda: peft.PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, task_type="CAUSAL_LM"),
+    }[what]()
+    model, data = make("llama")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, config)
+    expected = plain_losses(copy.deepcopy(model), data[:3])
+    with on_drive(model, tmp_path) as engine:
+        assert engine_losses(engine, data[:3]) == pytest.approx(expected, abs=1e-5)
