@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
 #include "base/atomic_file.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 
 namespace penstock::aio {
@@ -365,13 +366,11 @@ absl::StatusOr<DeviceProfile> FromJson(const Json& json) {
 
 // {"profiles": [...]}; an empty list where there is no file yet.
 absl::StatusOr<Json> ReadStore(const std::string& path) {
-  std::ifstream file(path);
-  if (!file) return Json{{"profiles", Json::array()}};
-  std::stringstream text;
-  text << file.rdbuf();
-  Json store = Json::parse(text.str(), nullptr, false);
-  if (store.is_discarded() || !store.is_object() || !store.contains("profiles") ||
-      !store["profiles"].is_array()) {
+  absl::StatusOr<Json> store = ReadJsonObject(path);
+  if (absl::IsNotFound(store.status())) return Json{{"profiles", Json::array()}};
+  const bool read = store.ok() || absl::IsInvalidArgument(store.status());
+  if (!read) return store;
+  if (!store.ok() || !store->contains("profiles") || !(*store)["profiles"].is_array()) {
     return absl::DataLossError(
         absl::StrCat(path, ": not a file of device profiles; remove it and measure again"));
   }
@@ -392,8 +391,7 @@ std::string Dump(const Json& json) { return json.dump(2, ' ', false, Json::error
 std::string ProfileToJson(const DeviceProfile& profile) { return Dump(ToJson(profile)); }
 
 absl::StatusOr<DeviceProfile> ProfileFromJson(std::string_view text) {
-  const Json json = Json::parse(text, nullptr, false);
-  if (json.is_discarded()) return absl::InvalidArgumentError("device profile: not JSON");
+  ASSIGN_OR_RETURN(const Json json, ParseJson(text, "device profile"));
   return FromJson(json);
 }
 

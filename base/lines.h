@@ -22,6 +22,32 @@ inline constexpr uint64_t kMostLineBytes = uint64_t{64} << 20;
 absl::StatusOr<uint64_t> ForEachLine(int fd, const std::string& path,
                                      const std::function<bool(std::string_view line)>& take);
 
+// The lines of a regular file, one after the other.
+//
+// Threads: one. Errors as ForEachLine, and those of opening; kFailedPrecondition: not a regular file.
+class LineReader {
+ public:
+  static absl::StatusOr<LineReader> Open(const std::string& path);
+  LineReader(LineReader&& other) noexcept;
+  LineReader& operator=(LineReader&& other) noexcept;
+  ~LineReader();
+
+  // Puts the next line into `line`, without its newline. Returns false at the end of the file. What stands
+  // there without a newline is a line, too, of which torn() says so.
+  absl::StatusOr<bool> Next(std::string* line);
+  bool torn() const { return torn_; }
+
+ private:
+  LineReader(std::string path, int fd);
+
+  std::string path_;
+  int fd_ = -1;
+  uint64_t offset_ = 0;  // of the next read
+  std::string buffer_;
+  size_t begin_ = 0;  // of what of it was not handed out
+  bool torn_ = false;
+};
+
 }  // namespace penstock
 
 #endif  // PENSTOCK_BASE_LINES_H_

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
 #include "base/io_error.h"
+#include "base/status_macros.h"
 
 namespace penstock {
 namespace {
@@ -24,10 +25,6 @@ absl::Status TooLong(const std::string& path, uint64_t limit_bytes) {
 absl::StatusOr<std::string> ReadAll(int fd, const std::string& path, uint64_t limit_bytes) {
   struct stat info {};
   if (::fstat(fd, &info) != 0) return MakeIoError({.op = "stat", .path = path, .error = errno});
-  if (!S_ISREG(info.st_mode)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("read ", path, ": it is ", std::string(DescribeKind(info.st_mode)), ", not a regular file"));
-  }
   // The kernel's own files (/proc, /sys) have a size of 0: the end is where read() finds it.
   const uint64_t size = static_cast<uint64_t>(info.st_size);
   if (size > limit_bytes) return TooLong(path, limit_bytes);
@@ -52,7 +49,7 @@ absl::StatusOr<std::string> ReadAll(int fd, const std::string& path, uint64_t li
 
 }  // namespace
 
-absl::StatusOr<std::string> ReadSmallFile(const std::string& path, uint64_t limit_bytes) {
+absl::StatusOr<int> OpenRegularFile(const std::string& path) {
   int fd = -1;
   do {
     fd = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
@@ -64,6 +61,21 @@ absl::StatusOr<std::string> ReadSmallFile(const std::string& path, uint64_t limi
     }
     return MakeIoError({.op = "open", .path = path, .error = errno});
   }
+  struct stat info {};
+  absl::Status status;
+  if (::fstat(fd, &info) != 0) {
+    status = MakeIoError({.op = "stat", .path = path, .error = errno});
+  } else if (!S_ISREG(info.st_mode)) {
+    status = absl::FailedPreconditionError(absl::StrCat(
+        "read ", path, ": it is ", std::string(DescribeKind(info.st_mode)), ", not a regular file"));
+  }
+  if (status.ok()) return fd;
+  ::close(fd);
+  return status;
+}
+
+absl::StatusOr<std::string> ReadSmallFile(const std::string& path, uint64_t limit_bytes) {
+  ASSIGN_OR_RETURN(const int fd, OpenRegularFile(path));
   absl::StatusOr<std::string> text = ReadAll(fd, path, limit_bytes);
   ::close(fd);
   return text;

@@ -20,6 +20,10 @@ inline constexpr uint64_t kSmallFileBytes = uint64_t{16} << 20;
 // error and never a shorter text.
 absl::StatusOr<std::string> ReadSmallFile(const std::string& path, uint64_t limit_bytes = kSmallFileBytes);
 
+// Opens the regular file at `path` for reading, by a descriptor that the caller closes: for files that are
+// read piece by piece. Never waits for another process; errors as above.
+absl::StatusOr<int> OpenRegularFile(const std::string& path);
+
 }  // namespace penstock
 
 #endif  // PENSTOCK_BASE_SMALL_FILE_H_

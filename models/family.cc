@@ -1,14 +1,13 @@
 #include "models/family.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
-#include <fstream>
 #include <optional>
-#include <sstream>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
+#include "base/json.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "models/gpt.h"
 #include "models/llama.h"
@@ -17,15 +16,6 @@
 #include "zero/config/config_json.h"
 
 namespace penstock::models {
-namespace {
-
-bool IsDirectory(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
-
-}  // namespace
-
 double StageProducts::ForwardFlops(int64_t sequences, int64_t length) const {
   const auto rows = static_cast<double>(sequences), tokens = rows * static_cast<double>(length);
   const double pairs = rows * static_cast<double>(length) * static_cast<double>(length + 1) / 2;
@@ -96,19 +86,19 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> OpenModel(const std::string
                                                                std::vector<std::string>* notes) {
   if (const std::optional<GptConfig> preset = GptPreset(preset_or_path); preset.has_value())
     return DescribeGpt(*preset);
-  const bool directory = IsDirectory(preset_or_path);
-  const std::string path = directory ? absl::StrCat(preset_or_path, "/config.json") : preset_or_path;
   const auto wrong = [&](const std::string& why) {
     return absl::InvalidArgumentError(absl::StrCat("--model ", preset_or_path, ": ", why));
   };
-  std::ifstream file(path);
-  if (!file && directory) return wrong("no config.json in there that can be read");
-  if (!file) return wrong(absl::StrCat("neither a file that can be read nor one of ", GptPresetNames()));
-  std::ostringstream text;
-  text << file.rdbuf();
-  const nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded()) return wrong("not valid JSON");
-  absl::StatusOr<std::shared_ptr<const LanguageModel>> model = ModelFromJson(json, notes);
+  ASSIGN_OR_RETURN(const bool directory, IsDirectory(preset_or_path));
+  const std::string path = directory ? absl::StrCat(preset_or_path, "/config.json") : preset_or_path;
+  const absl::StatusOr<std::string> text = ReadSmallFile(path);
+  if (absl::IsNotFound(text.status()) && directory) return wrong("no config.json in there");
+  if (absl::IsNotFound(text.status()))
+    return wrong(absl::StrCat("neither a file that can be read nor one of ", GptPresetNames()));
+  if (!text.ok()) return wrong(std::string(text.status().message()));
+  const absl::StatusOr<nlohmann::json> json = ParseJson(*text, path);
+  if (!json.ok()) return wrong(std::string(json.status().message()));
+  absl::StatusOr<std::shared_ptr<const LanguageModel>> model = ModelFromJson(*json, notes);
   if (!model.ok()) return wrong(std::string(model.status().message()));
   return model;
 }

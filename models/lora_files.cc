@@ -1,15 +1,13 @@
 // PEFT's adapter_config.json, read and written. A key that changes the function is served, or refused by
 // name.
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <iterator>
-#include <sstream>
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "models/lora.h"
 #include "zero/config/config_json.h"
@@ -17,8 +15,6 @@
 
 namespace penstock::models {
 namespace {
-
-constexpr std::streamoff kMostConfigBytes = std::streamoff{16} << 20;
 
 // Of no effect on the function: where it came from, what it was made with, and how it was initialised.
 constexpr std::string_view kPassedOver[] = {
@@ -106,21 +102,13 @@ class Reader {
 }  // namespace
 
 bool IsAdapter(const std::string& directory) {
-  struct stat info {};
-  return ::stat(absl::StrCat(directory, "/", kAdapterConfig).c_str(), &info) == 0;
+  // What cannot be looked at counts as there: reading it says what is wrong.
+  return PathExists(absl::StrCat(directory, "/", kAdapterConfig)).value_or(true);
 }
 
 absl::StatusOr<PublishedAdapter> ReadAdapterConfig(const std::string& directory) {
   const std::string path = absl::StrCat(directory, "/", kAdapterConfig);
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  const std::streamoff bytes = file.tellg();
-  if (!file || bytes < 0 || bytes > kMostConfigBytes)
-    return absl::InvalidArgumentError(absl::StrCat(path, ": cannot be read, or is too long"));
-  file.seekg(0);
-  std::ostringstream text;
-  text << file.rdbuf();
-  const nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object()) return absl::InvalidArgumentError(absl::StrCat(path, ": not a JSON object"));
+  ASSIGN_OR_RETURN(const nlohmann::json json, ReadJsonObject(path));
   return Reader(json, path).Read();
 }
 

@@ -1,35 +1,25 @@
 #include "models/weight_files.h"
 
-#include <sys/stat.h>
-
-#include <algorithm>
 #include <cstdint>
-#include <fstream>
-#include <sstream>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 
 namespace penstock::models {
 namespace {
 
-constexpr uint64_t kMostJsonBytes = uint64_t{64} << 20;
+// Of 400,000 tensors, which is as many as base/json.h takes.
+constexpr uint64_t kMostIndexBytes = uint64_t{64} << 20;
 
 absl::Status Wrong(const std::string& given, const std::string& why) {
   return absl::InvalidArgumentError(absl::StrCat(given, ": ", why));
 }
 
-bool IsDirectory(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
-
-bool Exists(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0;
-}
+// What cannot be looked at counts as there: whoever reads it says what is wrong.
+bool Exists(const std::string& path) { return PathExists(path).value_or(true); }
 
 // A name in `directory` of weights in another form; "" where there is none.
 std::string OtherWeights(const std::string& directory) {
@@ -69,14 +59,13 @@ std::string WhyNoWeights(const std::string& directory) {
 }
 
 std::string WeightDirectory(const std::string& path) {
-  if (IsDirectory(path)) return path;
-  const size_t slash = path.rfind('/');
-  return slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
+  return IsDirectory(path).value_or(false) ? path : DirectoryOf(path);
 }
 
 absl::StatusOr<std::string> MainWeightFile(const std::string& path, const std::string& given) {
-  if (!Exists(path)) return Wrong(given, "no such file or directory");
-  if (!IsDirectory(path)) return path;
+  ASSIGN_OR_RETURN(const PathKind kind, KindOf(path));
+  if (kind == PathKind::kMissing) return Wrong(given, "no such file or directory");
+  if (kind != PathKind::kDirectory) return path;
   for (const char* name : {kWeightIndex, kSingleWeightFile}) {
     std::string file = absl::StrCat(path, "/", name);
     if (Exists(file)) return file;
@@ -84,24 +73,12 @@ absl::StatusOr<std::string> MainWeightFile(const std::string& path, const std::s
   return Wrong(given, WhyNoWeights(path));
 }
 
-absl::StatusOr<nlohmann::json> ReadJsonObject(const std::string& path, const std::string& given) {
-  struct stat info {};
-  if (::stat(path.c_str(), &info) != 0 || static_cast<uint64_t>(info.st_size) > kMostJsonBytes) {
-    return Wrong(given, absl::StrCat(path, " cannot be read, or is too long"));
-  }
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  if (!file || !json.is_object()) return Wrong(given, absl::StrCat(path, " is not a JSON object"));
-  return json;
-}
-
 absl::StatusOr<WeightFiles> WeightFilesOf(const std::string& main, const std::string& given) {
   if (!absl::EndsWith(main, ".json")) return WeightFiles{{main, {}}};
-  ASSIGN_OR_RETURN(const nlohmann::json index, ReadJsonObject(main, given));
-  const auto map = index.find("weight_map");
-  if (map == index.end() || !map->is_object() || map->empty()) {
+  const absl::StatusOr<nlohmann::json> index = ReadJsonObject(main, kMostIndexBytes);
+  if (!index.ok()) return Wrong(given, std::string(index.status().message()));
+  const auto map = index->find("weight_map");
+  if (map == index->end() || !map->is_object() || map->empty()) {
     return Wrong(given, absl::StrCat(main, " has no weight_map"));
   }
   WeightFiles files;

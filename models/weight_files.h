@@ -6,7 +6,6 @@
 #define PENSTOCK_MODELS_WEIGHT_FILES_H_
 
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <string>
 
@@ -35,9 +34,6 @@ absl::StatusOr<WeightFiles> WeightFilesOf(const std::string& main, const std::st
 
 // `path` itself, or the directory that it is in.
 std::string WeightDirectory(const std::string& path);
-
-// A JSON object of at most 64 MiB: an index, or the config.json beside it.
-absl::StatusOr<nlohmann::json> ReadJsonObject(const std::string& path, const std::string& given);
 
 }  // namespace penstock::models
 

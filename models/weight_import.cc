@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <filesystem>
 #include <set>
 #include <utility>
 
@@ -10,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "models/stored_type.h"
@@ -39,14 +39,14 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
   const std::string given = Given("--init-from", path);
   ASSIGN_OR_RETURN(std::string file, MainWeightFile(path, given));
   const std::string beside = absl::StrCat(WeightDirectory(path), "/config.json");
-  std::error_code error;
-  if (std::filesystem::exists(beside, error)) return ReadJsonObject(beside, given);
+  absl::StatusOr<nlohmann::json> published = ReadJsonObject(beside);
+  if (published.ok()) return published;
+  if (!absl::IsNotFound(published.status())) return Wrong(given, std::string(published.status().message()));
   if (absl::EndsWith(file, ".json")) return nlohmann::json();
   ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsReader> reader, swap::SafetensorsReader::Open(file));
   const auto config = reader->metadata().find("config");
   if (config == reader->metadata().end()) return nlohmann::json();
-  nlohmann::json json = nlohmann::json::parse(config->second, nullptr, /*allow_exceptions=*/false);
-  return json.is_object() ? json : nlohmann::json();
+  return ParseJsonObject(config->second, "").value_or(nlohmann::json());
 }
 
 std::optional<PackedWeights> PackingOf(const std::string& path) {

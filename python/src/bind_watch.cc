@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/json.h"
 #include "engine_options.h"
 #include "errors.h"
 #include "swap/inspect.h"
@@ -51,8 +52,8 @@ std::string RecordOf(const std::vector<std::string>& directories, const std::str
   if (!parts.ok()) return "null";
   const auto found = swap::Inspect(parts->front());
   if (!found.ok()) return "null";
-  const auto payload = nlohmann::json::parse(found->record.payload, nullptr, /*allow_exceptions=*/false);
-  return payload.is_object() && payload.contains(what) ? payload[what].dump() : "null";
+  const auto payload = penstock::ParseJsonObject(found->record.payload, "");
+  return payload.ok() && payload->contains(what) ? (*payload)[what].dump() : "null";
 }
 
 }  // namespace

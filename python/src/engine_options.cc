@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/json.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
@@ -242,9 +243,9 @@ absl::Status ChooseElasticBatch(int world, zero::ParsedConfig* parsed) {
 }  // namespace
 
 nlohmann::json ParseJson(const std::string& text) {
-  Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded()) throw nanobind::value_error("not JSON");
-  return json;
+  absl::StatusOr<Json> json = penstock::ParseJson(text, "");
+  if (!json.ok()) throw nanobind::value_error(std::string(json.status().message()).c_str());
+  return *std::move(json);
 }
 
 absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,

@@ -53,6 +53,7 @@ struct Ran {
   int code = -1;  // exit code; 1000 + n: ended by signal n
   std::string out, err;
   int64_t read_bytes = 0, written_bytes = 0;  // of drives, as the kernel counts
+  int64_t peak_bytes = 0;                     // of memory
 };
 
 // A running program, in `directory`, which its output's files go to and what it makes by default. `launcher`:
@@ -111,6 +112,7 @@ class Program {
     pid_ = -1;
     ran.read_bytes = int64_t{512} * usage.ru_inblock;
     ran.written_bytes = int64_t{512} * usage.ru_oublock;
+    ran.peak_bytes = int64_t{1024} * usage.ru_maxrss;
     ran.code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
     ran.out = ReadFile(prefix_ + ".out");
     ran.err = ReadFile(prefix_ + ".err");

@@ -141,7 +141,7 @@ TEST_F(WeightImportTest, Shards) {
   testing_support::WriteFile(path, "{\"weight_map\": 3}");
   EXPECT_THAT(Refusal(path), HasSubstr("no weight_map"));
   testing_support::WriteFile(path, "[");
-  EXPECT_THAT(Refusal(path), HasSubstr("not a JSON object"));
+  EXPECT_THAT(Refusal(path), HasSubstr("the JSON is malformed at byte 1"));
 }
 
 TEST_F(WeightImportTest, WhatDoesNotFitIsNamed) {

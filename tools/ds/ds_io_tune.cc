@@ -20,6 +20,7 @@
 #include "aio/io_error.h"
 #include "aio/profile.h"
 #include "base/atomic_file.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "tools/base/whole_file.h"
 #include "tools/ds/ds_io_gpu.h"
@@ -405,14 +406,11 @@ int TuneMain(const std::vector<std::string>& arguments, std::FILE* out, std::FIL
   }
   std::vector<TunePoint> sweep;
   if (!options->sweep_config.empty()) {
-    std::ifstream file(options->sweep_config);
-    std::stringstream text;
-    text << file.rdbuf();
-    if (!file)
-      return Fail(
-          err, 2,
-          absl::NotFoundError(absl::StrCat("sweep config ", options->sweep_config, ": cannot be read")));
-    auto points = ReadSweep(text.str());
+    const absl::StatusOr<std::string> text = ReadSmallFile(options->sweep_config);
+    if (!text.ok())
+      return Fail(err, 2,
+                  absl::InvalidArgumentError(absl::StrCat("sweep config: ", text.status().message())));
+    auto points = ReadSweep(*text);
     if (!points.ok()) return Fail(err, 2, points.status());
     sweep = *std::move(points);
   }

@@ -6,6 +6,7 @@
 #include "absl/strings/str_format.h"
 #include "aio/bytes.h"
 #include "aio/io_error.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "tools/ds/ds_io_args.h"
 #include "tools/ds/ds_io_tune.h"
@@ -125,8 +126,10 @@ double TunePoint::score() const {
 }
 
 absl::StatusOr<std::vector<TunePoint>> ReadSweep(const std::string& json_text) {
+  // Within bounds first, then once more with its keys in their order.
+  RETURN_IF_ERROR(ParseJson(json_text, "sweep config").status());
   const Json json = Json::parse(json_text, nullptr, false);
-  if (json.is_discarded() || !json.is_object() || json.empty()) {
+  if (!json.is_object() || json.empty()) {
     return absl::InvalidArgumentError(
         "sweep config: not a JSON object of option names to lists, like {\"block_size\": [\"1M\", \"8M\"], "
         "\"queue_depth\": [32]}");

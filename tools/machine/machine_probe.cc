@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "kernels/cache.h"
 #include "kernels/checksum.h"
@@ -285,16 +286,9 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
       absl::StrCat("compute and updates: measured just now, one block of each kind", beside));
   if (request.device != nullptr && request.device->has_own_memory()) MeasureDevice(request, &machine);
   if (request.machine_file.empty()) return machine;
-  std::ifstream file(request.machine_file);
-  std::stringstream text;
-  text << file.rdbuf();
-  if (!file) {
-    return absl::InvalidArgumentError(absl::StrCat("--machine ", request.machine_file, ": cannot be read"));
-  }
-  const nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded()) {
-    return absl::InvalidArgumentError(absl::StrCat("--machine ", request.machine_file, ": is not JSON"));
-  }
+  const absl::StatusOr<nlohmann::json> parsed = ReadJsonObject(request.machine_file);
+  if (!parsed.ok()) return absl::InvalidArgumentError(absl::StrCat("--machine ", parsed.status().message()));
+  const nlohmann::json& json = *parsed;
   if (absl::Status status = ApplyMachineJson(json, &model); !status.ok()) {
     return absl::InvalidArgumentError(
         absl::StrCat("--machine ", request.machine_file, ": ", std::string(status.message())));

@@ -1,19 +1,15 @@
 #include "tools/pages/run_files.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <set>
-#include <sstream>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "base/json.h"
+#include "base/lines.h"
 #include "base/status_macros.h"
 #include "zero/config/json_field.h"
 
@@ -80,13 +76,16 @@ Run RunOf(json report) {
 
 // A log's lines; the last one may be torn.
 absl::StatusOr<Run> ReadLog(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
+  ASSIGN_OR_RETURN(LineReader file, LineReader::Open(path));
   Run run;
   int64_t number = 0;
-  for (std::string line; std::getline(file, line);) {
+  std::string line;
+  while (true) {
+    ASSIGN_OR_RETURN(const bool more, file.Next(&line));
+    if (!more) break;
     ++number;
-    const json entry = json::parse(line, nullptr, /*allow_exceptions=*/false);
-    const bool torn = file.eof();
+    const json entry = ParseJson(line, "").value_or(json());
+    const bool torn = file.torn();
     if (!entry.is_object() || !entry.contains("step")) {
       if (torn || line.empty()) continue;
       return Wrong(path, absl::StrCat("line ", number, " is no line of a log"));
@@ -94,7 +93,6 @@ absl::StatusOr<Run> ReadLog(const std::string& path) {
     if (run.run_id.empty()) run.run_id = zero::JsonField<std::string>(entry, "run_id").value_or("");
     AddLine(entry, &run);
   }
-  if (file.bad()) return Wrong(path, absl::StrCat("read failed after line ", number));
   if (run.steps.empty() && run.evaluations.empty()) return Wrong(path, "it is empty, or no log");
   return run;
 }
@@ -106,22 +104,19 @@ struct Content {
 };
 
 absl::StatusOr<Content> Look(const std::string& path) {
-  struct stat info {};
-  std::ifstream file(path, std::ios::binary);
-  if (stat(path.c_str(), &info) != 0 || !file) return Wrong(path, std::strerror(errno));
-  if (S_ISDIR(info.st_mode)) return Wrong(path, "it is a directory");
+  absl::StatusOr<LineReader> file = LineReader::Open(path);
+  if (!file.ok()) return absl::InvalidArgumentError(file.status().message());
   std::string first;
-  std::getline(file, first);
+  RETURN_IF_ERROR(file->Next(&first).status());
   const size_t begin = first.find_first_not_of(" \t\r\xef\xbb\xbf");
   if (begin != std::string::npos && first[begin] == '[') return Content{FileKind::kTrace, {}};
-  const json line = json::parse(first, nullptr, /*allow_exceptions=*/false);
+  const json line = ParseJson(first, "").value_or(json());
   if (line.is_object() && line.contains("step")) return Content{FileKind::kLog, {}};
   // A report has at most 10,000 steps of some hundred bytes; what is far larger is none.
-  constexpr off_t kLargest = off_t{256} << 20;
-  if (info.st_size > kLargest) return Wrong(path, "it is too large for a report, and no log or trace");
-  std::ostringstream rest;
-  rest << first << "\n" << file.rdbuf();
-  json whole = json::parse(rest.str(), nullptr, /*allow_exceptions=*/false);
+  constexpr uint64_t kLargest = uint64_t{64} << 20;
+  constexpr JsonOptions kOptions = {.max_values = 2'000'000};
+  absl::StatusOr<json> read = ReadJsonObject(path, kLargest, kOptions);
+  json whole = read.ok() ? *std::move(read) : json();
   if (whole.is_object() && (whole.contains("status") || whole.contains("steps")))
     return Content{FileKind::kReport, std::move(whole)};
   return Wrong(path, "it is no report, log or trace of Penstock");

@@ -1,9 +1,6 @@
 #include "tools/pages/trace_view.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 #include <functional>
 #include <limits>
 #include <map>
@@ -13,6 +10,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/json.h"
+#include "base/lines.h"
 #include "base/status_macros.h"
 #include "zero/config/json_field.h"
 
@@ -103,15 +102,16 @@ class Reader {
  public:
   // Calls `take` with every event. How many lines were of a trace.
   absl::StatusOr<int64_t> Read(const std::string& path, const std::function<void(TraceEvent)>& take) {
-    std::ifstream file(path, std::ios::binary);
-    if (!file) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(path, ": cannot be read: ", std::strerror(errno), ": give another file"));
-    }
+    absl::StatusOr<LineReader> file = LineReader::Open(path);
+    if (!file.ok())
+      return absl::InvalidArgumentError(absl::StrCat(file.status().message(), ": give another file"));
     int64_t known = 0;
-    for (std::string line; std::getline(file, line);) {
+    std::string line;
+    while (true) {
+      ASSIGN_OR_RETURN(const bool more, file->Next(&line));
+      if (!more) break;
       while (!line.empty() && (line.back() == ',' || line.back() == '\r')) line.pop_back();
-      const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+      const nlohmann::json json = ParseJson(line, "").value_or(nlohmann::json());
       if (json.is_object() && Take(json, take)) ++known;
     }
     return known;

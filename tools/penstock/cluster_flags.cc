@@ -1,12 +1,12 @@
 #include "tools/penstock/cluster_flags.h"
 
 #include <cmath>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/json.h"
+#include "base/small_file.h"
 #include "tiering/advice/cluster.h"
 #include "tiering/plan/byte_size.h"
 
@@ -160,17 +160,11 @@ nlohmann::json Json(const ClusterMachine& machine, const ClusterModel& model) {
 }  // namespace
 
 absl::Status PlanCluster(const std::string& path, bool json, std::ostream& out) {
-  std::ifstream file(path);
-  std::stringstream text;
-  text << file.rdbuf();
-  if (!file) return absl::InvalidArgumentError(absl::StrCat("--cluster ", path, ": cannot be read"));
-  const nlohmann::json parsed =
-      nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false, /*ignore_comments=*/true);
-  if (parsed.is_discarded())
-    return absl::InvalidArgumentError(absl::StrCat("--cluster ", path, ": is not JSON"));
+  const absl::StatusOr<nlohmann::json> parsed = ReadJsonObject(path, kSmallFileBytes, {.comments = true});
+  if (!parsed.ok()) return absl::InvalidArgumentError(absl::StrCat("--cluster ", parsed.status().message()));
   ClusterMachine machine;
   ClusterModel model;
-  if (absl::Status status = tiering::ReadClusterJson(parsed, &machine, &model); !status.ok()) {
+  if (absl::Status status = tiering::ReadClusterJson(*parsed, &machine, &model); !status.ok()) {
     return absl::InvalidArgumentError(absl::StrCat("--cluster ", path, ": ", std::string(status.message())));
   }
   if (json) {

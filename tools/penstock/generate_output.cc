@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
+#include "base/json.h"
 #include "base/lines.h"
 #include "base/status_macros.h"
 
@@ -53,7 +54,7 @@ absl::Status GenerateOutput::ReadDone() {
   bool ours = true;
   const auto take = [&](std::string_view line) {
     ++number;
-    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const nlohmann::json json = ParseJson(line, "").value_or(nlohmann::json());
     ours = json.is_object() && json.contains("index") && json["index"].is_number_integer() &&
            json.contains("key") && json["key"].is_string();
     if (ours) keys_[json["index"].get<int64_t>()] = json["key"].get<std::string>();

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/directory.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "models/packed_weights.h"
 #include "models/weight_files.h"
@@ -141,8 +142,9 @@ absl::Status InspectWeights(const std::string& path, bool json, std::ostream& ou
   if (!files.ok()) return absl::DataLossError(files.status().message());
   for (const auto& [file, tensors] : *files) RETURN_IF_ERROR(Add(file, &weights));
   const std::string config = absl::StrCat(models::WeightDirectory(main), "/config.json");
-  const absl::StatusOr<nlohmann::json> published = models::ReadJsonObject(config, path);
-  if (published.ok())  // what is not there, or cannot be read, says nothing
+  const absl::StatusOr<nlohmann::json> published = ReadJsonObject(config);
+  if (!published.ok() && !absl::IsNotFound(published.status())) return published.status();
+  if (published.ok())
     weights.model_type = zero::JsonField<std::string>(*published, "model_type").value_or("");
   if (json) {
     out << ToJson(weights).dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << "\n";

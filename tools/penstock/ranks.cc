@@ -3,13 +3,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <optional>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
+#include "base/io_error.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/cpu_features.h"
@@ -200,26 +204,50 @@ absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& fla
   return comm;
 }
 
-absl::StatusOr<uint64_t> ContentDigest(const std::string& path) {
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  const auto length = static_cast<uint64_t>(std::max<std::streamoff>(0, file.tellg()));
+namespace {
+
+absl::StatusOr<uint64_t> DigestOf(int fd, const std::string& path) {
+  const off_t found = ::lseek(fd, 0, SEEK_END);
+  if (found < 0) return MakeIoError({.op = "seek", .path = path, .error = errno});
+  const auto length = static_cast<uint64_t>(found);
   kernels::Checksummer sum;
   sum.Update(&length, sizeof(length));
   std::vector<char> piece(kPieceBytes);
   const bool whole = length <= kPieces * kPieceBytes;
   const uint64_t pieces = whole ? (length + kPieceBytes - 1) / kPieceBytes : kPieces;
-  const uint64_t has_own_memory = whole ? kPieceBytes : (length - kPieceBytes) / (kPieces - 1);
-  for (uint64_t i = 0; i < pieces && file; ++i) {
-    const uint64_t offset = !whole && i + 1 == pieces ? length - kPieceBytes : i * has_own_memory;
+  const uint64_t stride = whole ? kPieceBytes : (length - kPieceBytes) / (kPieces - 1);
+  for (uint64_t i = 0; i < pieces; ++i) {
+    const uint64_t offset = !whole && i + 1 == pieces ? length - kPieceBytes : i * stride;
     const uint64_t bytes = std::min(kPieceBytes, length - offset);
-    file.seekg(static_cast<std::streamoff>(offset));
-    if (file.read(piece.data(), static_cast<std::streamsize>(bytes))) sum.Update(piece.data(), bytes);
-  }
-  if (!file) {
-    return absl::DataLossError(absl::StrCat(
-        "read ", path, ", ", length, " bytes: cannot be read to its end; every rank needs the whole file"));
+    for (uint64_t done = 0; done < bytes;) {
+      const ssize_t n = ::pread(fd, piece.data() + done, bytes - done, static_cast<off_t>(offset + done));
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) {
+        return MakeIoError({.op = "read",
+                            .path = path,
+                            .offset = offset,
+                            .bytes = bytes,
+                            .done_bytes = done,
+                            .error = errno});
+      }
+      if (n == 0) {
+        return absl::DataLossError(absl::StrCat("read ", path, ", ", length, " bytes: ends at byte ",
+                                                offset + done, "; every rank needs the whole file"));
+      }
+      done += static_cast<uint64_t>(n);
+    }
+    sum.Update(piece.data(), bytes);
   }
   return sum.Digest();
+}
+
+}  // namespace
+
+absl::StatusOr<uint64_t> ContentDigest(const std::string& path) {
+  ASSIGN_OR_RETURN(const int fd, OpenRegularFile(path));
+  absl::StatusOr<uint64_t> digest = DigestOf(fd, path);
+  ::close(fd);
+  return digest;
 }
 
 absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& flags,

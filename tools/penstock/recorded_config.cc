@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <utility>
 #include <vector>
@@ -10,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "zero/config/config_json.h"
 #include "zero/config/config_keys.h"
@@ -59,8 +59,7 @@ bool IsRecorded(std::string_view path) {
 }
 
 absl::StatusOr<json> ConfigToRecord(const std::string& file) {
-  std::ifstream stream(file, std::ios::binary);
-  const std::string text((std::istreambuf_iterator<char>(stream)), std::istreambuf_iterator<char>());
+  ASSIGN_OR_RETURN(const std::string text, ReadSmallFile(file));
   ASSIGN_OR_RETURN(const nlohmann::ordered_json said, zero::ParseHjson(text));
   ASSIGN_OR_RETURN(zero::CheckedKeys keys, zero::CheckKeys(said));
   json recorded = json::object();

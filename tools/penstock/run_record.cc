@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "swap/inspect.h"
 #include "zero/config/json_field.h"
@@ -82,7 +83,13 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
     if (later.holding == swap::Holding::kInUse) return absl::FailedPreconditionError(later.text);
     return Overwritten(later.text);
   }
-  const nlohmann::json payload = nlohmann::json::parse(inspection->record.payload, nullptr, false);
+  const std::string& text = inspection->record.payload;
+  const absl::StatusOr<nlohmann::json> parsed = ParseJson(text.empty() ? "null" : text, "");
+  if (!parsed.ok() && text.front() == '{') {
+    return absl::DataLossError(absl::StrCat(dirs.front(), ": the run's record is damaged: ",
+                                            parsed.status().message(), "; go on from a checkpoint"));
+  }
+  const nlohmann::json payload = parsed.ok() ? *parsed : nlohmann::json();
   if (!payload.is_object() || !payload.contains("run") || !payload["run"].is_object() ||
       !payload["run"].contains("model")) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -90,7 +97,7 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
   }
   nlohmann::json run = payload["run"];
   RETURN_IF_ERROR(CheckRun(run, dirs.front()));
-  const nlohmann::json identity = nlohmann::json::parse(inspection->shape.identity, nullptr, false);
+  const nlohmann::json identity = ParseJson(inspection->shape.identity, "").value_or(nlohmann::json());
   if (const auto dtype = zero::JsonField<std::string>(identity, "dtype")) run["dtype"] = *dtype;
   run["schedule"] = payload.value("schedule", nlohmann::json());
   run["loss_scale"] = payload.value("loss_scale", nlohmann::json());

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "models/deepspeed_checkpoint.h"
 #include "swap/checkpoint.h"
@@ -20,6 +21,19 @@ namespace {
 
 double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// What a store says in JSON can be read. Another program's may say it in any other way.
+absl::Status CheckTexts(const swap::Inspection& inspection) {
+  for (const auto& [what, text] :
+       {std::pair<const char*, const std::string&>{"identity", inspection.shape.identity},
+        {"commit record", inspection.record.payload}}) {
+    const size_t first = text.find_first_not_of(" \t\r\n");
+    if (first == std::string::npos || (text[first] != '{' && text[first] != '[')) continue;
+    if (const absl::Status status = ParseJson(text, absl::StrCat("its ", what)).status(); !status.ok())
+      return absl::DataLossError(absl::StrCat(inspection.paths.front(), ": ", status.message()));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -59,6 +73,7 @@ absl::StatusOr<FoundState> FindState(const std::vector<std::string>& arguments) 
   // Whatever stands there, inspecting says it best.
   state.parts = parts.ok() ? *std::move(parts) : zero::ShardDirectories{dirs};
   ASSIGN_OR_RETURN(state.inspections, zero::InspectShards(state.parts));
+  for (const swap::Inspection& inspection : state.inspections) RETURN_IF_ERROR(CheckTexts(inspection));
   return state;
 }
 
@@ -110,10 +125,7 @@ absl::StatusOr<std::unique_ptr<StateReader>> StateReader::Open(const FoundState&
   return reader;
 }
 
-nlohmann::json ParseOrNull(const std::string& text) {
-  nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-  return json.is_discarded() ? nlohmann::json() : json;
-}
+nlohmann::json ParseOrNull(const std::string& text) { return ParseJson(text, "").value_or(nlohmann::json()); }
 
 int64_t DefaultHostMemory(int sharing, int threads) {
   // What this process has already is part of its overhead.

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
+#include "base/json.h"
 #include "base/lines.h"
 #include "base/status_macros.h"
 #include "tools/base/cli.h"
@@ -40,7 +41,7 @@ struct Entry {
 
 Entry Parse(std::string_view line) {
   Entry entry;
-  entry.json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+  entry.json = ParseJson(line, "").value_or(nlohmann::json());
   if (!entry.json.is_object()) return entry;
   entry.step = zero::JsonField<int64_t>(entry.json, "step").value_or(-1);
   entry.run_id = zero::JsonField<std::string>(entry.json, "run_id").value_or("");

@@ -10,6 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "models/deepspeed_checkpoint.h"
 #include "models/family.h"
@@ -43,11 +44,6 @@ struct ExportFlags {
   bool overwrite = false;
   bool quiet = false;
 };
-
-bool IsDirectory(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
 
 nlohmann::ordered_json PublishedConfig(const models::LanguageModel& model, const std::string& dtype) {
   nlohmann::ordered_json json = model.ToPublished();
@@ -89,7 +85,8 @@ absl::StatusOr<Export> Choose(const ExportFlags& flags, const models::LanguageMo
   what.config = models::kAdapterConfig;
   if (flags.max_shard.has_value())
     return absl::InvalidArgumentError("--max-shard: adapters are one file: leave it out, or give --merge");
-  if (IsDirectory(flags.out)) return what;
+  ASSIGN_OR_RETURN(const bool into_directory, IsDirectory(flags.out));
+  if (into_directory) return what;
   std::error_code error;
   if (std::filesystem::exists(flags.out, error) || absl::EndsWith(flags.out, ".safetensors")) {
     return absl::InvalidArgumentError(absl::StrCat(flags.out, ": adapters are two files, ", what.weights,
@@ -308,7 +305,8 @@ absl::Status Run(const ExportFlags& flags, std::ostream& out, std::ostream& err)
   ASSIGN_OR_RETURN(const std::optional<uint64_t> max_shard, SizeOf("--max-shard", flags.max_shard));
   ASSIGN_OR_RETURN(const Source source, FindSource(flags));
   const models::ModelLayout& layout = source.what.written;
-  const bool into_directory = source.what.adapters_alone || IsDirectory(flags.out);
+  ASSIGN_OR_RETURN(const bool has_directory, IsDirectory(flags.out));
+  const bool into_directory = source.what.adapters_alone || has_directory;
   const nlohmann::ordered_json config = ConfigFor(flags, source);
   models::ExportOptions options = OptionsFor(flags, source, max_shard.value_or(0), into_directory, config);
   ASSIGN_OR_RETURN(const LoraBase base, BaseToMerge(flags, source, into_directory));

@@ -54,14 +54,14 @@ bool IsOurs(const std::string& name) {
 
 // kAlreadyExists: it holds what pack did not write.
 absl::Status CheckOnlyOurs(const std::string& directory) {
-  std::error_code error;
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory, error)) {
-    const std::string name = entry.path().filename();
-    if (IsOurs(name) && entry.is_regular_file(error)) continue;
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory));
+  for (const std::string& name : names) {
+    ASSIGN_OR_RETURN(const bool is_file, IsRegularFile(absl::StrCat(directory, "/", name)));
+    if (IsOurs(name) && is_file) continue;
     return absl::AlreadyExistsError(
         absl::StrCat(directory, " holds ", name, ", which is not of a packed model: it is not replaced"));
   }
-  return error ? absl::ErrnoToStatus(error.value(), absl::StrCat("list ", directory)) : absl::OkStatus();
+  return absl::OkStatus();
 }
 
 // A directory that becomes another: this process's alone, empty, gone again unless it was published.

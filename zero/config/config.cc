@@ -1,14 +1,8 @@
 #include "zero/config/config.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -16,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "zero/config/config_json.h"
 #include "zero/config/config_keys.h"
@@ -24,7 +19,7 @@
 namespace penstock::zero {
 namespace {
 
-constexpr int64_t kLargestFile = 16 << 20;
+constexpr uint64_t kLargestConfig = uint64_t{1} << 20;
 
 template <typename Enum>
 struct Named {
@@ -340,37 +335,6 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::string> ReadFile(const std::string& path) {
-  const auto failed = [](std::string_view what, int error) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(std::string(what), ": ", std::strerror(error), " (errno ", error, ")"));
-  };
-  // O_NONBLOCK: a FIFO must be refused, not waited for.
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return failed("cannot open", errno);
-  struct stat info {};
-  if (::fstat(fd, &info) != 0 || !S_ISREG(info.st_mode) || info.st_size > kLargestFile) {
-    ::close(fd);
-    return absl::InvalidArgumentError("is not a regular file of at most 16 MiB");
-  }
-  std::string text(static_cast<size_t>(info.st_size), '\0');
-  size_t done = 0;
-  while (done < text.size()) {
-    const ssize_t n = ::read(fd, text.data() + done, text.size() - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) {
-      const int error = errno;
-      ::close(fd);
-      return failed("read failed", error);
-    }
-    if (n == 0) break;  // it became shorter: what is there is what counts
-    done += static_cast<size_t>(n);
-  }
-  ::close(fd);
-  text.resize(done);
-  return text;
-}
-
 }  // namespace
 
 std::string_view Name(OffloadDevice value) { return NameIn(kOffloadDevices, value); }
@@ -402,7 +366,7 @@ absl::StatusOr<ParsedConfig> LoadConfig(const std::string& path) {
     return absl::InvalidArgumentError(
         absl::StrCat("config file ", Printable(path, 4096), ": ", status.message()));
   };
-  const absl::StatusOr<std::string> text = ReadFile(path);
+  const absl::StatusOr<std::string> text = ReadSmallFile(path, kLargestConfig);
   if (!text.ok()) return named(text.status());
   absl::StatusOr<ParsedConfig> parsed = ParseConfig(*text);
   if (!parsed.ok()) return named(parsed.status());

@@ -19,6 +19,7 @@ using Json = nlohmann::ordered_json;
 constexpr std::string_view kSpace = " \t\n";                         // between tokens; "\r" has become "\n"
 constexpr std::string_view kStripped = " \t\n\v\f\x1c\x1d\x1e\x1f";  // from the ends of bare words
 constexpr std::string_view kPunctuators = "{}[],:";
+constexpr size_t kDeepestIndent = 4096;  // so that many texts on one long line are not as many walks over it
 
 // As Python opens a text: every kind of line end is "\n".
 std::string WithPlainLineEnds(std::string_view text) {
@@ -152,6 +153,10 @@ class Reader {
   }
 
   Json Value() {
+    if (++values_ > kMostJsonValues) {
+      FailAtKey(absl::StrCat("more than ", kMostJsonValues, " values"));
+      return {};
+    }
     switch (Char(at_)) {
       case '"':
         return Quoted();
@@ -256,13 +261,18 @@ class Reader {
       Fail("a value is missing");
       return {};
     }
-    for (; error_.empty(); ++at_) {
+    // Only up to the first of what ends one can it be one: none of them has such characters in it.
+    for (bool first = true; error_.empty(); ++at_) {
       const int c = Char(at_);
       const bool line_ends = c == kEnd || c == '\n';
       if (!line_ends && c != ',' && c != '}' && c != ']' && c != '#' && !Starts("//") && !Starts("/*"))
         continue;
       const std::string_view so_far = std::string_view(text_).substr(begin, at_ - begin);
       const std::string_view word = Strip(so_far);
+      if (!std::exchange(first, false)) {
+        if (line_ends) return std::string(word);
+        continue;
+      }
       if (word == "null") return nullptr;
       if (word == "true") return true;
       if (word == "false") return false;
@@ -359,7 +369,8 @@ class Reader {
   // quotes.
   std::string MultiLine() {
     const size_t begin = at_;
-    const std::string_view before = std::string_view(text_).substr(0, at_);
+    const size_t looked_at = std::min(at_, kDeepestIndent);
+    const std::string_view before = std::string_view(text_).substr(at_ - looked_at, looked_at);
     const size_t line_start = before.rfind('\n') + 1;
     const auto indent = static_cast<size_t>(
         std::count_if(before.begin() + static_cast<ptrdiff_t>(line_start), before.end(),
@@ -391,6 +402,7 @@ class Reader {
   const std::string text_;
   size_t at_ = 0;
   int depth_ = 0;
+  int values_ = 0;
   std::vector<std::string> keys_;  // of the objects that are open
   std::string error_;
 };

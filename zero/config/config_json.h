@@ -14,6 +14,7 @@ namespace penstock::zero {
 
 // Levels of nesting that are accepted: far above any configuration, far below what a recursion minds.
 inline constexpr int kDeepestJson = 64;
+inline constexpr int kMostJsonValues = 10'000;
 
 // Parses an object, keeping the order of its keys. It reads what Python's hjson 3.1 reads, to the same values
 // (tests/golden/hjson.json), but for a text with nothing in it, which is refused. kInvalidArgument, one line,

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/json.h"
 #include "zero/compute/optimizer.h"
 #include "zero/config/json_field.h"
 #include "zero/ranks/sharded_state.h"
@@ -61,7 +62,7 @@ void NameRank(const EngineOptions& options, nlohmann::json* identity) {
 }
 
 nlohmann::json RecordedIdentity(const swap::Inspection& found, bool with_rank) {
-  nlohmann::json theirs = nlohmann::json::parse(found.shape.identity, nullptr, /*allow_exceptions=*/false);
+  nlohmann::json theirs = ParseJsonObject(found.shape.identity, "").value_or(nlohmann::json());
   if (!theirs.is_object()) return theirs;
   if (!with_rank) theirs = WholeIdentity(found.shape.identity);
   theirs.emplace(kOptimizer, "adam");
