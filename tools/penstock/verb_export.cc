@@ -349,7 +349,8 @@ absl::Status Run(const ExportFlags& flags, std::ostream& out, std::ostream& err)
 // A file that torch.load is to read, by its name, would be one that it does not read.
 absl::Status CheckIsSafetensors(const std::string& path) {
   const std::string ending = std::filesystem::path(path).extension().string();
-  if (IsDirectory(path)) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const bool is_directory, IsDirectory(path));
+  if (is_directory) return absl::OkStatus();
   for (const char* const torchs : {".bin", ".pt", ".pth", ".ckpt"}) {
     if (ending != torchs) continue;
     return WrongFlag(absl::StrCat(
