@@ -1,0 +1,513 @@
+// The command line beside a machine whose file calls fail: for every call of start, resume, checkpoint,
+// export, import, report and log, a run in which that call fails with EIO, EACCES, ENOMEM or EINTR.
+//
+// What must hold, whichever call it was: the program ends by itself, with one of its exit codes and, unless
+// that is 0, a line that says why. Exit code 0 means the right result. And nothing that was acknowledged
+// before is gone: what a command only reads is as it was, every checkpoint is whole, every logged step is
+// there, and the run goes on, undisturbed, with the losses of a run that never met a fault.
+//
+// Each run is a forked child that calls the verb in this program, so that LibTorch is loaded once. The suite
+// draws calls by a seed that it prints; PENSTOCK_SOAK=N draws N times as many.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <random>
+#include <regex>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "aio/profile.h"
+#include "base/small_file.h"
+#include "tests/faults/faulty_calls.h"
+#include "tests/soak.h"
+#include "tools/penstock/verbs.h"
+
+// Drives are not measured here: each start would write most of a gigabyte. (The linker puts this in the place
+// of aio::MeasureDevice: --wrap in CMakeLists.txt.)
+namespace penstock::aio {
+absl::StatusOr<DeviceProfile> MeasureNothing(const ProbeOptions& options) __asm__(
+    "__wrap__ZN8penstock3aio13MeasureDeviceERKNS0_12ProbeOptionsE");
+absl::StatusOr<DeviceProfile> MeasureNothing(const ProbeOptions& options) {
+  DeviceProfile profile;
+  profile.directory = options.directory;
+  profile.device = "none";
+  profile.read_bytes_per_s = profile.write_bytes_per_s = profile.mixed_bytes_per_s = 1e9;
+  profile.saturating_bytes_in_flight = 1 << 20;
+  return profile;
+}
+}  // namespace penstock::aio
+
+namespace penstock::tools {
+namespace {
+
+namespace fs = std::filesystem;
+using Arguments = std::vector<std::string>;
+using tests::FaultyCall;
+
+struct Outcome {
+  int code = -1;  // exit code; 1000 + n: ended by signal n; 2000: not at all
+  std::string out, err, failed;
+  std::vector<std::string> functions;  // of the counted calls
+};
+
+const std::map<std::string, int (*)(int, const char* const*, std::ostream&, std::ostream&)> kVerbs = {
+    {"train", RunTrain},      {"plan", RunPlan},
+    {"report", RunReport},    {"inspect", RunInspect},
+    {"verify", RunVerify},    {"export", RunExport},
+    {"pack", RunPack},        {"export-checkpoint", RunExportCheckpoint},
+    {"sample", RunSample},    {"import-checkpoint", RunImportCheckpoint},
+    {"generate", RunGenerate}};
+
+std::string Read(const std::string& path) {
+  const absl::StatusOr<std::string> text = ReadSmallFile(path, uint64_t{1} << 30);
+  return text.ok() ? *text : "";
+}
+
+// What a directory holds, by name, or a file as "": for files their bytes.
+std::map<std::string, std::string> Contents(const std::string& directory) {
+  std::map<std::string, std::string> contents;
+  if (fs::is_regular_file(directory)) contents[""] = Read(directory);
+  if (!fs::is_directory(directory)) return contents;
+  for (const auto& entry : fs::recursive_directory_iterator(directory)) {
+    const std::string name = fs::relative(entry.path(), directory);
+    // What a failed run left under a hidden name is nobody's content; the next one removes it.
+    if (name[0] == '.' || name.find("/.") != std::string::npos) continue;
+    contents[name] = entry.is_regular_file() ? Read(entry.path()) : "";
+  }
+  return contents;
+}
+
+// Runs a verb in a child, in the directory `work`, which is watched.
+Outcome RunVerb(const std::string& work, const std::string& notes, const Arguments& arguments,
+                const FaultyCall& faulty) {
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    if (chdir(work.c_str()) != 0) _exit(99);
+    const int null = open("/dev/null", O_RDWR);
+    for (const int fd : {0, 1, 2}) dup2(null, fd);
+    std::vector<const char*> argv;
+    for (const std::string& each : arguments) argv.push_back(each.c_str());
+    std::ostringstream out, err;
+    signal(SIGPIPE, SIG_IGN);
+    tests::WatchCalls({work}, faulty);
+    const int code = kVerbs.at(arguments.front())(static_cast<int>(argv.size()), argv.data(), out, err);
+    const std::string failed = tests::FailedCall();
+    const std::vector<const char*> functions = tests::CountedFunctions();
+    tests::WatchCalls({}, {});
+    std::ofstream(notes + "/out") << out.str();
+    std::ofstream(notes + "/err") << err.str();
+    std::ofstream(notes + "/failed") << failed;
+    std::ofstream list(notes + "/functions");
+    for (const char* each : functions) list << each << "\n";
+    list.close();
+    _exit(code);
+  }
+  for (const char* name : {"out", "err", "failed", "functions"}) {
+    std::error_code ignored;
+    if (child < 0) fs::remove(notes + "/" + name, ignored);
+  }
+  Outcome outcome;
+  int status = 0;
+  // A minute and more of patience with a busy machine; a hang is a failure.
+  bool ended = false;
+  for (int i = 0; i < 120'000 && !ended; ++i) {
+    ended = waitpid(child, &status, WNOHANG) == child;
+    if (!ended) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  if (!ended) {
+    kill(child, SIGKILL);
+    waitpid(child, &status, 0);
+    outcome.code = 2000;
+    return outcome;
+  }
+  outcome.code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+  outcome.out = Read(notes + "/out");
+  outcome.err = Read(notes + "/err");
+  outcome.failed = Read(notes + "/failed");
+  std::istringstream list(Read(notes + "/functions"));
+  for (std::string line; std::getline(list, line);) outcome.functions.push_back(line);
+  return outcome;
+}
+
+constexpr std::array<int, 4> kErrors = {EIO, EACCES, ENOMEM, EINTR};
+
+std::string ErrorName(int error) {
+  switch (error) {
+    case EIO:
+      return "EIO";
+    case EACCES:
+      return "EACCES";
+    case ENOMEM:
+      return "ENOMEM";
+    default:
+      return "EINTR";
+  }
+}
+
+// A command, what stands before it, and what must be true afterwards.
+struct Scenario {
+  std::string name;
+  Arguments command;
+  // Of what the command must leave alone in every case (relative to the working directory).
+  std::vector<std::string> inputs;
+  // Of what it replaces as a whole: it is the old content or that of an undisturbed run.
+  std::vector<std::string> outputs;
+  bool trains = false;  // the run "s" with its log and its checkpoints in "c" goes on afterwards
+};
+
+void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
+
+class CommandLine : public testing::TestWithParam<Scenario> {
+ protected:
+  static constexpr int kSteps = 8;
+
+  static Arguments Train(const Arguments& more) {
+    Arguments arguments = {"train",    "--model", "model.json", "--data", "text",     "--dtype",   "fp32",
+                           "--seq",    "16",      "--batch",    "1",      "--quiet",  "--threads", "1",
+                           "--warmup", "0",       "--log",      "log",    "--report", "report"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+  static Arguments OnDrive(int steps, const Arguments& more = {}) {
+    Arguments arguments = Train({"--state-dir", "s", "--checkpoint-dir", "c", "--checkpoint-every", "2",
+                                 "--host-memory", "64M", "--steps", std::to_string(steps)});
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+  static Arguments InMemory(int steps, const Arguments& more = {}) {
+    Arguments arguments = Train({"--offload", "cpu", "--checkpoint-dir", "c", "--checkpoint-every", "2",
+                                 "--steps", std::to_string(steps)});
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+
+  CommandLine() {
+    std::string name = (fs::current_path() / "faults-XXXXXX").string();
+    root_ = ::mkdtemp(name.data());
+    work_ = root_ + "/work";
+    notes_ = root_ + "/notes";
+    fs::create_directories(notes_);
+  }
+  ~CommandLine() override {
+    std::error_code ignored;
+    if (!HasFailure()) fs::remove_all(root_, ignored);
+  }
+
+  Outcome Run(const Arguments& arguments, const FaultyCall& faulty = {}) {
+    return RunVerb(work_, notes_, arguments, faulty);
+  }
+  void MustRun(const Arguments& arguments) {
+    const Outcome outcome = Run(arguments);
+    ASSERT_EQ(outcome.code, 0) << arguments.front() << ": " << outcome.err << outcome.out;
+  }
+
+  // What stands before the command of the scenario: a model, a text, a run of four steps on a drive or in
+  // memory, an export, a checkpoint of DeepSpeed's form.
+  void Prepare(const Scenario& scenario) {
+    fs::create_directories(work_);
+    std::ofstream(work_ + "/model.json")
+        << R"({"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256})";
+    std::string text;
+    for (uint32_t i = 0, x = 1; i < 600; ++i) {
+      x = x * 1664525u + 1013904223u;
+      text += "abcdefgh ijkl\n"[(x >> 24) % 14];
+    }
+    std::ofstream(work_ + "/text") << text;
+    const bool memory = scenario.name.find("InMemory") != std::string::npos;
+    const bool fresh = scenario.name.find("Fresh") != std::string::npos;
+    if (!fresh) MustRun(memory ? InMemory(4) : OnDrive(4));
+    if (!scenario.outputs.empty() && scenario.outputs.front() == "out") {
+      fs::create_directory(work_ + "/out");
+      MustRun(scenario.command);
+      // An older content, which only differs in what the run has learnt since.
+      fs::rename(work_ + "/out", work_ + "/old-out");
+      MustRun(OnDrive(6, {"--resume"}));
+      fs::rename(work_ + "/old-out", work_ + "/out");
+    }
+    if (scenario.name == "ImportCheckpoint") {
+      MustRun({"export-checkpoint", "s", "ds"});
+      fs::rename(work_ + "/s", work_ + "/s-before");
+      fs::remove_all(work_ + "/c");
+      fs::remove(work_ + "/log");
+    }
+    fs::copy(work_, root_ + "/before", fs::copy_options::recursive);
+  }
+  void Restore() {
+    fs::remove_all(work_);
+    fs::copy(root_ + "/before", work_, fs::copy_options::recursive);
+  }
+
+  std::string root_, work_, notes_;
+};
+
+std::vector<std::string> LogLines(const std::string& path) {
+  std::vector<std::string> lines;
+  std::istringstream stream(Read(path));
+  for (std::string line; std::getline(stream, line);) {
+    // What differs from run to run stands behind the loss.
+    const size_t loss = line.find("\"loss\"");
+    lines.push_back(loss == std::string::npos ? line : line.substr(0, line.find(',', loss)));
+  }
+  return lines;
+}
+
+// A text without what a clock and a file system's allocator say.
+std::string WithoutRates(const std::string& text) {
+  return std::regex_replace(
+      text, std::regex("[0-9.]+ (s|ms|[kMG]B/s|[KMG]iB/s)\\b|\"allocated_bytes\": [0-9]+"), "");
+}
+
+TEST_P(CommandLine, NoFailingCallLosesWhatWasAcknowledged) {
+  const Scenario& scenario = GetParam();
+  ASSERT_NO_FATAL_FAILURE(Prepare(scenario));
+  // The run without faults: how many calls there are, and what comes out.
+  const Outcome quiet = Run(scenario.command);
+  ASSERT_EQ(quiet.code, 0) << quiet.err;
+  const int64_t calls = static_cast<int64_t>(quiet.functions.size());
+  ASSERT_GT(calls, 0);
+  std::map<std::string, std::map<std::string, std::string>> right;
+  for (const std::string& output : scenario.outputs) right[output] = Contents(work_ + "/" + output);
+  const bool memory = scenario.name.find("InMemory") != std::string::npos;
+  const Arguments on = memory ? InMemory(kSteps, {"--resume"}) : OnDrive(kSteps, {"--resume"});
+  std::vector<std::string> right_log;
+  if (scenario.trains) {
+    MustRun(on);
+    right_log = LogLines(work_ + "/log");
+    ASSERT_EQ(right_log.size(), static_cast<size_t>(kSteps));
+  }
+  Restore();
+  std::map<std::string, std::map<std::string, std::string>> before;
+  for (const auto* list : {&scenario.inputs, &scenario.outputs}) {
+    for (const std::string& each : *list) before[each] = Contents(work_ + "/" + each);
+  }
+  const std::vector<std::string> logged = LogLines(work_ + "/log");
+  const std::map<std::string, std::string> checkpoints = Contents(work_ + "/c");
+
+  // Which calls fail: all of them in a long run, some of every function otherwise.
+  const char* const given = std::getenv("PENSTOCK_FAULT_SEED");
+  const uint64_t seed = given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
+  std::printf("%s: %d calls; PENSTOCK_FAULT_SEED=%llu\n", scenario.name.c_str(), static_cast<int>(calls),
+              static_cast<unsigned long long>(seed));
+  std::mt19937_64 random(seed);
+  const int64_t wanted = int64_t{12} * tests::Soak();
+  std::vector<FaultyCall> faults;
+  std::map<std::string, std::vector<int64_t>> by_function;
+  for (int64_t i = 0; i < calls; ++i) by_function[quiet.functions[static_cast<size_t>(i)]].push_back(i + 1);
+  for (auto& [function, numbers] : by_function) std::shuffle(numbers.begin(), numbers.end(), random);
+  for (size_t round = 0; static_cast<int64_t>(faults.size()) < wanted; ++round) {
+    const size_t had = faults.size();
+    for (const auto& [function, numbers] : by_function) {
+      if (round / kErrors.size() >= numbers.size()) continue;
+      const size_t which = round / kErrors.size();
+      const int error = kErrors[(round + static_cast<size_t>(numbers[which])) % kErrors.size()];
+      // (A call that is interrupted for ever is one that nobody can make.)
+      faults.push_back({numbers[which], error, error != EINTR && round % 3 == 2});
+    }
+    if (faults.size() == had) break;
+  }
+  std::shuffle(faults.begin(), faults.end(), random);
+  if (static_cast<int64_t>(faults.size()) > wanted) faults.resize(static_cast<size_t>(wanted));
+
+  for (const FaultyCall& fault : faults) {
+    Restore();
+    const Outcome outcome = Run(scenario.command, fault);
+    const std::string what = scenario.name + ", call " + std::to_string(fault.number) + " (" +
+                             outcome.failed + "), " + ErrorName(fault.error) +
+                             (fault.lasting ? " and later ones" : "") + ": exit " +
+                             std::to_string(outcome.code) + ": " + outcome.err;
+    SCOPED_TRACE(what);
+    EXPECT_LE(outcome.code, 2) << "neither an abort nor a hang";
+    if (outcome.code != 0) {
+      EXPECT_NE(outcome.err, "") << "an error says why";
+    }
+    for (const std::string& input : scenario.inputs) {
+      EXPECT_TRUE(Contents(work_ + "/" + input) == before[input]) << input << " has changed";
+    }
+    for (const std::string& output : scenario.outputs) {
+      const auto now = Contents(work_ + "/" + output);
+      if (outcome.code == 0) {
+        EXPECT_TRUE(now == right[output]) << output << " is not what exit code 0 says";
+      } else {
+        EXPECT_TRUE(now == before[output] || now == right[output]) << output << " is neither old nor new";
+      }
+    }
+    if (outcome.code == 0 && !scenario.trains && scenario.command.front() != "report") {
+      EXPECT_EQ(WithoutRates(outcome.out), WithoutRates(quiet.out));
+    }
+    if (!scenario.trains) {
+      if (HasFailure()) return;
+      continue;
+    }
+    // What was acknowledged: lines of the log, and checkpoints.
+    const std::vector<std::string> log = LogLines(work_ + "/log");
+    ASSERT_GE(log.size(), logged.size()) << "logged steps are gone";
+    const std::map<std::string, std::string> now = Contents(work_ + "/c");
+    for (const auto& [name, bytes] : checkpoints) {
+      if (name == "latest" || name[0] == '.') continue;
+      const auto found = now.find(name);
+      ASSERT_TRUE(found != now.end()) << "of the checkpoints, " << name << " is gone";
+      EXPECT_TRUE(found->second == bytes) << "of the checkpoints, " << name << " has changed";
+    }
+    // The run goes on as if nothing had been. (One that never began is begun with the horizon of the
+    // command.)
+    if (scenario.name.find("Fresh") != std::string::npos) {
+      Arguments again = scenario.command;
+      again.emplace_back("--resume");
+      const Outcome begun = Run(again);
+      ASSERT_EQ(begun.code, 0) << "it does not begin: " << begun.err;
+    }
+    const Outcome after = Run(on);
+    ASSERT_EQ(after.code, 0) << "it does not go on: " << after.err;
+    const std::vector<std::string> whole = LogLines(work_ + "/log");
+    ASSERT_EQ(whole.size(), right_log.size());
+    EXPECT_EQ(whole, right_log);
+    if (HasFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Verbs, CommandLine,
+    testing::Values(
+        Scenario{"FreshOnDrive",
+                 {"train",
+                  "--model",
+                  "model.json",
+                  "--data",
+                  "text",
+                  "--dtype",
+                  "fp32",
+                  "--seq",
+                  "16",
+                  "--batch",
+                  "1",
+                  "--quiet",
+                  "--threads",
+                  "1",
+                  "--warmup",
+                  "0",
+                  "--log",
+                  "log",
+                  "--report",
+                  "report",
+                  "--state-dir",
+                  "s",
+                  "--checkpoint-dir",
+                  "c",
+                  "--checkpoint-every",
+                  "2",
+                  "--host-memory",
+                  "64M",
+                  "--steps",
+                  "4"},
+                 {"text", "model.json"},
+                 {},
+                 true},
+        Scenario{"ResumeOnDrive",
+                 {"train",
+                  "--model",
+                  "model.json",
+                  "--data",
+                  "text",
+                  "--dtype",
+                  "fp32",
+                  "--seq",
+                  "16",
+                  "--batch",
+                  "1",
+                  "--quiet",
+                  "--threads",
+                  "1",
+                  "--warmup",
+                  "0",
+                  "--log",
+                  "log",
+                  "--report",
+                  "report",
+                  "--state-dir",
+                  "s",
+                  "--checkpoint-dir",
+                  "c",
+                  "--checkpoint-every",
+                  "2",
+                  "--host-memory",
+                  "64M",
+                  "--steps",
+                  "6",
+                  "--resume"},
+                 {"text", "model.json"},
+                 {},
+                 true},
+        Scenario{"ResumeInMemory",
+                 {"train",
+                  "--model",
+                  "model.json",
+                  "--data",
+                  "text",
+                  "--dtype",
+                  "fp32",
+                  "--seq",
+                  "16",
+                  "--batch",
+                  "1",
+                  "--quiet",
+                  "--threads",
+                  "1",
+                  "--warmup",
+                  "0",
+                  "--log",
+                  "log",
+                  "--report",
+                  "report",
+                  "--offload",
+                  "cpu",
+                  "--checkpoint-dir",
+                  "c",
+                  "--checkpoint-every",
+                  "2",
+                  "--steps",
+                  "6",
+                  "--resume"},
+                 {"text", "model.json"},
+                 {},
+                 true},
+        Scenario{"Inspect", {"inspect", "s", "--json"}, {"s", "c", "log"}, {}, false},
+        Scenario{"InspectCheckpoint", {"inspect", "c", "--json"}, {"s", "c", "log"}, {}, false},
+        Scenario{"Verify", {"verify", "s"}, {"s", "c", "log"}, {}, false},
+        Scenario{"Export", {"export", "s", "out", "--overwrite"}, {"s", "c", "log"}, {"out"}, false},
+        Scenario{"ExportShards",
+                 {"export", "s", "out", "--max-shard", "20K", "--overwrite"},
+                 {"s", "c", "log"},
+                 {"out"},
+                 false},
+        Scenario{"ExportCheckpoint",
+                 {"export-checkpoint", "s", "out", "--overwrite"},
+                 {"s", "c", "log"},
+                 {"out"},
+                 false},
+        Scenario{
+            "Report", {"report", "report", "--html", "page"}, {"s", "c", "log", "report"}, {"page"}, false}),
+    [](const auto& each) { return each.param.name; });
+
+}  // namespace
+}  // namespace penstock::tools
