@@ -43,38 +43,7 @@ MachineModel Machine() {
   return machine;
 }
 
-// Seconds that nothing can be done about, where nothing is read twice: between the norm and the end of
-// forward comes in and goes out what is in memory at neither, but for what may be on its way then: all that
-// the ring and the shared weight slots hold. Backward computes after that.
-double LowerBoundOf(const ModelGraph& graph, const Plan& plan, const MachineModel& machine) {
-  double forward = 0, backward = 0;
-  for (const StageShape& stage : graph.stages) {
-    forward += stage.forward_seconds;
-    backward += stage.backward_seconds;
-  }
-  double read = 0, written = 0;
-  for (const BlockPlan& block : plan.blocks) {
-    for (const TileIndex t : block.tiles.indices()) {
-      const int64_t elements = block.tiles[t].elements;
-      const auto weights = static_cast<double>(
-          block.private_weight_slot.valid() ? 0 : elements * plan.precision.weight_bytes());
-      const auto state = static_cast<double>(block.private_tile_slot[t].valid()
-                                                 ? 0
-                                                 : plan.precision.UnpaddedBytes(elements) -
-                                                       elements * plan.precision.weight_bytes());
-      read += weights + state;
-      written += weights + state;
-      if (!block.gradient_slot.valid()) read += static_cast<double>(elements * plan.precision.gradient_bytes);
-    }
-  }
-  double on_its_way = static_cast<double>(plan.tile_slots.front().bytes) * plan.tile_ring;
-  for (const WeightClass& cls : plan.weight_classes) on_its_way += static_cast<double>(cls.bytes * cls.slots);
-  return std::max(forward, machine.drive_seconds(std::max(0.0, read - on_its_way),
-                                                 std::max(0.0, written - on_its_way))) +
-         backward;
-}
-
-// The same if all of the arena held weights and state.
+// ClippedLowerBound, if all of the arena held weights and state.
 double LowerBoundOfArena(const ModelGraph& graph, const Plan& plan, const MachineModel& machine) {
   double forward = 0, backward = 0;
   for (const StageShape& stage : graph.stages) {
@@ -133,11 +102,33 @@ TEST_P(ClippedStep, IsNearWhatItsMemoryAllows) {
   const Case& of = GetParam();
   const ModelGraph graph = Gpt(of.layers, of.width, of.tokens, of.compute_seconds);
   const Step step = StepOf(graph, of, Prefer::kWear);
-  const double bound = LowerBoundOf(graph, step.plan, Machine());
+  const double bound = ClippedLowerBound(graph, step.plan, Machine());
   EXPECT_GE(step.clipped.step_seconds, bound);
   EXPECT_LE(step.clipped.step_seconds, 1.05 * bound);
   EXPECT_GT(LowerBoundOfArena(graph, step.plan, Machine()), 1.25 * step.unclipped.lower_bound_seconds);
   EXPECT_EQ(step.plan.previewed_share(), 0);
+  // What plan and report say of it.
+  const Prediction prediction = *Predict(graph, step.plan, Machine());
+  EXPECT_DOUBLE_EQ(prediction.clipped_lower_bound_seconds, bound);
+  EXPECT_GE(prediction.clipped_step_seconds, bound);
+  EXPECT_LE(prediction.clipped_step_seconds, 1.05 * bound);
+}
+
+TEST(ClippedLowerBound, SaysNothingWhereItDoesNotApply) {
+  const ModelGraph graph = Gpt(12, 768, 128, 0.7);
+  PlanOptions options;
+  options.machine = Machine();
+  options.host_memory_budget_bytes = 300 << 20;
+  absl::StatusOr<Plan> plan = MakePlan(graph, options);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_GT(ClippedLowerBound(graph, *plan, Machine()), 0);
+  plan->clips = false;
+  EXPECT_EQ(ClippedLowerBound(graph, *plan, Machine()), 0);
+  options.prefer = Prefer::kTime;  // previewed tiles are read twice
+  plan = MakePlan(graph, options);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  ASSERT_GT(plan->previewed_share(), 0);
+  EXPECT_EQ(ClippedLowerBound(graph, *plan, Machine()), 0);
 }
 
 TEST_P(ClippedStep, IsShorterWhereTimeIsPreferredAndNothingElseChanges) {

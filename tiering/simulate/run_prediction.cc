@@ -30,7 +30,9 @@ bool RunPrediction::EndWindow() {
   absl::StatusOr<Prediction> newest = Predict(result.graph, plan_, result.machine);
   if (!newest.ok()) return false;
   const auto before = static_cast<double>(predicted_steps_), now = static_cast<double>(steps);
-  for (double Prediction::*mean : {&Prediction::step_seconds, &Prediction::clipped_step_seconds}) {
+  for (double Prediction::*mean :
+       {&Prediction::step_seconds, &Prediction::clipped_step_seconds, &Prediction::lower_bound_seconds,
+        &Prediction::clipped_lower_bound_seconds}) {
     (*newest).*mean = (prediction_.*mean * before + (*newest).*mean * now) / (before + now);
   }
   prediction_ = *std::move(newest);

@@ -31,7 +31,7 @@ class RunPrediction {
   // The run is over, and with it the window: true if it had a step.
   bool Finish();
 
-  // Step and clipped step: the means; all else of the newest window.
+  // Step, clipped step and the lower bounds of both: the means; all else of the newest window.
   const Prediction& prediction() const { return prediction_; }
   const MachineModel& machine() const { return machine_; }
   bool drive_seen() const { return drive_seen_; }

@@ -94,6 +94,37 @@ void Scale(double by, Usage* usage) {
 
 }  // namespace
 
+double ClippedLowerBound(const ModelGraph& graph, const Plan& plan, const MachineModel& machine) {
+  if (!plan.on_nvme || !plan.clips || plan.device.has_own_memory || plan.world > 1 ||
+      plan.previewed_share() > 0)
+    return 0;
+  double forward = 0, backward = 0;
+  for (const StageShape& stage : graph.stages) {
+    forward += stage.forward_seconds;
+    backward += stage.backward_seconds;
+  }
+  double read = 0, written = 0;
+  for (const BlockPlan& block : plan.blocks) {
+    for (const TileIndex t : block.tiles.indices()) {
+      const int64_t elements = block.tiles[t].elements;
+      const auto weights = static_cast<double>(elements * plan.precision.weight_bytes());
+      const double state = static_cast<double>(plan.precision.UnpaddedBytes(elements)) - weights;
+      const double moved = (block.private_weight_slot.valid() ? 0 : weights) +
+                           (block.private_tile_slot[t].valid() ? 0 : state);
+      read += moved;
+      written += moved;
+      if (!block.gradient_slot.valid()) read += static_cast<double>(elements * plan.precision.gradient_bytes);
+    }
+  }
+  // What the ring and the shared weight slots hold may be on its way at either time.
+  double on_its_way = static_cast<double>(plan.tile_slots.front().bytes) * plan.tile_ring;
+  for (const WeightClass& cls : plan.weight_classes) on_its_way += static_cast<double>(cls.bytes * cls.slots);
+  const auto passes = static_cast<double>(plan.micro_batches) * plan.calls;
+  return std::max(forward, machine.drive_seconds(std::max(0.0, read - on_its_way),
+                                                 std::max(0.0, written - on_its_way))) +
+         (passes - 1) * forward + passes * backward;
+}
+
 absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, const MachineModel& machine,
                                     int steps, const Executor::Observer& observer,
                                     const Executor::StallObserver& stall_observer) {
@@ -174,6 +205,8 @@ absl::StatusOr<Prediction> PredictStep(const ModelGraph& graph, const Plan& plan
 absl::StatusOr<Prediction> Predict(const ModelGraph& graph, const Plan& plan, const MachineModel& machine) {
   ASSIGN_OR_RETURN(Prediction prediction, PredictStep(graph, plan, machine));
   prediction.clipped_step_seconds = prediction.step_seconds;
+  prediction.clipped_lower_bound_seconds =
+      std::max(prediction.lower_bound_seconds, ClippedLowerBound(graph, plan, machine));
   if (!plan.speculates || !plan.clips) return prediction;
   Plan clipped = plan;
   for (BlockPlan& block : clipped.blocks)

@@ -17,6 +17,9 @@ struct Prediction {
   // step_seconds where no update is made in backward.
   double clipped_step_seconds = 0;
   double lower_bound_seconds = 0;  // the busiest of the machine's parts, if nothing else ever made it wait
+  // The least that a step takes while every step is clipped: lower_bound_seconds, or ClippedLowerBound where
+  // that is more. Predict fills it in.
+  double clipped_lower_bound_seconds = 0;
   // What each part would take alone, a step.
   double read_seconds = 0;  // of the drive
   double write_seconds = 0;
@@ -29,6 +32,13 @@ struct Prediction {
   std::string bound_by;  // "read", "write", "copy", "compute", "optimizer" or "network"
   Usage usage;           // of the measured steps
 };
+
+// Returns the seconds below which no order of its bytes brings a step of `plan` whose predecessor was clipped
+// and which reads nothing twice: between the norm and the end of the next forward, all weights and state that
+// are in memory at neither have to come in and go out; the rest of the step computes after that. The
+// derivation is in docs/internals/planning.md. 0 where it says nothing: state in memory, a device with its
+// own memory, several ranks, or previewed tiles, which are read twice.
+double ClippedLowerBound(const ModelGraph& graph, const Plan& plan, const MachineModel& machine);
 
 // Runs `steps` steps after two of warm-up. kInvalidArgument: a machine that has a rate of 0 or less. The
 // observers are given every operation of the measured steps, and what compute waits for in them: the

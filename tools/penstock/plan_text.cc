@@ -81,6 +81,11 @@ std::string Lanes(const tiering::Prediction& p, const tiering::MachineModel& mac
   absl::StrAppend(
       &text, absl::StrFormat("  a step takes %.2f of its lower bound, %.3g s\n",
                              p.step_seconds / std::max(p.lower_bound_seconds, 1e-12), p.lower_bound_seconds));
+  if (p.clipped_lower_bound_seconds > p.lower_bound_seconds) {
+    absl::StrAppend(&text, absl::StrFormat("  a clipped step takes %.2f of its own lower bound, %.3g s\n",
+                                           p.clipped_step_seconds / p.clipped_lower_bound_seconds,
+                                           p.clipped_lower_bound_seconds));
+  }
   return text;
 }
 
@@ -398,6 +403,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"predicted_step_seconds", prediction.step_seconds},
           {"predicted_clipped_step_seconds", prediction.clipped_step_seconds},
           {"predicted_floor_seconds", prediction.lower_bound_seconds},
+          {"predicted_clipped_floor_seconds", prediction.clipped_lower_bound_seconds},
           {"predicted_compute_seconds", prediction.compute_seconds},
           {"predicted_read_seconds", prediction.read_seconds},
           {"predicted_write_seconds", prediction.write_seconds},

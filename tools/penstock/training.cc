@@ -686,8 +686,12 @@ class Training {
       absl::StrAppend(
           &text,
           absl::StrFormat("drive: %.1f bytes per parameter and step, %.2f GB/s while saturated; a step "
-                          "took %.2f of its lower bound\n",
+                          "took %.2f of its busiest part",
                           report_.bytes_per_param_per_step(), report_.io_gbps(), report_.overlap_ratio()));
+      if (report_.floor_ratio() > 0) {
+        absl::StrAppend(&text, absl::StrFormat(", %.2f of its lower bound", report_.floor_ratio()));
+      }
+      absl::StrAppend(&text, "\n");
     }
     absl::StrAppend(&text, "memory: ", FormatBytes(engine_->peak_managed_bytes()), " managed at its peak");
     if (settings_.engine.memory.host_memory_budget_bytes > 0) {

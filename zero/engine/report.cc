@@ -137,6 +137,7 @@ void Report::Predicted(const tiering::Prediction& prediction) {
 Report::Mark Report::Now(const Engine& engine) const {
   Mark mark;
   mark.seconds = seconds_ + evaluation_seconds_;
+  mark.step_seconds = seconds_;
   const aio::EngineStats io = engine.io_stats();
   mark.saturated_seconds = io.saturated_seconds();
   mark.saturated_bytes = static_cast<int64_t>(io.SaturatedBytes());
@@ -189,6 +190,13 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
         (1 - deferred) * prediction_.step_seconds + deferred * prediction_.clipped_step_seconds;
     report_["predicted_unclipped_step_seconds"] = prediction_.step_seconds;
     report_["predicted_clipped_step_seconds"] = prediction_.clipped_step_seconds;
+    report_["predicted_floor_seconds"] = prediction_.lower_bound_seconds;
+    report_["predicted_clipped_floor_seconds"] = prediction_.clipped_lower_bound_seconds;
+    const double floor =
+        (1 - deferred) * prediction_.lower_bound_seconds + deferred * prediction_.clipped_lower_bound_seconds;
+    const bool known = report_["prediction_from"] == "steps" && steps > 0 && floor > 0;
+    floor_ratio_ = known ? (last_.step_seconds - first_.step_seconds) / steps / floor : 0;
+    report_["floor_ratio"] = known ? nlohmann::json(floor_ratio_) : nlohmann::json();
   }
   report_["deferred_steps"] = deferred_steps_;
   report_["redone_steps"] = replayed_steps_;

@@ -21,6 +21,12 @@
 //                                  are any with what was measured at the start ("start");
 //                                  predicted_at_start_step_seconds and
 //                                  predicted_at_start_clipped_step_seconds are the latter
+//   predicted_floor_seconds        the least that a step takes: its busiest part alone;
+//                                  predicted_clipped_floor_seconds is that of a clipped step, whose updates
+//                                  wait for the norm (tiering/simulate/simulate.h)
+//   floor_ratio                    seconds of a step over these floors, each weighted by its steps, as the
+//                                  run's own steps showed them; null before there are any. Where steps are
+//                                  clipped this is what 1 can be reached of, and overlap_ratio is not
 //   model_flops_per_second         of matrix products, forward and twice that for backward, of all ranks
 //                                  (model_flops_per_step), over its seconds
 //   mfu                            that over product_flops_per_second, the best product of matrices that was
@@ -116,10 +122,12 @@ class Report {
   double overlap_ratio() const { return overlap_ratio_; }
   double bytes_per_param_per_step() const { return bytes_per_param_per_step_; }
   double io_gbps() const { return io_gbps_; }
+  double floor_ratio() const { return floor_ratio_; }  // 0: not known
 
  private:
   struct Mark {
-    double seconds = 0;  // of the steps and evaluations so far
+    double seconds = 0;       // of the steps and evaluations so far
+    double step_seconds = 0;  // of the steps alone
     double saturated_seconds = 0;
     double compute_union_seconds = 0;
     int64_t saturated_bytes = 0;  // that the drive moved in saturated_seconds
@@ -149,7 +157,7 @@ class Report {
   // Of the steady state: steps that left all updates to the next forward, and steps some of whose updates
   // were made in backward, and then again.
   int64_t deferred_steps_ = 0, replayed_steps_ = 0;
-  double overlap_ratio_ = 0, bytes_per_param_per_step_ = 0, io_gbps_ = 0;
+  double overlap_ratio_ = 0, bytes_per_param_per_step_ = 0, io_gbps_ = 0, floor_ratio_ = 0;
 };
 
 }  // namespace penstock::zero

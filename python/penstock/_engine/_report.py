@@ -19,7 +19,7 @@ _UNMEASURED = (
     "predicted_at_start_step_seconds",
     "predicted_at_start_clipped_step_seconds",
 )
-_PREDICTED = ("predicted_step_seconds", "predicted_unclipped_step_seconds", "predicted_clipped_step_seconds", "prediction_from", "bound_by")
+_PREDICTED = ("predicted_step_seconds", "predicted_unclipped_step_seconds", "predicted_clipped_step_seconds", "predicted_floor_seconds", "predicted_clipped_floor_seconds", "prediction_from", "bound_by")
 
 
 class Report(Dict[str, Any]):
