@@ -243,7 +243,8 @@ absl::Status ChooseElasticBatch(int world, zero::ParsedConfig* parsed) {
 }  // namespace
 
 nlohmann::json ParseJson(const std::string& text) {
-  absl::StatusOr<Json> json = penstock::ParseJson(text, "");
+  // Below the bounds of what reads it back out of a commit, where it is a part of a larger value.
+  absl::StatusOr<Json> json = penstock::ParseJson(text, "", {.max_depth = 100, .max_values = 350'000});
   if (!json.ok()) throw nanobind::value_error(std::string(json.status().message()).c_str());
   return *std::move(json);
 }

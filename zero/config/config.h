@@ -153,10 +153,6 @@ struct AioConfig {
   std::optional<bool> use_gds;  // weights past host memory, where device and drive can
 };
 
-struct ActivationCheckpointingConfig {
-  std::optional<bool> cpu_checkpointing;  // saved inputs may leave the device for host memory
-};
-
 // csv_monitor and tensorboard: scalars of every step, in DeepSpeed's files and under its names.
 struct MonitorConfig {
   std::optional<bool> enabled;
@@ -224,7 +220,6 @@ struct Config {
   std::optional<bool> bf16;
   ZeroConfig zero;
   AioConfig aio;
-  ActivationCheckpointingConfig activation_checkpointing;
   std::optional<bool> wall_clock_breakdown;
   std::optional<bool> comms_logger;  // "enabled"
   FlopsProfilerConfig flops_profiler;

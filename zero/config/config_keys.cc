@@ -67,7 +67,8 @@ constexpr std::string_view kCometsClient =
     "its client is Python's; give --log, whose lines are objects that comet's log_metrics takes, or switch "
     "tensorboard on";
 constexpr std::string_view kPythonsModels =
-    "it is about models of Python, whose front end serves it; the command line knows the blocks of its models";
+    "it is about models of Python, whose front end serves it; the command line knows the blocks of its "
+    "models";
 constexpr std::string_view kRankOrderSum =
     "gradients cross ranks as bytes and are summed in fp32 in the order of ranks";
 

@@ -164,6 +164,7 @@ absl::StatusOr<std::string> Engine::Impl::Checkpoint(const std::string& parent) 
   // Rank 0 cleans up there, before anybody writes.
   Checkpointing once({.parent = parent, .lock = lock}, {(*tile)->data(), of_tile.bytes}, options_.comm.get(),
                      options_.hooks.checkpointed);
+  RETURN_IF_ERROR(OfAll(once.CleanUp()));
   if (options_.comm != nullptr) {
     RETURN_IF_ERROR(AgreeOnDirectory(*options_.comm, parent));
     if (!checkpoint_uuid_.has_value()) {
