@@ -85,8 +85,8 @@ class ConfigFile {
   ConfigFile& operator=(const ConfigFile&) = delete;
 
   absl::Status Write(const nlohmann::json& config) {
-    std::error_code error;
-    std::string path = (std::filesystem::temp_directory_path(error) / "ds_config.XXXXXX").string();
+    std::error_code ignored;  // without one the name is relative
+    std::string path = (std::filesystem::temp_directory_path(ignored) / "ds_config.XXXXXX").string();
     const int fd = ::mkstemp(path.data());
     if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be made: set TMPDIR"));
     path_ = path;
