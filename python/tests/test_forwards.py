@@ -104,6 +104,118 @@ def test_a_forward_that_counts_is_made_as_often_as_the_script_makes_it(tmp_path,
         same_weights(engine, plain)
 
 
+class CountsNowAndThen(nn.Module):
+    """Layers count the batches that they find large, in themselves or in an object that they share with the model."""
+
+    class Layer(nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.linear, self.large, self.shared = nn.Linear(8, 8), 0, shared
+
+        def forward(self, x):
+            if x.sum() > 0:
+                self.large += 1
+            self.shared.calls += 1
+            return torch.tanh(self.linear(x)) * (1 + 0.1 * self.large + 0.001 * self.shared.calls)
+
+    def __init__(self):
+        super().__init__()
+        self.shared = type("Shared", (), {})()
+        self.shared.calls = 0
+        self.layers = nn.ModuleList(CountsNowAndThen.Layer(self.shared) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_counter_that_some_forwards_leave_alone_is_that_of_the_script(tmp_path):
+    model = seeded(CountsNowAndThen)
+    plain = copy.deepcopy(model)
+    optimizer = optimizer_of(plain)
+    # The last of each step changes no counter of a layer's own.
+    data = [sign * x.abs() for x, sign in zip(inputs(15), [1, 1, -1] * 5)]
+    with on_drive(model, tmp_path, gradient_accumulation_steps=3) as engine:
+        for at in range(0, 15, 3):
+            optimizer.zero_grad()
+            expected = [plain(x) / 3 for x in data[at : at + 3]]
+            for each in expected:
+                each.backward()
+            optimizer.step()
+            assert engine.train_batch(data[at : at + 3]).item() == pytest.approx(sum(expected).item(), abs=1e-6)
+        assert [layer.large for layer in model.layers] == [layer.large for layer in plain.layers]
+        assert model.shared.calls == plain.shared.calls
+        same_weights(engine, plain)
+
+
+class Caches(nn.Module):
+    """Its positions are made in the first call, and kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.positions = None
+
+    def forward(self, x):
+        if self.positions is None or self.positions.shape != x.shape:
+            self.positions = torch.arange(x.numel(), dtype=x.dtype).reshape(x.shape) / x.numel()
+        for layer in self.layers:
+            x = layer(x + self.positions)
+        return x.square().mean()
+
+
+def test_a_tensor_that_an_evaluation_in_inference_mode_kept_does_not_end_training(tmp_path):
+    model = seeded(Caches)
+    plain = copy.deepcopy(model)
+    optimizer = optimizer_of(plain)
+    data = inputs(3)
+    with on_drive(model, tmp_path) as engine:
+        for each in (plain, engine):
+            with torch.inference_mode():
+                each(data[0])
+        for x in data:
+            optimizer.zero_grad()
+            plain(x).backward()
+            optimizer.step()
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+        same_weights(engine, plain)
+
+
+class RegistersItsHooks(nn.Module):
+    """In its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.ready = False
+
+    def forward(self, x):
+        if not self.ready:
+            self.layers[0].register_forward_hook(lambda module, given, returned: returned * 1.1)
+            self.ready = True
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def test_hooks_that_a_first_forward_registers_are_registered_once(tmp_path):
+    model = seeded(RegistersItsHooks)
+    plain = copy.deepcopy(model)
+    optimizer = optimizer_of(plain)
+    with on_drive(model, tmp_path) as engine:
+        for x in inputs(4):
+            optimizer.zero_grad()
+            plain(x).backward()
+            optimizer.step()
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+        same_weights(engine, plain)
+
+
 class Keeps(nn.Module):
     """Part of its loss is made of what it keeps in an attribute and in a list."""
 

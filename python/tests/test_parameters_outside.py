@@ -142,6 +142,26 @@ def test_a_copy_outside_is_a_copy_of_the_value(tmp_path):
         assert torch.equal(other.norm.weight.detach(), last)
 
 
+def test_a_change_in_place_of_a_view_of_a_copy_is_refused(tmp_path):
+    model = net(tied=False)
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        weight = next(parameter for parameter in model.parameters() if parameter.dim() == 2)
+        for change in (
+            lambda: weight.data[0].zero_(),
+            lambda: weight.detach()[1:].normal_(),
+            lambda: weight.data.view(-1).mul_(0),
+            lambda: weight.data.unbind()[0].zero_(),
+            lambda: torch.nn.init.zeros_(weight.data[:2]),
+            lambda: torch._foreach_mul_([weight.data], 0.5),
+            lambda: torch.clamp(weight.data, -0.01, 0.01, out=weight.data),
+        ):
+            with pytest.raises(RuntimeError, match="changed in place"):
+                change()
+        # What has memory of its own is the script's.
+        assert (weight.data[0].clone().zero_() == 0).all() and (weight.data * 2).mul_(0).sum() == 0
+
+
 @pytest.mark.parametrize("offload", ["nvme", "none"])
 def test_an_engine_that_ends_gives_the_values_back(tmp_path, offload):
     model = net(dropout=0.0)

@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Set, Tuple
 import torch
 from torch import nn
 
-from ._attributes import Attributes
+from ._attributes import Attributes, version_of
 from ._random import RandomState
 from ._tree import map_tensors, tensors_of
 
@@ -53,7 +53,7 @@ class Forward:
         """settings: torch's of the calling thread (_runtime.AutogradSettings). attributes: before it."""
         # Containers of our own: the caller's may be filled with the next batch.
         self.args, self.kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
-        self._versions = [(tensor, tensor._version) for tensor in tensors_of((self.args, self.kwargs))]
+        self._versions = [(tensor, version_of(tensor)) for tensor in tensors_of((self.args, self.kwargs))]
         self.random = RandomState.now()
         self.settings = settings
         self.attributes = attributes
@@ -168,7 +168,7 @@ class Forward:
         self._samples.clear()
 
     def check_inputs(self) -> None:
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(version_of(tensor) != version for tensor, version in self._versions):
             raise RuntimeError(
                 "an input of a forward was changed in place before step(): the forwards of an accumulation are computed again there, and "
                 "this one would be given the changed input. Give each forward tensors of its own"

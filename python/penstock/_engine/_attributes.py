@@ -31,6 +31,11 @@ def _same(now: Any, before: Any) -> bool:
     return now is before or (isinstance(now, _SCALARS) and type(now) is type(before) and now == before)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Rises with each change in place; of one that was made under torch.inference_mode() there is none outside of that mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _Content:
     """A mutable thing and what it held: a module's attributes, a container, a tensor, an object's attributes."""
 
@@ -41,7 +46,7 @@ class _Content:
         if isinstance(holder, nn.Module):
             self.before = _attributes_of(holder)
         elif isinstance(holder, torch.Tensor):
-            self.before, self._version = holder.detach().clone(), holder._version
+            self.before, self._version = holder.detach().clone(), version_of(holder)
         elif isinstance(holder, (dict, set)):
             self.before = dict(holder) if isinstance(holder, dict) else set(holder)
         elif isinstance(holder, (list, collections.deque)):
@@ -66,7 +71,7 @@ class _Content:
     def changed(self) -> bool:
         now = self.now()
         if isinstance(now, torch.Tensor):
-            return now._version != self._version
+            return version_of(now) != self._version
         if len(now) != len(self.before):
             return True
         if isinstance(now, set):
@@ -115,12 +120,18 @@ class Attributes:
         """values: of tensors too, which are copied; False where none is changed in place meanwhile."""
         self._values = values
         self._of: List[Tuple[nn.Module, List[_Content]]] = []
-        seen: Set[int] = set()
+        self._once: Dict[int, _Content] = {}  # what several modules hold is looked at once, and restored once
         for module in modules:
-            contents = [_Content(module)]
+            contents = [self._content(module)]
+            seen: Set[int] = set()
             for value in contents[0].values():
                 self._look(value, _DEEPEST, contents, seen)
             self._of.append((module, contents))
+
+    def _content(self, holder: Any) -> _Content:
+        if id(holder) not in self._once:
+            self._once[id(holder)] = _Content(holder)
+        return self._once[id(holder)]
 
     def _look(self, value: Any, depth: int, contents: List[_Content], seen: Set[int]) -> None:
         if depth == 0 or isinstance(value, _SCALARS) or isinstance(value, _OPAQUE) or id(value) in seen:
@@ -131,21 +142,21 @@ class Attributes:
                 self._look(each, depth, contents, seen)
         elif isinstance(value, torch.Tensor):
             if self._values:
-                contents.append(_Content(value))
+                contents.append(self._content(value))
         elif isinstance(value, (dict, set, list, collections.deque)) or hasattr(value, "__dict__"):
-            contents.append(_Content(value))
+            contents.append(self._content(value))
             for each in contents[-1].values():
                 self._look(each, depth - 1, contents, seen)
 
     def changed(self) -> List[nn.Module]:
         """The modules of which anything is not as it was."""
-        return [module for module, contents in self._of if any(content.changed() for content in contents)]
+        changed = {id(content) for content in self._once.values() if content.changed()}
+        return [module for module, contents in self._of if any(id(content) in changed for content in contents)]
 
     def restore(self) -> None:
-        for _, contents in self._of:
-            for content in contents:
-                if content.changed():
-                    content.restore()
+        for content in self._once.values():
+            if content.changed():
+                content.restore()
 
     def new_tensors(self, change: Optional[Callable[[torch.Tensor], torch.Tensor]] = None) -> List[torch.Tensor]:
         """Floating tensors that were put into attributes since, in an order that is the same each time. change: another in its place."""
@@ -157,14 +168,13 @@ class Attributes:
             found.append(tensor)
             return tensor if change is None else change(tensor)
 
-        for _, contents in self._of:
-            for content in contents:
-                for place in content.new_places():
-                    value = content.now()[place]
-                    if tensors_of(value):
-                        replaced = map_tensors(value, changed)
-                        if change is not None:
-                            content.put(place, replaced)
+        for content in self._once.values():
+            for place in content.new_places():
+                value = content.now()[place]
+                if tensors_of(value):
+                    replaced = map_tensors(value, changed)
+                    if change is not None:
+                        content.put(place, replaced)
         return found
 
     @contextlib.contextmanager
@@ -179,6 +189,32 @@ class Attributes:
             yield
         finally:
             now.restore()
+
+
+class Hooks:
+    """The hooks of these modules as they are when this is made, with the attributes that say which were registered."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._of = [(module, self._named(module)) for module in modules]
+
+    @staticmethod
+    def _named(module: nn.Module) -> Dict[str, Any]:
+        named = {name: value for name, value in vars(module).items() if "hook" in name.lower()}
+        return {name: value.copy() if isinstance(value, dict) else value for name, value in named.items()}
+
+    def restore(self) -> None:
+        for module, before in self._of:
+            held = vars(module)
+            for name in [name for name in held if "hook" in name.lower() and name not in before]:
+                del held[name]
+            for name, value in before.items():
+                now = held.get(name)
+                if isinstance(now, dict) and isinstance(value, dict):
+                    if list(now) != list(value):
+                        now.clear()  # handles of hooks know this dictionary
+                        now.update(value)
+                else:
+                    held[name] = value
 
 
 def merged(known: Sequence[nn.Module], more: Sequence[nn.Module]) -> List[nn.Module]:

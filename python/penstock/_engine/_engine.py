@@ -30,6 +30,7 @@ from . import _checkpoint_names as checkpoint_names
 from . import _deepspeed_checkpoint as deepspeeds
 from . import _parameters
 from ._accumulation import Accumulation, Forward
+from ._attributes import merged
 from ._blocks import Block, check_memory, find_blocks
 from ._device import choose_device, has_own_memory
 from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
@@ -976,10 +977,12 @@ class Engine:
     # The same, each forward after the other: they are computed again in the step.
     def _one_by_one(self, runtime: Runtime, of: Callable[[nn.Module, Any], torch.Tensor], given: Sequence[Any]) -> List[float]:
         losses, after = [], RandomState.now()
+        changed: List[nn.Module] = []
         try:
             for number, (batch, state) in enumerate(zip(given, runtime.random_states(len(given)))):
                 state.restore()
                 loss = of(self.module, batch)
+                changed = merged(changed, runtime.changed_last)
                 self.backward(loss)
                 losses.append(float(loss.detach()))
                 after = RandomState.now() if number == 0 else after
@@ -987,7 +990,7 @@ class Engine:
             self.zero_grad()
             raise
         after.restore()
-        runtime.changing = runtime.changed_last  # what changed once was a cache
+        runtime.settle_changing(changed)
         return losses
 
     def train(self, mode: bool = True) -> "Engine":

@@ -63,6 +63,8 @@ _ENDED = (
 # when it has what backward wants.
 _COMPARED = 3
 _COMPARED_AGAIN = 64
+# Steps after which a module whose attributes no forward changes any more is taken for one that filled a cache.
+_IDLE_STEPS = 16
 
 
 class PassFailed(RuntimeError):
@@ -205,6 +207,7 @@ class Runtime:
         self.changing = list(changing)
         #: The same, of the last forward of ``forward_of_accumulation``.
         self.changed_last: List[nn.Module] = []
+        self._idle_steps: Dict[int, int] = {}  # of those in ``changing``, by id: steps in which no forward changed them
         self._looks = _COMPARED  # at all attributes of all modules, still to come
         self._has_residents = blocks[uses[0].block].resident
         self._told_of_lost_gradients = False
@@ -475,6 +478,16 @@ class Runtime:
             outputs = forward.outputs(out)
             forward.keep_attributes()
         return forward, outputs, driver.loss_gradient
+
+    def settle_changing(self, changed: Sequence[nn.Module]) -> None:
+        """After the forwards of a step, of which these modules were changed by any: one that was not for many steps was filled once, as a cache."""
+        kept = []
+        for module in merged(self.changing, changed):
+            idle = 0 if any(module is each for each in changed) else self._idle_steps.get(id(module), 0) + 1
+            self._idle_steps[id(module)] = idle
+            if idle < _IDLE_STEPS:
+                kept.append(module)
+        self.changing = kept
 
     def _forward_of(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Forward:
         self._looks = max(0, self._looks - 1)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._attributes import Attributes, merged
+from ._attributes import Attributes, Hooks, merged
 from ._blocks import RESIDENT, Block, with_residents
 from ._on_disk import give_back
 from ._random import RandomState
@@ -152,6 +152,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
     begun: Dict[int, float] = {}
     in_host: Dict[int, List[Tuple[nn.Parameter, torch.Tensor]]] = {}  # by block, while it is on the device
     handles = []
+    hooks = Hooks(model.modules())
 
     def put_back(block: int) -> None:
         for parameter, value in in_host.pop(block, []):
@@ -213,6 +214,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
         outside.put_back()
         random.restore()
         attributes.restore()
+        hooks.restore()
         with torch.no_grad():
             for module, name, buffer, was in buffers:
                 module._buffers[name] = buffer  # also one that forward puts another in the place of

@@ -36,21 +36,38 @@ _IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"
 _without_overrides = getattr(torch._C, "DisableTorchFunctionSubclass", torch._C.DisableTorchFunction)
 
 
+def _memory_of(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()
+    return int(storage.data_ptr())
+
+
 class Copy(torch.Tensor):
     """Of a parameter's value, where the program may take it for the parameter's memory. All that is made of it is an ordinary tensor."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
         name = getattr(func, "__name__", "")
-        changes = name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-        if changes and args and isinstance(args[0], cls) and name not in ("requires_grad_", "retain_grad_"):
+        out = (kwargs or {}).get("out")
+        changed = list(out) if isinstance(out, (list, tuple)) else [out]
+        if name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+            if args and name not in ("requires_grad_", "retain_grad_"):
+                changed += args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        if any(isinstance(each, cls) for each in changed):
             raise RuntimeError(
                 f"a parameter that is not in memory is changed in place ({name}), which would be lost: within engine.gathered(write_back=True), or "
                 "deepspeed.zero.GatheredParameters(..., modifier_rank=0), it is written"
             )
         with _without_overrides():
             result = func(*args, **(kwargs or {}))
-        return result.as_subclass(cls) if func in _DETACHED else result
+            first = args[0] if args else None
+            if not isinstance(first, cls) or not isinstance(result, (torch.Tensor, list, tuple)):
+                return result
+            # A view of the copy is one more: a change in place would be lost as well.
+            memory = _memory_of(first)
+            if isinstance(result, torch.Tensor):
+                return result.as_subclass(cls) if _memory_of(result) == memory else result
+            views = [isinstance(each, torch.Tensor) and _memory_of(each) == memory for each in result]
+            return type(result)(each.as_subclass(cls) for each in result) if views and all(views) else result
 
     def plain(self) -> torch.Tensor:
         with _without_overrides():
