@@ -128,11 +128,18 @@ absl::Status AtomicFile::Settle() {
 }
 
 absl::Status AtomicFile::Move() {
-  // link() fails where the name is taken, whoever took it meanwhile; rename() replaces.
-  const int moved = options_.replace ? ::rename(temporary_.c_str(), path_.c_str())
-                                     : ::link(temporary_.c_str(), path_.c_str());
-  if (moved != 0) return Failed(options_.replace ? "rename to" : "create", path_, errno);
-  if (!options_.replace) (void)::unlink(temporary_.c_str());
+  if (options_.replace) {
+    if (::rename(temporary_.c_str(), path_.c_str()) != 0) return Failed("rename to", path_, errno);
+    temporary_.clear();
+    return absl::OkStatus();
+  }
+  // Both fail where the name is taken, whoever took it meanwhile. File systems lack the one (NFS) or the
+  // other (exFAT).
+  if (::renameat2(AT_FDCWD, temporary_.c_str(), AT_FDCWD, path_.c_str(), RENAME_NOREPLACE) != 0) {
+    if (errno == EEXIST) return Failed("create", path_, EEXIST);
+    if (::link(temporary_.c_str(), path_.c_str()) != 0) return Failed("create", path_, errno);
+    (void)::unlink(temporary_.c_str());
+  }
   temporary_.clear();
   return absl::OkStatus();
 }
@@ -195,6 +202,12 @@ absl::Status AtomicFile::CommitTogether(std::vector<AtomicFile> files, const std
   const auto commit = [&]() -> absl::Status {
     // One file takes the place of an old state in one step.
     const bool alone = files.size() == 1;
+    // Another writer may have made its state meanwhile: it stays.
+    for (const std::string& path : keys) {
+      if (files.back().options_.replace) break;
+      ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(path));
+      if (kind != PathKind::kMissing) return Failed("create", path, EEXIST);
+    }
     for (const std::string& path : keys) {
       if (!alone) RETURN_IF_ERROR(old.Take(path));
     }

@@ -40,6 +40,9 @@ constexpr size_t kMostDimensions = 64;
 // What all files that are open take together. Each may take some more where it has contents: a real
 // checkpoint's bytes are nearly all its tensors'.
 constexpr int64_t kFreeFileBytes = 8 << 10;
+// What a file may take for each byte of its pickle: where tens of thousands of parameters are described, as
+// mixtures of experts have them, it takes 19.
+constexpr uint64_t kBytesPerPickleByte = 24;
 constexpr int64_t kDiskBytesPerByte = 16;
 constexpr absl::string_view kOwnKeys[] = {"module",
                                           "buffer_names",
@@ -461,10 +464,14 @@ absl::StatusOr<const TorchFile*> DeepSpeedCheckpoint::OpenFile(const std::string
   ASSIGN_OR_RETURN(std::unique_ptr<TorchFile> file,
                    TorchFile::Open(absl::StrCat(directory_, "/", name),
                                    std::clamp<uint64_t>(static_cast<uint64_t>(bytes_left_), kFreeFileBytes,
-                                                        TorchFile::kMostBytes)));
+                                                        TorchFile::kMostBytes),
+                                   kBytesPerPickleByte));
   files_.push_back(std::move(file));
   const TorchFile* const opened = files_.back().get();
-  const int64_t free = kFreeFileBytes + static_cast<int64_t>(opened->disk_bytes()) / kDiskBytesPerByte;
+  const int64_t free =
+      kFreeFileBytes + std::max(static_cast<int64_t>(opened->disk_bytes()) / kDiskBytesPerByte,
+                                static_cast<int64_t>(std::min(TorchFile::kMostBytesOfAny,
+                                                              kBytesPerPickleByte * opened->pickle_bytes())));
   RETURN_IF_ERROR(SpendBytes(*opened, static_cast<int64_t>(opened->memory_bytes()) - free));
   return opened;
 }

@@ -151,8 +151,10 @@ class UniversalWriter {
       RETURN_IF_ERROR(WriteModelStates(absl::StrCat(tag_, "/", name)));
     std::error_code error;
     std::filesystem::recursive_directory_iterator entry(tag_, error);
-    for (; !error && entry != std::filesystem::recursive_directory_iterator(); entry.increment(error))
-      RETURN_IF_ERROR(entry->is_directory() ? SyncDirectory(entry->path()) : SyncFile(entry->path()));
+    for (; !error && entry != std::filesystem::recursive_directory_iterator(); entry.increment(error)) {
+      ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(entry->path()));
+      RETURN_IF_ERROR(kind == PathKind::kDirectory ? SyncDirectory(entry->path()) : SyncFile(entry->path()));
+    }
     if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat(tag_, ": cannot be listed"));
     return SyncDirectory(tag_);
   }

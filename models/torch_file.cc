@@ -821,7 +821,8 @@ TorchFile::~TorchFile() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-absl::StatusOr<std::unique_ptr<TorchFile>> TorchFile::Open(const std::string& path, uint64_t most_bytes) {
+absl::StatusOr<std::unique_ptr<TorchFile>> TorchFile::Open(const std::string& path, uint64_t most_bytes,
+                                                           uint64_t bytes_per_pickle_byte) {
   std::unique_ptr<TorchFile> file(new TorchFile(path));
   // O_NONBLOCK: a FIFO is refused, not waited for.
   file->fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -841,11 +842,13 @@ absl::StatusOr<std::unique_ptr<TorchFile>> TorchFile::Open(const std::string& pa
     if (!absl::EndsWith(name, "/data.pkl")) continue;
     if (!archive.prefix.empty()) return Bad(path, "has more than one data.pkl");
     archive.prefix = name.substr(0, name.size() - std::strlen("data.pkl"));
+    file->pickle_bytes_ = std::min(member.bytes, file->disk_bytes_);
   }
   if (archive.prefix.empty()) return Bad(path, "is a zip file without data.pkl: torch.save has not made it");
   ASSIGN_OR_RETURN(const std::string order, archive.Text(archive.prefix + "byteorder", 64));
   if (!order.empty() && order != "little")
     return Bad(path, absl::StrCat("its bytes are in the order ", Quoted(order)));
+  most_bytes = std::max(most_bytes, std::min(kMostBytesOfAny, bytes_per_pickle_byte * file->pickle_bytes_));
   if (archive.directory_bytes > most_bytes) return Bad(path, "has more members than are read");
   const uint64_t most = most_bytes - archive.directory_bytes;
   ASSIGN_OR_RETURN(file->contents_->pickle, archive.Text(archive.prefix + "data.pkl", most));
@@ -859,6 +862,7 @@ TorchValue TorchFile::root() const { return {this, contents_->root}; }
 
 uint64_t TorchFile::memory_bytes() const { return contents_->bytes; }
 uint64_t TorchFile::disk_bytes() const { return disk_bytes_; }
+uint64_t TorchFile::pickle_bytes() const { return pickle_bytes_; }
 
 void TorchFile::Rest() {
   if (fd_ >= 0) ::close(fd_);

@@ -125,12 +125,15 @@ class TorchFile {
  public:
   // What a file that is opened may take of memory, whatever it describes.
   static constexpr uint64_t kMostBytes = uint64_t{48} << 20;
+  // And what it may take in any case.
+  static constexpr uint64_t kMostBytesOfAny = uint64_t{512} << 20;
 
   // Checks the sum of the pickle. kNotFound, kInvalidArgument: in one line, what in the file is wrong or not
-  // served, or that it describes more than `most_bytes` hold. kDataLoss: it ends before what it says it has,
-  // or is damaged.
+  // served, or that it describes more than `most_bytes`, or `bytes_per_pickle_byte` for each byte of its
+  // pickle if that is more, hold. kDataLoss: it ends before what it says it has, or is damaged.
   static absl::StatusOr<std::unique_ptr<TorchFile>> Open(const std::string& path,
-                                                         uint64_t most_bytes = kMostBytes);
+                                                         uint64_t most_bytes = kMostBytes,
+                                                         uint64_t bytes_per_pickle_byte = 0);
   ~TorchFile();
   TorchFile(const TorchFile&) = delete;
   TorchFile& operator=(const TorchFile&) = delete;
@@ -139,7 +142,8 @@ class TorchFile {
   TorchValue root() const;
   // What was taken of `most_bytes`.
   uint64_t memory_bytes() const;
-  uint64_t disk_bytes() const;  // of the file: those that are not holes
+  uint64_t disk_bytes() const;    // of the file: those that are not holes
+  uint64_t pickle_bytes() const;  // of these, its pickle's
 
   // Its descriptor goes, and each read opens the file anew: for who has more files than may be open.
   void Rest();
@@ -171,6 +175,7 @@ class TorchFile {
   int fd_ = -1;
   uint64_t bytes_ = 0;
   uint64_t disk_bytes_ = 0;
+  uint64_t pickle_bytes_ = 0;
   const std::unique_ptr<Contents> contents_;
 };
 

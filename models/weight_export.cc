@@ -567,7 +567,7 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
           ? write_all(Exporter<float>(&weights, places, options, weight_type, strip, appended))
           : write_all(Exporter<uint16_t>(&weights, places, options, weight_type, strip, appended)));
   if (sharded) RETURN_IF_ERROR(AddText(index, IndexOf(shards), options.overwrite, &files));
-  std::set<std::string> old = ShardsOf(index, options.path);
+  std::set<std::string> old = options.overwrite ? ShardsOf(index, options.path) : std::set<std::string>();
   if (sharded) {
     for (const Shard& shard : shards) old.erase(shard.path);
   }

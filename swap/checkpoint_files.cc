@@ -1,5 +1,6 @@
 #include "swap/checkpoint_files.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -223,6 +224,18 @@ absl::StatusOr<std::string> FindCheckpoint(const std::string& path) {
   return all.back().path;
 }
 
+namespace {
+
+// Whether a directory was renamed, or its entries changed, after a time; false where no time is given.
+absl::StatusOr<bool> ChangedAfter(const std::string& directory, std::optional<int64_t> until_ns) {
+  if (!until_ns.has_value()) return false;
+  struct stat info {};
+  if (::stat(directory.c_str(), &info) != 0) return ErrnoError(errno, "look at directory", directory);
+  return int64_t{info.st_ctim.tv_sec} * 1'000'000'000 + info.st_ctim.tv_nsec > *until_ns;
+}
+
+}  // namespace
+
 absl::StatusOr<std::vector<CheckpointSeen>> SeeCheckpoints(const std::string& parent,
                                                            std::optional<int64_t> until_ns) {
   std::vector<CheckpointSeen> seen;
@@ -230,7 +243,9 @@ absl::StatusOr<std::vector<CheckpointSeen>> SeeCheckpoints(const std::string& pa
   for (const CheckpointEntry& entry : all) {
     ASSIGN_OR_RETURN(const std::string path, StoreIn(entry.path));
     const auto file = PlainFile::Open(path);
-    if (file.ok() && file->ModifiedAfter(until_ns)) continue;
+    // It is a checkpoint since its directory got its name.
+    ASSIGN_OR_RETURN(const bool named_after, ChangedAfter(entry.path, until_ns));
+    if (named_after || (file.ok() && file->ModifiedAfter(until_ns))) continue;
     seen.push_back({entry.name, UuidIn(file)});
   }
   return seen;

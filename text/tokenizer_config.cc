@@ -78,6 +78,9 @@ absl::StatusOr<AddedToken> TokenOf(const json& value, bool special, const std::s
   return token;
 }
 
+// Each key of these is looked for in the whole text: no file may make that long.
+constexpr size_t kMostKeys = 4096;
+
 // The keys of `object` in the order of the file's text, which decides the ids of tokens that are appended.
 std::vector<std::string> InOrder(const json& object, std::string_view text) {
   std::vector<std::pair<size_t, std::string>> places;
@@ -197,6 +200,7 @@ class Reader {
   // "image_token": "<image>", and {"extra_special_tokens": {"image_token": "<image>"}}.
   absl::Status AddModelsOwn() {
     const json own = config_.object;
+    if (own.size() > kMostKeys) return Wrong(config_.path, Cat("has more than ", kMostKeys, " keys"));
     for (const std::string& key : InOrder(own, config_.text)) {
       const bool named = std::find(kNamed.begin(), kNamed.end(), key) != kNamed.end();
       const json& value = own[key];
@@ -206,6 +210,8 @@ class Reader {
     }
     const auto extra = own.find("extra_special_tokens");
     if (extra == own.end() || !extra->is_object()) return absl::OkStatus();
+    if (extra->size() > kMostKeys)
+      return Wrong(config_.path, Cat("extra_special_tokens has more than ", kMostKeys, " keys"));
     for (const std::string& key : InOrder(*extra, config_.text)) {
       ASSIGN_OR_RETURN(AddedToken token, TokenOf((*extra)[key], /*special=*/true, config_.path,
                                                  Cat("extra_special_tokens.", key)));

@@ -1029,7 +1029,7 @@ def test_an_export_replaces_only_what_is_one_and_loses_nothing(tmp_path):
         (out / "latest_universal").unlink()
         (out / "latest_universal").mkdir()
         (out / "latest_universal" / "full").mkdir()
-        with pytest.raises(RuntimeError, match="latest_universal"):
+        with pytest.raises(IsADirectoryError, match="latest_universal"):
             engine.export_checkpoint(out, "good", overwrite=True)
         shutil.rmtree(out / "latest_universal")
         # Its process was killed between the two names.

@@ -159,7 +159,11 @@ TEST_F(DeepSpeedUniversalTest, KilledAtAnyMomentTheNameOfTheNewestIsOfAWholeOne)
     ExpectWhole();
   }
   EXPECT_GT(at, 4U);
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_), {}), 2);
+  // A kill between a new file's own name and its right one leaves it under the former, which is hidden.
+  int shown = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(directory_))
+    shown += entry.path().filename().string()[0] != '.' ? 1 : 0;
+  EXPECT_EQ(shown, 2);
 }
 
 TEST_F(DeepSpeedUniversalTest, NamesThatAreNoneOrTwosAreRefused) {

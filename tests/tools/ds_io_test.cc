@@ -379,12 +379,12 @@ TEST_F(ProgramTest, AnUnwritableJsonCostsNoMeasurement) {
   const Outcome run = Run(std::string(DS_IO) + " --folder " + directory_ + " --io_size 4M --json /nowhere/j");
   EXPECT_EQ(run.code, 1);
   EXPECT_THAT(run.out, HasSubstr("E2E Write Speed = "));
-  EXPECT_THAT(run.err, HasSubstr("cannot write /nowhere/j"));
+  EXPECT_THAT(run.err, HasSubstr("--json /nowhere/j: write: No such file or directory"));
   const Outcome tune = Run(std::string(DS_NVME_TUNE) + " --nvme_dir " + directory_ +
                            " --io_size 4M --no_profile --json /nowhere/j --log_dir " + directory_ + "/logs");
   EXPECT_EQ(tune.code, 1);
   EXPECT_THAT(tune.out, HasSubstr("\"aio\""));
-  EXPECT_THAT(tune.err, HasSubstr("cannot write /nowhere/j"));
+  EXPECT_THAT(tune.err, HasSubstr("--json /nowhere/j: write: No such file or directory"));
 }
 
 // A file with holes is read at the speed of memory: that is said.

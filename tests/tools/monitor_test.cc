@@ -214,11 +214,15 @@ TEST_F(MonitorTest, WhatCannotBeReadIsNeitherCutNorTakenForNothing) {
           });
       if (!ran.can) GTEST_SKIP() << "no process can be traced here";
       reached = ran.reached;
-      EXPECT_EQ(ran.code, reached ? 1 : 0) << at;
-      if (csv) {
+      // A call of the C library's own (locale, time zone) may fail without harm: then the result is right.
+      EXPECT_THAT(ran.code, AnyOf(reached ? 1 : 0, 0)) << at;
+      const bool failed = ran.code != 0;
+      if (csv && !failed) {
+        EXPECT_EQ(Read(Lr()), right) << at;
+      } else if (csv) {
         EXPECT_THAT(Read(Lr()), AnyOf(lines, right)) << at;
       } else {
-        EXPECT_EQ(Read(path) == events, reached) << at;
+        EXPECT_EQ(Read(path) == events, failed) << at;
       }
       EXPECT_THAT(EventFiles(), SizeIs(1)) << at;
     }

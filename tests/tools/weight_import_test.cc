@@ -141,7 +141,7 @@ TEST_F(WeightImportTest, Shards) {
   testing_support::WriteFile(path, "{\"weight_map\": 3}");
   EXPECT_THAT(Refusal(path), HasSubstr("no weight_map"));
   testing_support::WriteFile(path, "[");
-  EXPECT_THAT(Refusal(path), HasSubstr("the JSON is malformed at byte 1"));
+  EXPECT_THAT(Refusal(path), HasSubstr("the JSON is malformed at byte 2"));
 }
 
 TEST_F(WeightImportTest, WhatDoesNotFitIsNamed) {

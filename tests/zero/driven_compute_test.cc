@@ -424,8 +424,10 @@ TEST_F(DrivenComputeTest, RatesThatNoOptimizerHasAreRefusedAndTheNextStepGoesOn)
   Owner owner(shape_, kMicroBatches);
   const auto driven = Open(owner, owner.Options(directory_));
   ASSERT_NE(driven, nullptr);
-  for (const std::vector<GroupRates>& wrong :
-       {std::vector<GroupRates>{{{.lr = -1}}}, {{{.lr = std::nan("")}}}, {{{.lr = 1}, -0.1}}, {{}, {}, {}}}) {
+  for (const std::vector<GroupRates>& wrong : {std::vector<GroupRates>{{{.lr = -1}}},
+                                               {{{.lr = std::nan("")}}},
+                                               {{{.lr = 1}, -0.1}},
+                                               {{}, {{.lr = -1}}}}) {
     StepOptions options;
     options.groups = wrong;
     ASSERT_TRUE(driven->Begin(options).ok());

@@ -285,9 +285,13 @@ TEST_F(GroupsByNameTest, WhatNamesNothingAndWhatNoOptimizerHasIsRefusedBeforeAny
   auto engine = Open(Options(biases_));
   ASSERT_TRUE(engine.ok()) << engine.status();
   StepOptions wrong;
-  wrong.groups = {{}, {}, {}};
+  wrong.groups = {{}, {{.lr = -1}}};
   EXPECT_EQ((*engine)->Step({testing_support::PlainBatch(shape_, 0)}, wrong).status().code(),
             absl::StatusCode::kInvalidArgument);
+  // Rates of groups without parameters may follow those of the others.
+  StepOptions more;
+  more.groups = {{}, {}, {}};
+  EXPECT_TRUE((*engine)->Step({testing_support::PlainBatch(shape_, 0)}, more).ok());
 }
 
 }  // namespace
