@@ -147,7 +147,7 @@ TEST_F(HostileTest, NestedRecordsAreRefusedByEveryVerb) {
          "32", "--batch", "1", "--checkpoint-dir", kept, "--resume"},
         {"train", "--data", text_, "--threads", "1", "--quiet", "--steps", "2", "--seq", "32", "--batch", "1",
          "--state-dir", path, "--resume"},
-        {"plan", "--data", text_, "--no-probe", "--state-dir", path, "--resume"},
+        {"plan", "--data", text_, "--no-probe", "--host-memory", "512MiB", "--state-dir", path, "--resume"},
     };
     const std::vector<Ran> ran = RunAll(verbs);
     for (size_t i = 0; i < verbs.size(); ++i)
