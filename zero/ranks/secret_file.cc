@@ -72,8 +72,8 @@ absl::StatusOr<std::string> SecretIn(const std::string& directory) {
   const HashBytes random = RandomBytes();
   const std::string digits =
       absl::BytesToHexString(absl::string_view(reinterpret_cast<const char*>(random.data()), random.size()));
-  const absl::Status made = ReplaceFile(
-      path, digits + "\n", {.mode = 0600, .keep_mode = false, .replace = false, .durable = true});
+  const absl::Status made =
+      ReplaceFile(path, digits + "\n", {.mode = 0600, .keep_mode = false, .replace = false, .durable = true});
   if (!made.ok() && !absl::IsAlreadyExists(made))
     return absl::Status(made.code(), absl::StrCat(made.message(), "; ", kAnotherWay));
   return ReadSecret(path);  // of whichever process was the first
