@@ -713,6 +713,8 @@ class Engine:
         if runtime.is_open or not (self._accumulates or self._accumulation.under_way):
             runtime.backward(loss, retain_graph)
         else:
+            if loss.numel() == 1 and bool(loss.detach().isnan()):
+                runtime.refuse_outside_uses([loss])
             share = 1 / self._settings.micro_batches if scale_wrt_gas else 1.0
             self._accumulation.backward(loss, share, retain_graph)
         return loss

@@ -866,10 +866,13 @@ class Runtime:
                         "of its module. Give blocks=[...] with a module around all its uses"
                     )
 
-    # Where a weight is used outside of its block, it is NaN, and its gradient becomes part of the block's. Looked for where a loss is NaN.
-    def _refuse_outside_uses(self, driver: Driver, roots: Sequence[torch.Tensor]) -> None:
+    def refuse_outside_uses(self, roots: Sequence[torch.Tensor], shortcuts: Optional[Mapping[Any, Sequence[Any]]] = None) -> None:
+        """PassFailed where these are made of a weight that was used outside of its block: it is NaN there, and its gradient is none of it.
+
+        Where a loss is NaN. shortcuts: from nodes of autograd that a block's outputs have to those of its inputs.
+        """
         names = {id(parameter): name for block in self._blocks if not block.resident for name, parameter in block.parameters}
-        for node in _history(roots, driver.graph):
+        for node in _history(roots, shortcuts or {}):
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) in names:
                 raise PassFailed(_OUTSIDE.format(names[id(variable)]))
@@ -902,7 +905,7 @@ class Runtime:
         value = float(loss.detach()) * self.loss_factor
         driver.loss = value
         if math.isnan(value):
-            self._refuse_outside_uses(driver, [loss])
+            self.refuse_outside_uses([loss], driver.graph)
         if driver.inside is None and driver.backward_at == self._last:
             self._pass_by(driver, self._last)
             self._enter_now(driver, self._last)
@@ -961,7 +964,7 @@ class Runtime:
             with forward.settings.applied():
                 tensors, gradients = forward.roots(self._model(*forward.args, **without_cache(self._original, forward.kwargs)))
             if math.isnan(loss):
-                self._refuse_outside_uses(driver, tensors)
+                self.refuse_outside_uses(tensors, driver.graph)
             return tensors, gradients, loss
 
         work: List[Work] = [functools.partial(again, forward=forward) for forward in forwards]
