@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <linux/magic.h>
-#include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
@@ -22,6 +21,7 @@
 #include "aio/file_user.h"
 #include "aio/io_error.h"
 #include "aio/sim_disk.h"
+#include "base/file_lock.h"
 #include "base/status_macros.h"
 
 namespace penstock::aio {
@@ -305,7 +305,7 @@ File::~File() {
   for (FileUser* user : users) user->ForgetFile(*this);
   if (sim_ != nullptr) sim_->Unlock(*sim_file_, this);
   // A forked child that has a copy of the descriptor does not keep the lock.
-  if (locked_) (void)flock(fd_, LOCK_UN);
+  if (locked_) UnlockFile(fd_);
   if (fd_ >= 0) close(fd_);
 }
 
@@ -390,18 +390,15 @@ absl::Status File::Lock(int patience_ms, bool shared) {
   RETURN_IF_ERROR(made_in_.Check(path_));
   if (sim_ != nullptr) return sim_->Lock(*sim_file_, this);
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
-  while (flock(fd_, (shared ? LOCK_SH : LOCK_EX) | LOCK_NB) != 0) {
-    if (errno == EINTR) continue;
-    if (errno != EWOULDBLOCK) return Failure("flock", path_, errno);
+  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
+    ASSIGN_OR_RETURN(locked_, TryLockFile(fd_, path_, shared ? LockMode::kShared : LockMode::kExclusive));
+    if (locked_) return absl::OkStatus();
     if (std::chrono::steady_clock::now() >= give_up) {
       return absl::FailedPreconditionError(
           absl::StrCat("lock ", path_, ": held by another process after ", patience_ms,
                        " ms of trying; let that one end, or use another directory"));
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  locked_ = true;
-  return absl::OkStatus();
 }
 
 }  // namespace penstock::aio

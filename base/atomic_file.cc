@@ -6,13 +6,18 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <random>
+#include <set>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
+#include "base/file_lock.h"
 #include "base/io_error.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 
 namespace penstock {
@@ -29,6 +34,9 @@ uint64_t RandomNumber() {
   std::random_device device;
   return (uint64_t{device()} << 32) | device();
 }
+
+// Of a name that a temporary one shows: a file's name has at most 255 bytes.
+constexpr size_t kNameBytes = 200;
 
 std::string OwnDescriptor(int fd) { return absl::StrCat("/proc/self/fd/", fd); }
 
@@ -49,8 +57,7 @@ std::string RandomNameBeside(const std::string& path, std::string_view suffix) {
   std::string_view name = path;
   while (name.size() > 1 && name.back() == '/') name.remove_suffix(1);
   if (const size_t slash = name.rfind('/'); slash != std::string_view::npos) name.remove_prefix(slash + 1);
-  // The name of a file has at most 255 bytes.
-  name = name.substr(0, 200);
+  name = name.substr(0, kNameBytes);
   return absl::StrCat(DirectoryOf(path), "/.", std::string(name), ".",
                       absl::Hex(RandomNumber(), absl::kZeroPad16), std::string(suffix));
 }
@@ -78,11 +85,19 @@ absl::StatusOr<AtomicFile> AtomicFile::Create(const std::string& path, const Ato
   if (there && S_ISDIR(old.st_mode)) return Failed("replace", path, EISDIR);
   if (there && !options.replace) return Failed("create", path, EEXIST);
   file.fd_ = OpenNameless(path, options.mode);
+  // One that is locked is nobody's leftover; where none can be locked, none is taken for one.
+  if (file.fd_ >= 0) (void)TryLockFile(file.fd_, path);
   while (file.fd_ < 0) {
     std::string name = RandomNameBeside(path, ".new");
     file.fd_ = ::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, options.mode);
-    if (file.fd_ >= 0) file.temporary_ = std::move(name);
     if (file.fd_ < 0 && errno != EEXIST && errno != EINTR) return Failed("create", path, errno);
+    if (file.fd_ < 0) continue;
+    file.temporary_ = std::move(name);
+    struct stat made {};
+    const bool locked = TryLockFile(file.fd_, path).value_or(true);
+    if (::fstat(file.fd_, &made) != 0) return Failed("stat", path, errno);
+    // It was taken for a leftover before it was locked.
+    if (!locked || made.st_nlink == 0) ::close(std::exchange(file.fd_, -1));
   }
   if (there && S_ISREG(old.st_mode) && options.keep_mode && ::fchmod(file.fd_, old.st_mode & 07777) != 0) {
     return Failed("chmod", path, errno);
@@ -104,7 +119,7 @@ absl::Status AtomicFile::Write(std::string_view bytes) {
   return absl::OkStatus();
 }
 
-absl::Status AtomicFile::Sync() {
+absl::Status AtomicFile::Sync() const {
   int synced = 0;
   do {
     synced = ::fsync(fd_);
@@ -122,15 +137,33 @@ absl::Status AtomicFile::Settle() {
       return Failed("create", path_, errno);
     }
   }
-  // NFS and quotas tell of a full disk here; the descriptor is gone either way.
-  if (::close(std::exchange(fd_, -1)) != 0 && errno != EINTR) return Failed("close", path_, errno);
+  // NFS and quotas tell of a full disk at a close, of a copy of the descriptor too; the lock stays.
+  const int copy = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) return Failed("close", path_, errno);
+  if (::close(copy) != 0 && errno != EINTR) return Failed("close", path_, errno);
   return absl::OkStatus();
+}
+
+absl::StatusOr<bool> AtomicFile::Stands() const {
+  struct stat ours {
+  }, there{};
+  if (::fstat(fd_, &ours) != 0) return Failed("stat", path_, errno);
+  if (ours.st_size > static_cast<off_t>(kSmallFileBytes)) return false;
+  if (::lstat(path_.c_str(), &there) != 0) {
+    if (errno == ENOENT) return false;
+    return Failed("stat", path_, errno);
+  }
+  if (!S_ISREG(there.st_mode) || there.st_size != ours.st_size) return false;
+  ASSIGN_OR_RETURN(const std::string old, ReadSmallFile(path_));
+  ASSIGN_OR_RETURN(const std::string now, ReadSmallFile(temporary_));
+  return old == now;
 }
 
 absl::Status AtomicFile::Move() {
   if (options_.replace) {
     if (::rename(temporary_.c_str(), path_.c_str()) != 0) return Failed("rename to", path_, errno);
     temporary_.clear();
+    ::close(std::exchange(fd_, -1));
     return absl::OkStatus();
   }
   // Both fail where the name is taken, whoever took it meanwhile. File systems lack the one (NFS) or the
@@ -141,6 +174,7 @@ absl::Status AtomicFile::Move() {
     (void)::unlink(temporary_.c_str());
   }
   temporary_.clear();
+  ::close(std::exchange(fd_, -1));
   return absl::OkStatus();
 }
 
@@ -192,16 +226,97 @@ absl::Status Remove(const std::string& path) {
   return ::unlink(path.c_str()) == 0 || errno == ENOENT ? absl::OkStatus() : Failed("remove", path, errno);
 }
 
+// The one process that replaces files together in a directory, for as long as this lives.
+class DirectoryLock {
+ public:
+  DirectoryLock() = default;
+  ~DirectoryLock() {
+    if (fd_ < 0) return;
+    UnlockFile(fd_);
+    ::close(fd_);
+  }
+  DirectoryLock(const DirectoryLock&) = delete;
+  DirectoryLock& operator=(const DirectoryLock&) = delete;
+
+  absl::Status Take(const std::string& directory) {
+    fd_ = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd_ < 0) return Failed("open", directory, errno);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+    for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
+      const absl::StatusOr<bool> locked = TryLockFile(fd_, directory);
+      if (!locked.ok()) return CannotBeLocked(locked.status()) ? absl::OkStatus() : locked.status();
+      if (*locked) return absl::OkStatus();
+      if (std::chrono::steady_clock::now() >= deadline) {
+        return absl::UnavailableError(absl::StrCat(
+            "lock ", directory, ": another process has been replacing files there for a minute; try again"));
+      }
+    }
+  }
+
+ private:
+  int fd_ = -1;
+};
+
+// Whether `name` is ".X.<16 hex digits>" + `suffix`; X, shortened as RandomNameBeside shortens it.
+bool IsTemporary(std::string_view name, std::string_view suffix, std::string_view* of) {
+  constexpr size_t kDigits = 16;
+  if (name.size() < 3 + kDigits + suffix.size() || name.front() != '.' || !name.ends_with(suffix))
+    return false;
+  name.remove_suffix(suffix.size());
+  const std::string_view digits = name.substr(name.size() - kDigits);
+  if (digits.find_first_not_of("0123456789abcdef") != std::string_view::npos) return false;
+  name.remove_suffix(kDigits);
+  if (name.back() != '.') return false;
+  *of = name.substr(1, name.size() - 2);
+  return true;
+}
+
+// Removes, in a directory that is locked, the old states of `names` that a kill left, and what killed
+// processes were writing. What cannot be removed now is left to the next.
+void RemoveLeftovers(const std::string& directory, const std::set<std::string>& names) {
+  const std::vector<std::string> entries = ListDirectory(directory).value_or(std::vector<std::string>());
+  for (const std::string& entry : entries) {
+    const std::string path = absl::StrCat(directory, "/", entry);
+    std::string_view of;
+    if (IsTemporary(entry, ".old", &of)) {
+      if (names.count(std::string(of)) != 0) (void)::unlink(path.c_str());
+    } else if (IsTemporary(entry, ".new", &of)) {
+      const int fd = ::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+      if (fd < 0) continue;
+      if (TryLockFile(fd, path).value_or(false)) (void)::unlink(path.c_str());
+      ::close(fd);
+    }
+  }
+}
+
+std::string ShortName(const std::string& path) {
+  return path.substr(path.rfind('/') + 1).substr(0, kNameBytes);
+}
+
 }  // namespace
 
-absl::Status AtomicFile::CommitTogether(std::vector<AtomicFile> files, const std::vector<std::string>& keys) {
-  for (AtomicFile& file : files) RETURN_IF_ERROR(file.Settle());
+absl::Status AtomicFile::CommitTogether(std::vector<AtomicFile> files, const std::vector<std::string>& keys,
+                                        const Superseded& superseded) {
+  // What takes long, before others have to wait.
+  for (const AtomicFile& file : files) {
+    if (file.options_.durable) RETURN_IF_ERROR(file.Sync());
+  }
   const std::string key = files.back().path_, directory = DirectoryOf(key);
+  DirectoryLock lock;
+  RETURN_IF_ERROR(lock.Take(directory));
+  const std::vector<std::string> gone = superseded ? superseded() : std::vector<std::string>();
+  std::vector<AtomicFile*> changed;
+  for (AtomicFile& file : files) {
+    RETURN_IF_ERROR(file.Settle());
+    const bool last = &file == &files.back();
+    ASSIGN_OR_RETURN(const bool stands, last ? false : file.Stands());
+    if (!stands) changed.push_back(&file);
+  }
   SetAside old;
   std::vector<std::string> named;
   const auto commit = [&]() -> absl::Status {
     // One file takes the place of an old state in one step.
-    const bool alone = files.size() == 1;
+    const bool alone = changed.size() == 1;
     // Another writer may have made its state meanwhile: it stays.
     for (const std::string& path : keys) {
       if (files.back().options_.replace) break;
@@ -212,12 +327,12 @@ absl::Status AtomicFile::CommitTogether(std::vector<AtomicFile> files, const std
       if (!alone) RETURN_IF_ERROR(old.Take(path));
     }
     if (!old.empty()) RETURN_IF_ERROR(SyncDirectory(directory));
-    for (AtomicFile& file : files) {
-      const bool last = &file == &files.back();
-      if (file.options_.replace && !alone && !last) RETURN_IF_ERROR(old.Take(file.path_));
+    for (AtomicFile* const file : changed) {
+      const bool last = file == changed.back();
+      if (file->options_.replace && !alone && !last) RETURN_IF_ERROR(old.Take(file->path_));
       if (last && !alone) RETURN_IF_ERROR(SyncDirectory(directory));
-      RETURN_IF_ERROR(file.Move());
-      if (!alone) named.push_back(file.path_);
+      RETURN_IF_ERROR(file->Move());
+      if (!alone) named.push_back(file->path_);
     }
     return absl::OkStatus();
   };
@@ -233,9 +348,15 @@ absl::Status AtomicFile::CommitTogether(std::vector<AtomicFile> files, const std
   }
   RETURN_IF_ERROR(SyncDirectory(directory));
   RETURN_IF_ERROR(old.Remove());
-  for (const std::string& path : keys) {
-    if (path != key) RETURN_IF_ERROR(Remove(path));
+  std::set<std::string> names;
+  for (const AtomicFile& file : files) names.insert(ShortName(file.path_));
+  for (const auto* const paths : {&keys, &gone}) {
+    for (const std::string& path : *paths) {
+      names.insert(ShortName(path));
+      if (path != key) RETURN_IF_ERROR(Remove(path));
+    }
   }
+  RemoveLeftovers(directory, names);
   return SyncDirectory(directory);
 }
 

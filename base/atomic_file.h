@@ -5,6 +5,7 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -24,9 +25,9 @@ struct AtomicFileOptions {
 
 // A new file in the directory of its destination. It has no name until Commit() where the file system can do
 // that (O_TMPFILE), so that a kill leaves nothing; elsewhere a random one that nothing else has,
-// ".NAME.<16 hex digits>.new". Commit() gives it its name in one step. Without a Commit() that succeeded, the
-// destructor removes it, and the destination is as it was. Symbolic links are not followed: one at the
-// destination is itself replaced.
+// ".NAME.<16 hex digits>.new", of a file that is locked for as long as somebody writes it. Commit() gives it
+// its name in one step. Without a Commit() that succeeded, the destructor removes it, and the destination is
+// as it was. Symbolic links are not followed: one at the destination is itself replaced.
 //
 // Threads: one. A forked child's copy removes nothing. Errors name operation, path and errno;
 // kResourceExhausted: the disk is full.
@@ -47,7 +48,7 @@ class AtomicFile {
   absl::Status Write(std::string_view bytes);
 
   // Makes what was written durable. Commit() does so too: this is for files that are committed later.
-  absl::Status Sync();
+  absl::Status Sync() const;
 
   // Syncs and closes the file, gives it its name, and syncs the directory. Must be called once. An error
   // before the name was given leaves the destination as it was. An error of the last sync says so: the new
@@ -62,13 +63,26 @@ class AtomicFile {
   // No file gets its name before all of them are durable under temporary names: a full disk leaves everything
   // as it was. Then the keys are moved away, the files renamed, the last one last, and the old files removed.
   // An error before the last one has its name leaves everything as it was, or says which old file could not
-  // be given its name again. A kill in that moment leaves the old files under names that begin with a dot.
-  static absl::Status CommitTogether(std::vector<AtomicFile> files, const std::vector<std::string>& keys);
+  // be given its name again. A kill in that moment leaves the old files under names that begin with a dot,
+  // which the next that succeeds removes.
+  //
+  // A file of at most kSmallFileBytes whose content stands under its path already is left out. `superseded`
+  // returns paths of the old state that the new one does not have: it is called when no other process can
+  // change the old state any more, and what it returns is removed when the new state is durable.
+  //
+  // Of several processes that do this in one directory at once, one does it after the other: the directory is
+  // locked from the first change to the last. Where the file system cannot lock a directory (NFS), that is
+  // left to the callers. kUnavailable: another process has held the lock for a minute.
+  using Superseded = std::function<std::vector<std::string>()>;
+  static absl::Status CommitTogether(std::vector<AtomicFile> files, const std::vector<std::string>& keys,
+                                     const Superseded& superseded = nullptr);
 
  private:
   AtomicFile(std::string path, const AtomicFileOptions& options);
-  // Durable, closed, and under a temporary name.
+  // Durable, all errors of its closing told, and under a temporary name.
   absl::Status Settle();
+  // Its bytes are those of the small file that stands under its path.
+  absl::StatusOr<bool> Stands() const;
   // Under its own name, which is not durable yet.
   absl::Status Move();
 

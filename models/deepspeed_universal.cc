@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -22,7 +23,9 @@
 #include "base/atomic_file.h"
 #include "base/check.h"
 #include "base/directory.h"
+#include "base/file_lock.h"
 #include "base/read_ahead.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "models/torch_writer.h"
 #include "models/transpose.h"
@@ -100,17 +103,37 @@ class UniversalWriter {
     total_ = static_cast<uint64_t>(layout.parameters()) * kKinds * sizeof(float);
   }
 
+  ~UniversalWriter() {
+    if (directory_fd_ >= 0) ::close(directory_fd_);
+  }
+  UniversalWriter(const UniversalWriter&) = delete;
+  UniversalWriter& operator=(const UniversalWriter&) = delete;
+
   absl::Status Run() {
-    std::error_code error;
+    RETURN_IF_ERROR(Lock());
     RETURN_IF_ERROR(MakeStreams());
     RETURN_IF_ERROR(Clear());
+    absl::StatusOr<std::string> latest = ReadSmallFile(Latest());
+    if (!latest.ok() && !absl::IsNotFound(latest.status())) return latest.status();
+    if (latest.ok()) latest_ = *std::move(latest);
+    std::error_code error;
     absl::Status status = WriteTag();
+    if (status.ok()) status = Show();
     if (!status.ok()) {
-      std::filesystem::remove_all(tag_, error);
+      std::filesystem::remove_all(tag_, error);  // what was written in vain
       return status;
     }
-    RETURN_IF_ERROR(Show());
-    return ReplaceFile(Latest(), options_.tag);
+    status = ReplaceFile(Latest(), options_.tag);
+    // Its last sync may have failed when it had its name: then the new checkpoint is the one it names.
+    if (!status.ok() && ReadSmallFile(Latest()).value_or("") != options_.tag) {
+      const absl::Status hidden = Hide();
+      if (hidden.ok()) std::filesystem::remove_all(tag_, error);
+      status.Update(hidden);
+      return status;
+    }
+    std::filesystem::remove_all(aside_, error);
+    std::filesystem::remove_all(tag_, error);  // the one that had its name
+    return status;
   }
 
  private:
@@ -119,6 +142,21 @@ class UniversalWriter {
     std::filesystem::rename(from, to, error);
     if (!error) return absl::OkStatus();
     return absl::ErrnoToStatus(error.value(), absl::StrCat(to, ": cannot be made of ", from));
+  }
+
+  // Of two that write to one directory, the later one is refused. Where a directory cannot be locked, as on
+  // NFS, nobody is.
+  absl::Status Lock() {
+    const std::string& directory = options_.directory;
+    RETURN_IF_ERROR(MakeDirectory(directory));
+    directory_fd_ = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (directory_fd_ < 0) return absl::ErrnoToStatus(errno, absl::StrCat("open ", directory));
+    const absl::StatusOr<bool> locked = TryLockFile(directory_fd_, directory);
+    if (locked.ok() && !*locked) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(directory, ": another process is writing a checkpoint there"));
+    }
+    return locked.ok() || CannotBeLocked(locked.status()) ? absl::OkStatus() : locked.status();
   }
 
   // What a killed one has left goes, or comes back; what may not be replaced is refused.
@@ -159,32 +197,52 @@ class UniversalWriter {
     return SyncDirectory(tag_);
   }
 
-  // Under its name, now that it is whole. The old one has it until then, and goes when the new one has it.
-  absl::Status Show() const {
-    std::error_code error;
+  // Under its name, now that it is whole. The old one is kept, under another name.
+  absl::Status Show() {
     if (!replaces_) {
       RETURN_IF_ERROR(Rename(tag_, whole_));
-      return SyncDirectory(options_.directory);
+    } else if (absl::Status exchanged = Exchange(); !exchanged.ok()) {
+      if (!absl::IsUnimplemented(exchanged)) return exchanged;
+      // A file system without exchanges, NFS for one: what names a checkpoint names none in between.
+      if (::unlink(Latest().c_str()) != 0 && errno != ENOENT)
+        return absl::ErrnoToStatus(errno, absl::StrCat("remove ", Latest()));
+      if (absl::Status moved = Move(); !moved.ok()) {
+        moved.Update(RestoreLatest());
+        return moved;
+      }
     }
-    if (::renameat2(AT_FDCWD, tag_.c_str(), AT_FDCWD, whole_.c_str(), RENAME_EXCHANGE) == 0) {
-      RETURN_IF_ERROR(SyncDirectory(options_.directory));
-      std::filesystem::remove_all(tag_, error);
-      return absl::OkStatus();
-    }
-    if (errno != EINVAL && errno != ENOSYS)
-      return absl::ErrnoToStatus(errno, absl::StrCat(whole_, ": cannot be made of ", tag_));
-    // A file system without exchanges, NFS for one: what names a checkpoint names none in between.
-    if (::unlink(Latest().c_str()) != 0 && errno != ENOENT)
-      return absl::ErrnoToStatus(errno, absl::StrCat("remove ", Latest()));
+    absl::Status synced = SyncDirectory(options_.directory);
+    if (!synced.ok()) synced.Update(Hide());
+    return synced;
+  }
+  absl::Status Move() const {
     RETURN_IF_ERROR(SyncDirectory(options_.directory));
     RETURN_IF_ERROR(Rename(whole_, aside_));
-    if (absl::Status status = Rename(tag_, whole_); !status.ok()) {
-      status.Update(Rename(aside_, whole_));
-      return status;
+    absl::Status status = Rename(tag_, whole_);
+    if (!status.ok()) status.Update(Rename(aside_, whole_));
+    return status;
+  }
+  // kUnimplemented: not on this file system.
+  absl::Status Exchange() const {
+    if (::renameat2(AT_FDCWD, tag_.c_str(), AT_FDCWD, whole_.c_str(), RENAME_EXCHANGE) == 0)
+      return absl::OkStatus();
+    if (errno == EINVAL || errno == ENOSYS) return absl::UnimplementedError("");
+    return absl::ErrnoToStatus(errno, absl::StrCat(whole_, ": cannot be made of ", tag_));
+  }
+  // All as it was before Show.
+  absl::Status Hide() const {
+    if (!replaces_) {
+      RETURN_IF_ERROR(Rename(whole_, tag_));
+    } else if (absl::Status exchanged = Exchange(); !exchanged.ok()) {
+      if (!absl::IsUnimplemented(exchanged)) return exchanged;
+      RETURN_IF_ERROR(Rename(whole_, tag_));
+      RETURN_IF_ERROR(Rename(aside_, whole_));
+      RETURN_IF_ERROR(RestoreLatest());
     }
-    RETURN_IF_ERROR(SyncDirectory(options_.directory));
-    std::filesystem::remove_all(aside_, error);
-    return absl::OkStatus();
+    return SyncDirectory(options_.directory);
+  }
+  absl::Status RestoreLatest() const {
+    return latest_.has_value() ? ReplaceFile(Latest(), *latest_) : absl::OkStatus();
   }
 
   std::string NameOf(const PublishedTensor& tensor) const {
@@ -456,7 +514,9 @@ class UniversalWriter {
   const ReadMoments& read_;
   const UniversalOptions& options_;
   const std::string whole_, tag_, aside_;
-  bool replaces_ = false;  // a checkpoint has the name
+  int directory_fd_ = -1;              // locked
+  bool replaces_ = false;              // a checkpoint has the name
+  std::optional<std::string> latest_;  // what latest_universal was before
   uint64_t done_ = 0, total_ = 0;
   // Destroyed from the last to the first.
   std::unique_ptr<aio::Engine> io_;

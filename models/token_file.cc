@@ -1,7 +1,6 @@
 #include "models/token_file.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -23,6 +22,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/string_view.h"
 #include "base/directory.h"
+#include "base/file_lock.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "models/data_records.h"
@@ -114,8 +114,9 @@ class Output {
         return FileError(errno, "cannot make", part,
                          ": tokens are written beside the data; copy it to a directory that can be written");
       }
-      while (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
-        if (errno != EWOULDBLOCK && errno != EINTR) return FileError(errno, "flock", part);
+      while (true) {
+        ASSIGN_OR_RETURN(const bool locked, TryLockFile(fd.get(), part));
+        if (locked) break;
         if (!goes_on()) return absl::CancelledError("stopped");
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
       }

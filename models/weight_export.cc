@@ -1,10 +1,7 @@
 #include "models/weight_export.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -19,7 +16,6 @@
 #include "base/atomic_file.h"
 #include "base/directory.h"
 #include "base/json.h"
-#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "kernels/split_master.h"
@@ -546,8 +542,7 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
     if (options.progress) options.progress(done, total);
   };
   std::vector<AtomicFile> files;
-  // The same text is no change, and one file less to change with the others.
-  if (!options.config_path.empty() && ReadSmallFile(options.config_path).value_or("") != options.config)
+  if (!options.config_path.empty())
     RETURN_IF_ERROR(AddText(options.config_path, options.config, options.overwrite, &files));
   const auto write_all = [&](auto exporter) -> absl::Status {
     for (size_t i = 0; i < shards.size(); ++i) {
@@ -567,15 +562,14 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
           ? write_all(Exporter<float>(&weights, places, options, weight_type, strip, appended))
           : write_all(Exporter<uint16_t>(&weights, places, options, weight_type, strip, appended)));
   if (sharded) RETURN_IF_ERROR(AddText(index, IndexOf(shards), options.overwrite, &files));
-  std::set<std::string> old = options.overwrite ? ShardsOf(index, options.path) : std::set<std::string>();
-  if (sharded) {
-    for (const Shard& shard : shards) old.erase(shard.path);
-  }
-  RETURN_IF_ERROR(AtomicFile::CommitTogether(std::move(files), {options.path, index}));
-  for (const std::string& path : old) {
-    if (::unlink(path.c_str()) != 0 && errno != ENOENT)
-      return absl::ErrnoToStatus(errno, absl::StrCat("remove ", path, " of an older export"));
-  }
+  const auto superseded = [&] {
+    std::set<std::string> old = options.overwrite ? ShardsOf(index, options.path) : std::set<std::string>();
+    if (sharded) {
+      for (const Shard& shard : shards) old.erase(shard.path);
+    }
+    return std::vector<std::string>(old.begin(), old.end());
+  };
+  RETURN_IF_ERROR(AtomicFile::CommitTogether(std::move(files), {options.path, index}, superseded));
   return static_cast<int>(shards.size());
 }
 

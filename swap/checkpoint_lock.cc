@@ -1,7 +1,6 @@
 #include "swap/checkpoint_lock.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -14,6 +13,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
+#include "base/file_lock.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 #include "swap/store_files.h"
 
@@ -83,7 +84,8 @@ absl::StatusOr<std::unique_ptr<CheckpointLock>> CheckpointLock::Take(const std::
     const int fd = OpenOrMake(path, &made_file);
     if (fd < 0 && errno == ENOENT && !late) continue;
     if (fd < 0) return CannotLock(parent, errno);
-    if (::flock(fd, LOCK_EX | LOCK_NB) == 0) {
+    const absl::StatusOr<bool> locked = TryLockFile(fd, path);
+    if (locked.ok() && *locked) {
       // Likewise the file.
       const int directory = ::open(parent.c_str(), kDirectoryFlags);
       const absl::StatusOr<bool> at_its_place = IsFileAt(fd, path);
@@ -98,12 +100,10 @@ absl::StatusOr<std::unique_ptr<CheckpointLock>> CheckpointLock::Take(const std::
       if (late) return CannotLock(parent, EAGAIN);
       continue;
     }
-    const int error = errno;
-    const bool held = error == EWOULDBLOCK || error == EINTR;
     // Where none can be locked nobody holds it: what was made for nothing goes, and the directories with it.
-    if (!held && made_file && IsFileAt(fd, path).value_or(false)) (void)::unlink(path.c_str());
+    if (!locked.ok() && made_file && IsFileAt(fd, path).value_or(false)) (void)::unlink(path.c_str());
     ::close(fd);
-    if (!held) return CannotLock(parent, error);
+    if (!locked.ok()) return CannotLock(parent, ErrnoOf(locked.status()));
     if (late) {
       return absl::FailedPreconditionError(
           absl::StrCat("checkpoints go to ", parent, ", which is in use by another process, whose run keeps ",
@@ -128,11 +128,12 @@ absl::Status CheckpointLock::Check() {
   const int fd = ::open(path_.c_str(), kFileFlags | O_EXCL, 0600);
   if (fd < 0) return Lost(absl::StrCat("cannot be taken again: ", std::strerror(errno)));
   const int directory = ::open(parent_.c_str(), kDirectoryFlags);
-  const bool taken = ::flock(fd, LOCK_EX | LOCK_NB) == 0 && directory >= 0 &&
-                     IsFileAt(fd, path_).value_or(false) && ::dup3(fd, fd_, O_CLOEXEC) >= 0 &&
-                     ::dup3(directory, directory_fd_, O_CLOEXEC) >= 0;
+  const absl::StatusOr<bool> locked = TryLockFile(fd, path_);
+  const bool taken = locked.ok() && *locked && directory >= 0 && IsFileAt(fd, path_).value_or(false) &&
+                     ::dup3(fd, fd_, O_CLOEXEC) >= 0 && ::dup3(directory, directory_fd_, O_CLOEXEC) >= 0;
   ::close(fd);
   if (directory >= 0) ::close(directory);
+  if (!locked.ok()) return Lost(absl::StrCat("cannot be locked again: ", locked.status().message()));
   return taken ? absl::OkStatus() : Lost("another process has taken the one in its place");
 }
 
@@ -151,7 +152,7 @@ CheckpointLock::~CheckpointLock() {
     if (::fstat(fd_, &file) == 0 && S_ISREG(file.st_mode) && file.st_size == 0 &&
         IsFileAt(fd_, path_).value_or(false))
       (void)::unlink(path_.c_str());
-    (void)::flock(fd_, LOCK_UN);  // a forked child may have a copy of the descriptor
+    UnlockFile(fd_);
     ::close(fd_);
     ::close(directory_fd_);
   }

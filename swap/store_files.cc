@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <signal.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -16,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/file_lock.h"
 #include "base/status_macros.h"
 
 namespace penstock::swap {
@@ -183,12 +183,11 @@ absl::StatusOr<std::vector<std::byte>> PlainFile::Read(uint64_t offset, uint64_t
 
 absl::StatusOr<bool> PlainFile::TryLock(bool exclusive, int patience_ms) const {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
-  while (::flock(fd_, (exclusive ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) {
-    if (errno != EWOULDBLOCK && errno != EINTR) return ErrnoError(errno, "lock", path_);
-    if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
+    ASSIGN_OR_RETURN(const bool locked,
+                     TryLockFile(fd_, path_, exclusive ? LockMode::kExclusive : LockMode::kShared));
+    if (locked || std::chrono::steady_clock::now() >= deadline) return locked;
   }
-  return true;
 }
 
 absl::Status PlainFile::Cut(uint64_t bytes) const {

@@ -12,6 +12,7 @@
 
 #include "base/atomic_file.h"
 #include "base/directory.h"
+#include "base/file_lock.h"
 #include "base/lines.h"
 #include "base/small_file.h"
 #include "gmock/gmock.h"
@@ -287,6 +288,102 @@ TEST_F(FilesTogetherTest, AFailureAtAnyMomentLeavesTheOldOnesWhole) {
     EXPECT_EQ(ran.code, reached ? 1 : 0) << at;
     EXPECT_TRUE(found == "new" || Names().size() == 4U) << at;
   }
+}
+
+// Each of them has its own parts, as shards are; what it replaces is what the one before it has left.
+TEST_F(FilesTogetherTest, ManyAtOnceNeverMixAndLeaveNothing) {
+  std::vector<std::thread> threads;
+  for (int writer = 0; writer < 4; ++writer) {
+    threads.emplace_back([&, writer] {
+      for (int round = 0; round < 40; ++round) {
+        const std::string state = std::string(1, static_cast<char>('a' + writer)) + std::to_string(round);
+        const int parts = 1 + (round + writer) % 3;
+        std::vector<AtomicFile> files;
+        const auto add = [&](const std::string& name) {
+          absl::StatusOr<AtomicFile> file = AtomicFile::Create(Path(name));
+          ASSERT_TRUE(file.ok() && file->Write(state).ok());
+          files.push_back(*std::move(file));
+        };
+        std::set<std::string> own;
+        for (int part = 0; part < parts; ++part)
+          own.insert("part-" + std::to_string(part) + "-of-" + std::to_string(parts));
+        add("config");
+        for (const std::string& name : own) add(name);
+        add("index");
+        const absl::Status status =
+            AtomicFile::CommitTogether(std::move(files), {Path("single"), Path("index")}, [&] {
+              std::vector<std::string> old;
+              for (const std::string& name : Names()) {
+                if (name.starts_with("part-") && own.count(name) == 0) old.push_back(Path(name));
+              }
+              return old;
+            });
+        ASSERT_TRUE(status.ok()) << status;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const std::string state = ReadSmallFile(Path("index")).value();
+  const std::vector<std::string> names = Names();
+  EXPECT_TRUE(names.size() >= 3U && names.size() <= 5U) << testing::PrintToString(names);
+  for (const std::string& name : names) EXPECT_EQ(ReadSmallFile(Path(name)).value(), state) << name;
+}
+
+TEST_F(FilesTogetherTest, WhatKilledOnesLeftGoesAndWhatOthersWriteStays) {
+  PutState("old");
+  const std::string digits = "0123456789abcdef";
+  Put(".part-1." + digits + ".old", "older");
+  Put(".another." + digits + ".old", "of another state");
+  Put(".part-9-of-9." + digits + ".new", "killed");
+  Put(".part-1.0123.new", "not one of these names");
+  const std::string written = ".index." + digits + ".new";
+  Put(written, "being written");
+  const int fd = ::open(Path(written).c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_TRUE(*TryLockFile(fd, written));
+  ASSERT_TRUE(Replace("new").ok());
+  EXPECT_EQ(Found(), "new");
+  EXPECT_THAT(Names(), ElementsAre(".another." + digits + ".old", written, ".part-1.0123.new", "config",
+                                   "index", "part-1", "part-2"));
+  ::close(fd);
+}
+
+TEST_F(FilesTogetherTest, ASmallFileThatIsAsItWasIsNotTouched) {
+  Put("single", "old");
+  Put("config", "same");
+  const auto inode = [&] {
+    struct stat info {};
+    EXPECT_EQ(::stat(Path("config").c_str(), &info), 0);
+    return info.st_ino;
+  };
+  const ino_t before = inode();
+  std::vector<AtomicFile> files;
+  for (const auto& [name, text] : {std::pair{"config", "same"}, {"single", "new"}}) {
+    absl::StatusOr<AtomicFile> file = AtomicFile::Create(Path(name));
+    ASSERT_TRUE(file.ok() && file->Write(text).ok());
+    files.push_back(*std::move(file));
+  }
+  ASSERT_TRUE(AtomicFile::CommitTogether(std::move(files), {Path("single"), Path("index")}).ok());
+  EXPECT_EQ(inode(), before);
+  EXPECT_THAT(Names(), ElementsAre("config", "single"));
+}
+
+TEST_F(FilesTest, ALockThatIsInterruptedIsNotHeldByAnother) {
+  Put("f", "");
+  const int fd = ::open(Path("f").c_str(), O_RDWR | O_CLOEXEC), other = ::open(Path("f").c_str(), O_RDWR);
+  EXPECT_TRUE(*TryLockFile(fd, "f", LockMode::kShared));
+  EXPECT_TRUE(*TryLockFile(other, "f", LockMode::kShared));
+  EXPECT_FALSE(*TryLockFile(fd, "f"));
+  UnlockFile(other);
+  EXPECT_TRUE(*TryLockFile(fd, "f"));
+  EXPECT_FALSE(*TryLockFile(other, "f", LockMode::kShared));
+  EXPECT_EQ(TryLockFile(-1, "f").status().code(), absl::StatusCode::kFailedPrecondition);
+  ::close(fd);
+  const Tampered ran = RunTampered({.calls = {SYS_flock}, .at = 0, .error = EINTR},
+                                   [&] { return TryLockFile(other, "f").value_or(false) ? 0 : 1; });
+  if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+  EXPECT_EQ(ran.code, 0);
+  EXPECT_TRUE(ran.reached);
+  ::close(other);
 }
 
 TEST_F(FilesTest, ManyAtOnceNeverMix) {

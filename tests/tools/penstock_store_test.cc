@@ -3,6 +3,7 @@
 #include <map>
 #include <set>
 
+#include "tests/soak.h"
 #include "tests/tampered_call.h"
 #include "tests/tools/penstock_state.h"
 
@@ -334,6 +335,34 @@ TEST_F(StoreCliTest, AnExportThatIsKilledOverAnotherNeverMixesTheTwo) {
       EXPECT_EQ(names(out), names(fresh)) << "what the older one had more of is gone";
       EXPECT_GE(at, 3U);
     }
+  }
+}
+
+// Whichever comes later: all files are of one of them, and nothing of the other's is left.
+TEST_F(StoreCliTest, OfTwoExportsAtOnceTheLaterOneStands) {
+  const std::string first = dir_ + "/first", second = dir_ + "/second", out = dir_ + "/out";
+  ASSERT_EQ(Run(Train(first, {"--steps", "1", "--seq", "32"})).code, 0);
+  ASSERT_EQ(Run(Train(second, {"--steps", "2", "--seq", "32"})).code, 0);
+  std::filesystem::create_directory(out);
+  const auto start = [&](const std::string& state, const char* shard) {
+    return Program(dir_, {"export", state, out, "--quiet", "--overwrite", "--max-shard", shard});
+  };
+  const int rounds = 4 * tests::Soak();
+  for (int round = 0; round < rounds; ++round) {
+    Program one = start(first, round % 2 == 0 ? "400000" : "250000"), two = start(second, "400000");
+    for (Program* program : {&one, &two}) {
+      const Ran ran = program->Wait();
+      EXPECT_EQ(ran.code, 0) << ran.err;
+    }
+    EXPECT_GT(ExportedStep(out), 0) << "round " << round;
+    const json index = json::parse(ReadFile(out + "/model.safetensors.index.json"));
+    std::set<std::string> shards, there;
+    for (const auto& [tensor, shard] : index["weight_map"].items()) shards.insert(shard);
+    for (const auto& entry : std::filesystem::directory_iterator(out)) {
+      const std::string name = entry.path().filename();
+      if (name.ends_with(".safetensors") || name.starts_with(".")) there.insert(name);
+    }
+    EXPECT_EQ(there, shards) << "round " << round;
   }
 }
 

@@ -1,7 +1,6 @@
 #include "tools/penstock/generate_output.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -9,6 +8,7 @@
 #include <string_view>
 
 #include "absl/strings/str_cat.h"
+#include "base/file_lock.h"
 #include "base/json.h"
 #include "base/lines.h"
 #include "base/status_macros.h"
@@ -38,8 +38,8 @@ absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::
                      ": is no regular file, and one is needed to go on after a kill; without --out texts "
                      "are printed"));
   }
-  if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
-    if (errno != EWOULDBLOCK) return Failed("lock", path, errno);
+  ASSIGN_OR_RETURN(const bool locked, TryLockFile(fd, path));
+  if (!locked) {
     return absl::FailedPreconditionError(absl::StrCat("--out ", path, ": another process writes it"));
   }
   if (overwrite && ::ftruncate(fd, 0) != 0) return Failed("truncate", path, errno);

@@ -4,7 +4,6 @@
 // OUT.partial, which the next pack to OUT replaces.
 #include <fcntl.h>
 #include <stdio.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -18,6 +17,7 @@
 #include "absl/strings/str_format.h"
 #include "base/atomic_file.h"
 #include "base/directory.h"
+#include "base/file_lock.h"
 #include "base/status_macros.h"
 #include "kernels/weight_code.h"
 #include "models/family.h"
@@ -81,8 +81,8 @@ class Partial {
     if (::mkdir(path_.c_str(), 0777) != 0 && errno != EEXIST) return Errno(absl::StrCat("mkdir ", path_));
     fd_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd_ < 0) return Errno(absl::StrCat("open ", path_));
-    if (::flock(fd_, LOCK_EX | LOCK_NB) != 0)
-      return absl::FailedPreconditionError(absl::StrCat(path_, ": another pack is writing there"));
+    ASSIGN_OR_RETURN(const bool locked, TryLockFile(fd_, path_));
+    if (!locked) return absl::FailedPreconditionError(absl::StrCat(path_, ": another pack is writing there"));
     RETURN_IF_ERROR(CheckOnlyOurs(path_));
     owned_ = true;
     std::error_code error;
