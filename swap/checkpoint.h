@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -32,11 +33,21 @@
 
 namespace penstock::swap {
 
+// A checkpoint of a directory at one time, for a decision that is carried out later.
+struct CheckpointSeen {
+  std::string name;
+  Uuid uuid{};  // zeros: could not be read
+  bool operator==(const CheckpointSeen&) const = default;
+};
+
 struct CheckpointOptions {
   std::string parent;  // the directory of all checkpoints; made if missing
   // Where tiles pass through, best from an arena: one padded tile.
   std::span<std::byte> memory;
   uint32_t keep = 0;  // after this one is done, remove all but the newest `keep`; 0: keep all
+  // Of an older run, which this one's replaces: they stay until the first of this one is durable under its
+  // name, and are then removed. Those that somebody reads just then are removed after a later one.
+  std::vector<CheckpointSeen> replaces;
   // Of `parent`, checked before anything there changes; null: nobody else is at work there. Outlives the
   // copy.
   CheckpointLock* lock = nullptr;
@@ -75,13 +86,6 @@ absl::Status RemovePartialCheckpoints(const std::string& parent);
 // Removes all but the newest `keep` (0: none is removed). On an error nothing was removed.
 absl::Status KeepNewestCheckpoints(const std::string& parent, uint32_t keep);
 
-// A checkpoint of a directory at one time, for a decision that is carried out later.
-struct CheckpointSeen {
-  std::string name;
-  Uuid uuid{};  // zeros: could not be read
-  bool operator==(const CheckpointSeen&) const = default;
-};
-
 // Returns the checkpoints in a directory, as ListCheckpoints does. `until_ns`: without those whose file was
 // modified later, in nanoseconds since the epoch.
 absl::StatusOr<std::vector<CheckpointSeen>> SeeCheckpoints(const std::string& parent,
@@ -90,9 +94,27 @@ absl::StatusOr<std::vector<CheckpointSeen>> SeeCheckpoints(const std::string& pa
 // kFailedPrecondition: a checkpoint is in the directory that is not among `seen`.
 absl::Status CheckSeen(const std::string& parent, std::span<const CheckpointSeen> seen);
 
-// Removes all checkpoints in a directory, those of killed runs included, and `latest`. Nothing else is
-// touched; what is in use stays (kFailedPrecondition). CheckSeen's errors, before anything is removed.
-absl::Status RemoveCheckpoints(const std::string& parent, std::span<const CheckpointSeen> seen);
+// The checkpoints of a directory that a new run replaces, locked until then: nobody begins to read one.
+class ReplacedCheckpoints {
+ public:
+  // Locks all checkpoints in `parent`. CheckSeen's errors. kFailedPrecondition: one is in use, or not of this
+  // program's making.
+  static absl::StatusOr<ReplacedCheckpoints> Lock(const std::string& parent,
+                                                  std::span<const CheckpointSeen> seen);
+  ReplacedCheckpoints(ReplacedCheckpoints&&) noexcept;
+  ReplacedCheckpoints& operator=(ReplacedCheckpoints&&) noexcept;
+  ~ReplacedCheckpoints();  // unlocks what was not removed
+
+  // Removes them, what killed runs left, and `latest`. Nothing else is touched.
+  absl::Status Remove();
+
+ private:
+  struct Locked;
+  explicit ReplacedCheckpoints(std::string parent);
+
+  std::string parent_;
+  std::unique_ptr<Locked> locked_;
+};
 
 // A whole checkpoint at once. Blocks; swap/checkpoint_copy.h writes one while training goes on.
 absl::Status WriteCheckpoint(Store& store, const CheckpointOptions& options);

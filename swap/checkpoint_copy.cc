@@ -176,8 +176,8 @@ void CheckpointCopy::Run() {
 
 absl::Status CheckpointCopy::Write() {
   const bool alone = !options_.meet;
-  absl::StatusOr<PartialCheckpoint> partial =
-      PartialCheckpoint::Create(options_.parent, source_.step, alone ? -1 : options_.rank, options_.lock);
+  absl::StatusOr<PartialCheckpoint> partial = PartialCheckpoint::Create(
+      options_.parent, source_.step, alone ? -1 : options_.rank, options_.lock, options_.replaces);
   absl::Status status = partial.ok() ? WriteStore(partial->directory()) : partial.status();
   {
     std::lock_guard lock(mutex_);

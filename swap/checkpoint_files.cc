@@ -1,5 +1,6 @@
 #include "swap/checkpoint_files.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -25,6 +26,7 @@ namespace {
 constexpr const char* kLatest = "latest";
 constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kPartial = ".partial";
+constexpr std::string_view kReplaced = ".replaced";
 constexpr int kLeftoverPatienceMs = 1000;
 
 // The names in a directory; none where nothing or something else has its name.
@@ -53,6 +55,23 @@ constexpr std::string_view kRankPrefix = "rank-";
 
 std::string PartialName(const std::string& name) {
   return absl::StrCat(".", name, absl::string_view(kPartial.data(), kPartial.size()));
+}
+
+// Of a checkpoint that another one takes the name of.
+std::string ReplacedName(const std::string& name) {
+  return absl::StrCat(".", name, absl::string_view(kReplaced.data(), kReplaced.size()));
+}
+
+// The checkpoint's name in ".NAME" + `suffix`; empty: it is no such name.
+std::string NameWithin(std::string_view name, std::string_view suffix) {
+  uint64_t step = 0;
+  if (name.size() <= suffix.size() + 1 || name[0] != '.' || !name.ends_with(suffix)) return "";
+  std::string within(name.substr(1, name.size() - 1 - suffix.size()));
+  return StepOf(within, &step) ? within : "";
+}
+
+absl::Status Rename(const std::string& from, const std::string& to) {
+  return ::rename(from.c_str(), to.c_str()) == 0 ? absl::OkStatus() : ErrnoError(errno, "rename to", to);
 }
 
 // A new `latest` whose writer was killed before it got its name.
@@ -121,73 +140,112 @@ absl::Status NotThereAnyMore(const std::string& path) {
       absl::StrCat(path, " was replaced or moved away just now and is not removed"));
 }
 
-// Removes a checkpoint's directory that holds store files of ours, or nothing, and nothing else. Anything
-// else stays. It loses its name first, so that what a kill leaves of it is no checkpoint.
-absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 0,
-                                  const Rest& rest = nullptr) {
-  ASSIGN_OR_RETURN(const bool in_the_way, InTheWay(directory));
-  if (in_the_way) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(directory, " is no directory of ours and is not removed: move it away"));
-  }
-  std::vector<PlainFile> files;
-  std::vector<std::string> names;  // below the directory
-  ASSIGN_OR_RETURN(const std::vector<std::string> parts, PartsOf(directory));
-  for (const std::string& part : parts) {
-    const std::string path = StorePath(part);
-    auto file = PlainFile::Open(path);
-    if (absl::IsNotFound(file.status())) continue;
-    RETURN_IF_ERROR(file.status());
-    ASSIGN_OR_RETURN(const FileKind kind, file->Classify());
-    if (kind == FileKind::kForeign) {
+// A checkpoint's directory that holds store files of ours, or nothing, and nothing else: until it is
+// destroyed nobody else opens these for more than a look.
+class LockedCheckpoint {
+ public:
+  static absl::StatusOr<LockedCheckpoint> Take(const std::string& directory, int patience_ms = 0) {
+    ASSIGN_OR_RETURN(const bool in_the_way, InTheWay(directory));
+    if (in_the_way) {
       return absl::FailedPreconditionError(
-          absl::StrCat(path, " was not made by this program and is not removed"));
+          absl::StrCat(directory, " is no directory of ours and is not removed: move it away"));
     }
-    ASSIGN_OR_RETURN(const auto locked, file->TryLock(/*exclusive=*/true, lock_patience_ms));
-    if (!locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use"));
-    ASSIGN_OR_RETURN(const bool at_its_place, file->IsAt(path));
-    if (!at_its_place) return NotThereAnyMore(path);
-    files.push_back(*std::move(file));
-    names.push_back(path.substr(directory.size()));
+    LockedCheckpoint taken(directory);
+    ASSIGN_OR_RETURN(const std::vector<std::string> parts, PartsOf(directory));
+    for (const std::string& part : parts) {
+      const std::string path = StorePath(part);
+      auto file = PlainFile::Open(path);
+      if (absl::IsNotFound(file.status())) continue;
+      RETURN_IF_ERROR(file.status());
+      ASSIGN_OR_RETURN(const FileKind kind, file->Classify());
+      if (kind == FileKind::kForeign) {
+        return absl::FailedPreconditionError(
+            absl::StrCat(path, " was not made by this program and is not removed"));
+      }
+      ASSIGN_OR_RETURN(const auto locked, file->TryLock(/*exclusive=*/true, patience_ms));
+      if (!locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use"));
+      ASSIGN_OR_RETURN(const bool at_its_place, file->IsAt(path));
+      if (!at_its_place) return NotThereAnyMore(path);
+      taken.files_.push_back(*std::move(file));
+      taken.names_.push_back(path.substr(directory.size()));
+    }
+    return taken;
   }
-  const size_t slash = directory.rfind('/');
-  const std::string name = directory.substr(slash + 1);
-  if (uint64_t step = 0; StepOf(name, &step)) {
-    const std::string unnamed = absl::StrCat(directory.substr(0, slash + 1), PartialName(name));
-    if (::rename(directory.c_str(), unnamed.c_str()) == 0) directory = unnamed;
+
+  // Anything else in it stays, and the directory then too. It loses its name first, so that what a kill
+  // leaves of it is no checkpoint.
+  absl::Status Remove(const Rest& rest = nullptr) {
+    const size_t slash = directory_.rfind('/');
+    const std::string name = directory_.substr(slash + 1);
+    if (uint64_t step = 0; StepOf(name, &step)) {
+      const std::string unnamed = absl::StrCat(directory_.substr(0, slash + 1), PartialName(name));
+      if (::rename(directory_.c_str(), unnamed.c_str()) == 0) directory_ = unnamed;
+    }
+    for (size_t i = 0; i < files_.size(); ++i) {
+      const std::string path = absl::StrCat(directory_, names_[i]);
+      ASSIGN_OR_RETURN(const bool at_its_place, files_[i].IsAt(path));
+      if (!at_its_place) return NotThereAnyMore(path);
+      if (::unlink(path.c_str()) != 0) return ErrnoError(errno, "remove", path);
+    }
+    ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory_));
+    if (directories.front() != directory_) directories.push_back(directory_);
+    for (const std::string& each : directories) {
+      if (::rmdir(each.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove directory", each);
+    }
+    if (rest) {
+      for (const PlainFile& file : files_) FreeInPieces(file, rest);
+    }
+    return absl::OkStatus();
   }
-  for (size_t i = 0; i < files.size(); ++i) {
-    const std::string path = absl::StrCat(directory, names[i]);
-    ASSIGN_OR_RETURN(const bool at_its_place, files[i].IsAt(path));
-    if (!at_its_place) return NotThereAnyMore(path);
-    if (::unlink(path.c_str()) != 0) return ErrnoError(errno, "remove", path);
+
+ private:
+  explicit LockedCheckpoint(std::string directory) : directory_(std::move(directory)) {}
+
+  std::string directory_;
+  std::vector<PlainFile> files_;
+  std::vector<std::string> names_;  // below the directory
+};
+
+absl::Status RemoveStoreDirectory(const std::string& directory, int lock_patience_ms = 0,
+                                  const Rest& rest = nullptr) {
+  ASSIGN_OR_RETURN(LockedCheckpoint taken, LockedCheckpoint::Take(directory, lock_patience_ms));
+  return taken.Remove(rest);
+}
+
+// Whether the checkpoint of this name is one of `seen`, and not another that has its name by now.
+absl::StatusOr<bool> IsAmong(std::span<const CheckpointSeen> seen, const std::string& parent,
+                             const std::string& name) {
+  for (const CheckpointSeen& each : seen) {
+    if (each.name != name) continue;
+    ASSIGN_OR_RETURN(const std::string path, StoreIn(absl::StrCat(parent, "/", name)));
+    return !path.empty() && UuidIn(PlainFile::Open(path)) == each.uuid;
   }
-  ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory));
-  if (directories.front() != directory) directories.push_back(directory);
-  for (const std::string& each : directories) {
-    if (::rmdir(each.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove directory", each);
-  }
-  if (rest) {
-    for (const PlainFile& file : files) FreeInPieces(file, rest);
-  }
-  return absl::OkStatus();
+  return false;
 }
 
 absl::Status Held(CheckpointLock* lock) { return lock != nullptr ? lock->Check() : absl::OkStatus(); }
 
-// Removes all but the newest `keep` (0: none is removed), and not the one at `spare`. On an error nothing was
-// removed.
-absl::Status KeepNewest(const std::string& parent, uint32_t keep, const std::string& spare,
-                        CheckpointLock* lock, const Rest& rest) {
-  if (keep == 0) return absl::OkStatus();
+// Removes `replaced`, and of the others all but the newest `keep` (0: all stay), and not the one at `spare`.
+// On an error nothing was removed.
+absl::Status KeepNewest(const std::string& parent, uint32_t keep, std::span<const CheckpointSeen> replaced,
+                        const std::string& spare, CheckpointLock* lock, const Rest& rest) {
+  if (keep == 0 && replaced.empty()) return absl::OkStatus();
   // The names of those that stay come first: one that a killed run gave may not be on the disk yet.
   if (absl::Status synced = SyncDirectory(parent); !synced.ok())
     return absl::IsNotFound(synced) ? absl::OkStatus() : synced;
   ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, ListCheckpoints(parent));
-  for (size_t i = 0; i + keep < all.size(); ++i) {
+  std::vector<std::string> old, superseded;
+  for (const CheckpointEntry& entry : all) {
+    ASSIGN_OR_RETURN(const bool is_replaced, IsAmong(replaced, parent, entry.name));
+    (is_replaced ? superseded : old).push_back(entry.path);
+  }
+  old.resize(keep == 0 || old.size() < keep ? 0 : old.size() - keep);
+  // The newest of an older run first: it is the one that a run would go on from.
+  old.insert(old.begin(), superseded.rbegin(), superseded.rend());
+  for (const std::string& path : old) {
     // One that somebody reads just now stays until next time.
     if (!Held(lock).ok()) break;
-    if (all[i].path != spare) (void)RemoveStoreDirectory(all[i].path, 0, rest);
+    if (path != spare) (void)RemoveStoreDirectory(path, 0, rest);
   }
   return absl::OkStatus();
 }
@@ -256,19 +314,27 @@ absl::Status RemovePartialCheckpoints(const std::string& parent) {
   for (const std::string& name : names) {
     if (name == PartialName(kLatest) || IsUnnamedLatest(name))
       (void)::unlink(absl::StrCat(parent, "/", name).c_str());
-    uint64_t step = 0;
-    if (name.size() <= kPartial.size() + 1 || name[0] != '.') continue;
-    if (name.compare(name.size() - kPartial.size(), kPartial.size(), kPartial) != 0) continue;
-    if (!StepOf(name.substr(1, name.size() - 1 - kPartial.size()), &step)) continue;
+    const std::string path = absl::StrCat(parent, "/", name);
+    if (const std::string whole = NameWithin(name, kReplaced); !whole.empty()) {
+      // A kill between two renames: it has its name again, unless the new one has it.
+      const std::string place = absl::StrCat(parent, "/", whole);
+      ASSIGN_OR_RETURN(const bool taken, PathExists(place));
+      if (!taken) {
+        RETURN_IF_ERROR(Rename(path, place));
+      } else {
+        (void)RemoveStoreDirectory(path, kLeftoverPatienceMs);
+      }
+    }
+    if (NameWithin(name, kPartial).empty()) continue;
     // The last writes of a killed run may not be over yet. What stays in use is another run's, and not ours
     // to judge.
-    (void)RemoveStoreDirectory(absl::StrCat(parent, "/", name), kLeftoverPatienceMs);
+    (void)RemoveStoreDirectory(path, kLeftoverPatienceMs);
   }
   return absl::OkStatus();
 }
 
 absl::Status KeepNewestCheckpoints(const std::string& parent, uint32_t keep) {
-  return KeepNewest(parent, keep, "", nullptr, nullptr);
+  return KeepNewest(parent, keep, {}, "", nullptr, nullptr);
 }
 
 absl::Status CheckSeen(const std::string& parent, std::span<const CheckpointSeen> seen) {
@@ -283,18 +349,42 @@ absl::Status CheckSeen(const std::string& parent, std::span<const CheckpointSeen
   return absl::OkStatus();
 }
 
-absl::Status RemoveCheckpoints(const std::string& parent, std::span<const CheckpointSeen> seen) {
+struct ReplacedCheckpoints::Locked {
+  std::vector<LockedCheckpoint> all;
+};
+
+ReplacedCheckpoints::ReplacedCheckpoints(std::string parent)
+    : parent_(std::move(parent)), locked_(std::make_unique<Locked>()) {}
+ReplacedCheckpoints::ReplacedCheckpoints(ReplacedCheckpoints&&) noexcept = default;
+ReplacedCheckpoints& ReplacedCheckpoints::operator=(ReplacedCheckpoints&&) noexcept = default;
+ReplacedCheckpoints::~ReplacedCheckpoints() = default;
+
+absl::StatusOr<ReplacedCheckpoints> ReplacedCheckpoints::Lock(const std::string& parent,
+                                                              std::span<const CheckpointSeen> seen) {
   RETURN_IF_ERROR(CheckSeen(parent, seen));
-  RETURN_IF_ERROR(RemovePartialCheckpoints(parent));
+  ReplacedCheckpoints replaced(parent);
   ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, ListCheckpoints(parent));
+  for (const CheckpointEntry& entry : all) {
+    ASSIGN_OR_RETURN(LockedCheckpoint taken, LockedCheckpoint::Take(entry.path));
+    replaced.locked_->all.push_back(std::move(taken));
+  }
+  return replaced;
+}
+
+absl::Status ReplacedCheckpoints::Remove() {
+  RETURN_IF_ERROR(RemovePartialCheckpoints(parent_));
   absl::Status first;
-  for (const CheckpointEntry& entry : all) first.Update(RemoveStoreDirectory(entry.path));
-  if (!all.empty()) (void)::unlink(absl::StrCat(parent, "/", kLatest).c_str());
+  const bool any = !locked_->all.empty();
+  // The newest first: it is the one that a run would go on from.
+  for (; !locked_->all.empty(); locked_->all.pop_back()) first.Update(locked_->all.back().Remove());
+  if (any) (void)::unlink(absl::StrCat(parent_, "/", kLatest).c_str());
   return first;
 }
 
-PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step, int rank, CheckpointLock* lock)
+PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step, int rank, CheckpointLock* lock,
+                                     std::span<const CheckpointSeen> replaces)
     : lock_(lock),
+      replaces_(replaces),
       parent_(std::move(parent)),
       name_(CheckpointName(step)),
       whole_(absl::StrCat(parent_, "/", PartialName(name_))),
@@ -303,6 +393,7 @@ PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step, int rank
 PartialCheckpoint::PartialCheckpoint(PartialCheckpoint&& other) noexcept
     : made_in_(other.made_in_),
       lock_(other.lock_),
+      replaces_(other.replaces_),
       parent_(std::move(other.parent_)),
       name_(std::move(other.name_)),
       whole_(std::move(other.whole_)),
@@ -316,12 +407,14 @@ PartialCheckpoint::~PartialCheckpoint() {
 }
 
 absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& parent, uint64_t step,
-                                                            int rank, CheckpointLock* lock) {
+                                                            int rank, CheckpointLock* lock,
+                                                            std::span<const CheckpointSeen> replaces) {
   RETURN_IF_ERROR(Held(lock));
   RETURN_IF_ERROR(MakeDirectories(parent));
   const std::string path = absl::StrCat(parent, "/", CheckpointName(step));
   ASSIGN_OR_RETURN(const bool there, PathExists(path));
-  if (there) return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
+  ASSIGN_OR_RETURN(const bool replaced, IsAmong(replaces, parent, CheckpointName(step)));
+  if (there && !replaced) return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
   if (rank < 0) {
     RETURN_IF_ERROR(RemovePartialCheckpoints(parent));
   }
@@ -330,7 +423,22 @@ absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& p
     ASSIGN_OR_RETURN(const bool in_the_way, InTheWay(directory));
     if (in_the_way) return absl::AlreadyExistsError(absl::StrCat(directory, " is in the way: move it away"));
   }
-  return PartialCheckpoint(parent, step, rank, lock);
+  return PartialCheckpoint(parent, step, rank, lock, replaces);
+}
+
+absl::StatusOr<std::string> PartialCheckpoint::TakeNameOf(const std::string& path) const {
+  // The old one must not be somebody's who reads it just now.
+  ASSIGN_OR_RETURN(const LockedCheckpoint old, LockedCheckpoint::Take(path));
+  if (::renameat2(AT_FDCWD, whole_.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0) return whole_;
+  if (errno != EINVAL && errno != ENOSYS) return ErrnoError(errno, "rename to", path);
+  // A file system without exchanges, NFS for one.
+  const std::string aside = absl::StrCat(parent_, "/", ReplacedName(name_));
+  RETURN_IF_ERROR(Rename(path, aside));
+  if (absl::Status renamed = Rename(whole_, path); !renamed.ok()) {
+    renamed.Update(Rename(aside, path));
+    return renamed;
+  }
+  return aside;
 }
 
 absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
@@ -339,7 +447,13 @@ absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
     directory_.clear();  // it went with the directory: what has its name is somebody else's
     return held;
   }
-  if (::rename(whole_.c_str(), path.c_str()) != 0) return ErrnoError(errno, "rename to", path);
+  ASSIGN_OR_RETURN(const bool replaced, IsAmong(replaces_, parent_, name_));
+  std::string old;  // what had the name, where it is now
+  if (replaced) {
+    ASSIGN_OR_RETURN(old, TakeNameOf(path));
+  } else {
+    RETURN_IF_ERROR(Rename(whole_, path));
+  }
   directory_.clear();
   RETURN_IF_ERROR(SyncDirectory(parent_));
   // From here on there is a checkpoint, and those that are kept no longer go. `latest` is a note for people:
@@ -349,7 +463,8 @@ absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
   };
   const bool noted = note();
   // The checkpoint is there whether or not older ones can be found just now: those stay until the next one.
-  (void)KeepNewest(parent_, keep, path, lock_, rest);
+  (void)KeepNewest(parent_, keep, replaces_, path, lock_, rest);
+  if (!old.empty()) (void)RemoveStoreDirectory(old, 0, rest);
   if (!noted && !note()) (void)::unlink(absl::StrCat(parent_, "/", kLatest).c_str());
   return absl::OkStatus();
 }

@@ -6,11 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/process_mark.h"
+#include "swap/checkpoint.h"
 #include "swap/checkpoint_lock.h"
 #include "swap/format.h"
 
@@ -26,26 +28,33 @@ class PartialCheckpoint {
  public:
   // Makes the parent if it is missing, and, unless other ranks may be writing there as well, removes what
   // killed runs left. `rank`: whose part of it this is, -1 where there is one. kAlreadyExists: a checkpoint
-  // of this step. `lock`: of the parent, checked before anything there changes; null: there is none.
+  // of this step that is not among `replaces`. `lock`: of the parent, checked before anything there changes;
+  // null: there is none. Both outlive this.
   static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, uint64_t step, int rank,
-                                                  CheckpointLock* lock = nullptr);
+                                                  CheckpointLock* lock = nullptr,
+                                                  std::span<const CheckpointSeen> replaces = {});
   PartialCheckpoint(PartialCheckpoint&& other) noexcept;
   PartialCheckpoint& operator=(PartialCheckpoint&&) = delete;
   ~PartialCheckpoint();
 
   const std::string& directory() const { return directory_; }  // of the rank's part
   // Rank 0's, when all parts are there: gives the durable, closed store in directory() its name, makes that
-  // durable, writes `latest` if that is possible, and removes all but the newest `keep` checkpoints (0:
-  // none), at the pace of `rest`. On an error nothing has been removed.
+  // durable, writes `latest` if that is possible, and removes those that are replaced and all but the newest
+  // `keep` of the others (0: none of these), at the pace of `rest`. On an error nothing has been removed.
   absl::Status Publish(uint32_t keep, const Rest& rest);
   // The others': rank 0 publishes it.
   void HandOver() { directory_.clear(); }
 
  private:
-  PartialCheckpoint(std::string parent, uint64_t step, int rank, CheckpointLock* lock);
+  PartialCheckpoint(std::string parent, uint64_t step, int rank, CheckpointLock* lock,
+                    std::span<const CheckpointSeen> replaces);
+  // Takes the name of a checkpoint that is replaced, in one step where the file system can do that. Returns
+  // where that one is now: under a name of no checkpoint.
+  absl::StatusOr<std::string> TakeNameOf(const std::string& path) const;
 
   ProcessMark made_in_;
   CheckpointLock* lock_;
+  std::span<const CheckpointSeen> replaces_;
   std::string parent_;
   std::string name_;
   std::string whole_;      // the checkpoint's directory

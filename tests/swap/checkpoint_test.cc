@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <fstream>
 #include <future>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -277,7 +278,7 @@ TEST_F(CheckpointTest, AListingThatFailsIsNotAnEmptyOne) {
     with([&] { return ListCheckpoints(checkpoints_.parent).status(); });
     with([&] { return FindCheckpoint(checkpoints_.parent).status(); });
     with([&] { return KeepNewestCheckpoints(checkpoints_.parent, 1); });
-    with([&] { return RemoveCheckpoints(checkpoints_.parent, seen); });
+    with([&] { return ReplacedCheckpoints::Lock(checkpoints_.parent, seen).status(); });
     EXPECT_EQ(Kept().size(), 3u);
   };
   for (int entry = 1; entry <= 6; ++entry) fails("readdir", checkpoints_.parent, entry);
@@ -293,17 +294,86 @@ TEST_F(CheckpointTest, OnlyWhatWasSeenIsRemoved) {
   const std::vector<CheckpointSeen> seen = *SeeCheckpoints(checkpoints_.parent);
   Step(1);
   ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
-  const absl::Status refused = RemoveCheckpoints(checkpoints_.parent, seen);
+  const absl::Status refused = ReplacedCheckpoints::Lock(checkpoints_.parent, seen).status();
   EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
   EXPECT_THAT(std::string(refused.message()), HasSubstr(CheckpointName(1)));
   EXPECT_EQ(Kept().size(), 2u);
-  EXPECT_FALSE(RemoveCheckpoints(checkpoints_.parent, {}).ok());
+  EXPECT_FALSE(ReplacedCheckpoints::Lock(checkpoints_.parent, {}).ok());
   EXPECT_TRUE(SeeCheckpoints(checkpoints_.parent, /*until_ns=*/0)->empty());
   EXPECT_EQ(Kept().size(), 2u);
-  const absl::Status removed = RemoveCheckpoints(checkpoints_.parent, *SeeCheckpoints(checkpoints_.parent));
-  EXPECT_TRUE(removed.ok()) << removed;
+  auto replaced = ReplacedCheckpoints::Lock(checkpoints_.parent, *SeeCheckpoints(checkpoints_.parent));
+  ASSERT_TRUE(replaced.ok()) << replaced.status();
+  EXPECT_TRUE(replaced->Remove().ok());
   EXPECT_TRUE(Kept().empty());
   EXPECT_FALSE(fs::exists(checkpoints_.parent + "/latest"));
+}
+
+// A new run, whose state is in memory: until it has a checkpoint, nothing but the old ones is durable.
+TEST_F(CheckpointTest, ThoseThatAreReplacedStayUntilTheFirstOfTheNewRunStands) {
+  Start();
+  for (uint64_t step = 1; step <= 4; ++step) {
+    Step(step);
+    ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  }
+  checkpoints_.replaces = *SeeCheckpoints(checkpoints_.parent);
+  checkpoints_.keep = 2;
+  CheckpointSource broken = SourceOfModel();
+  broken.fetch = [](const Store&, uint32_t, aio::Priority, CheckpointTile*) {
+    return absl::DataLossError("no such tile");
+  };
+  const auto copy = [&](CheckpointSource source) {
+    const auto made = CheckpointCopy::OfMemory(*engine_, checkpoints_, std::move(source));
+    made->AllowAll();
+    return made->Finish();
+  };
+  const auto steps = [&] {
+    std::set<uint64_t> found;
+    for (const CheckpointEntry& entry : Kept()) found.insert(entry.step);
+    return found;
+  };
+  EXPECT_TRUE(absl::IsDataLoss(copy(std::move(broken))));
+  EXPECT_EQ(Kept().size(), 4u);
+  EXPECT_EQ(*SeeCheckpoints(checkpoints_.parent), checkpoints_.replaces);
+
+  // One that is read just then stays, and does not count among the two that are kept.
+  auto reader = PlainFile::Open(StorePath(checkpoints_.parent + "/step-00000004"));
+  ASSERT_TRUE(reader.ok() && *reader->TryLock(/*exclusive=*/false, 0));
+  for (const uint64_t step : {3, 5}) {
+    CheckpointSource source = SourceOfModel();
+    source.step = step;
+    const absl::Status status = copy(std::move(source));
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  EXPECT_EQ(steps(), (std::set<uint64_t>{3, 4, 5}));
+  // And the one of the same step is the new run's.
+  ExpectCheckpoint(checkpoints_.parent + "/step-00000003", 3);
+  EXPECT_NE(SeeCheckpoints(checkpoints_.parent)->front(), checkpoints_.replaces[2]);
+  EXPECT_FALSE(fs::exists(checkpoints_.parent + "/.step-00000003.partial"));
+  // Nobody's name is taken while it is read.
+  CheckpointSource same = SourceOfModel();
+  same.step = 4;
+  EXPECT_TRUE(absl::IsFailedPrecondition(copy(std::move(same))));
+  *reader = *PlainFile::Open(StorePath(checkpoints_.parent + "/step-00000003"));
+  CheckpointSource last = SourceOfModel();
+  last.step = 4;
+  ASSERT_TRUE(copy(std::move(last)).ok());
+  EXPECT_EQ(steps(), (std::set<uint64_t>{4, 5}));
+}
+
+// A kill between the two renames that replace a checkpoint where names cannot be exchanged.
+TEST_F(CheckpointTest, OneThatLostItsNameToNobodyHasItAgain) {
+  Start();
+  Step(1);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  const std::string place = checkpoints_.parent + "/step-00000001";
+  const std::string aside = checkpoints_.parent + "/.step-00000001.replaced";
+  fs::rename(place, aside);
+  ASSERT_TRUE(RemovePartialCheckpoints(checkpoints_.parent).ok());
+  ExpectCheckpoint(place, 1);
+  fs::copy(place, aside);
+  ASSERT_TRUE(RemovePartialCheckpoints(checkpoints_.parent).ok());
+  ExpectCheckpoint(place, 1);
+  EXPECT_FALSE(fs::exists(aside));
 }
 
 // Somebody moves a checkpoint away in the very moment in which it is to go: what they got is theirs, whole.
@@ -366,9 +436,9 @@ TEST_F(CheckpointTest, LinksAreNeitherFollowedNorRemoved) {
   EXPECT_TRUE(KeepNewestCheckpoints(checkpoints_.parent, 1).ok());
   const auto seen = SeeCheckpoints(checkpoints_.parent);
   ASSERT_TRUE(seen.ok()) << seen.status();
-  EXPECT_FALSE(RemoveCheckpoints(checkpoints_.parent, *seen).ok());
+  EXPECT_FALSE(ReplacedCheckpoints::Lock(checkpoints_.parent, *seen).ok());
   EXPECT_TRUE(fs::exists(scratch_.Sub("a/penstock.store")));
-  EXPECT_FALSE(fs::exists(checkpoints_.parent + "/step-00000002"));
+  EXPECT_TRUE(fs::exists(checkpoints_.parent + "/step-00000002")) << "a refusal removes nothing";
   size_t links = 0;
   for (const auto& entry : fs::directory_iterator(checkpoints_.parent)) links += entry.is_symlink() ? 1 : 0;
   EXPECT_EQ(links, 3u);

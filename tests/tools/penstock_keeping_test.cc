@@ -1,8 +1,11 @@
 // What a start may remove: what it was told to replace, as it was then, and nothing that it could not look
 // at.
+#include <fcntl.h>
+
 #include <algorithm>
 #include <set>
 
+#include "base/file_lock.h"
 #include "tests/soak.h"
 #include "tests/tools/penstock_state.h"
 
@@ -98,6 +101,39 @@ TEST_F(KeepingTest, OfTwoThatOverwriteAtOneInstantOneHasTheDirectory) {
   }
 }
 
+// What is in memory is not durable before its first checkpoint is: until then the old ones are all there is.
+TEST_F(KeepingTest, AnOverwriteInMemoryKeepsTheOldCheckpointsUntilItHasOne) {
+  const std::string kept = dir_ + "/kept", log = dir_ + "/log",
+                    store = kept + "/step-00000003/penstock.store";
+  const Arguments arguments = Small(dir_ + "/state", {"--offload", "cpu", "--checkpoint-dir", kept});
+  const Arguments overwrite = arguments + Arguments{"--overwrite", "--log", log};
+  ASSERT_EQ(Run(arguments + Arguments{"--steps", "3", "--checkpoint-every", "1"}).code, 0);
+  const std::set<std::string> before = Names(kept);
+  {
+    Program program(dir_, overwrite + Arguments{"--steps", "100000", "--checkpoint-every", "100000"});
+    ASSERT_TRUE(WaitForLines(log, 3));
+    program.Signal(SIGKILL);
+    program.Wait();
+  }
+  EXPECT_EQ(Inspect(kept)["step"], 3);
+  // A refusal removes none: one of them is being read.
+  for (const char* offload : {"cpu", "nvme"}) {
+    const int fd = ::open(store.c_str(), O_RDONLY | O_CLOEXEC);
+    ASSERT_TRUE(*TryLockFile(fd, store, LockMode::kShared));
+    const Ran refused =
+        Run(Small(dir_ + "/state", {"--offload", offload, "--checkpoint-dir", kept, "--overwrite", "--steps",
+                                    "1", "--checkpoint-every", "1"}));
+    EXPECT_EQ(refused.code, 2) << refused.err;
+    EXPECT_THAT(refused.err, HasSubstr("step-00000003/penstock.store is in use"));
+    ::close(fd);
+    for (const std::string& name : before) EXPECT_TRUE(Names(kept).contains(name)) << offload << ": " << name;
+  }
+  EXPECT_EQ(Inspect(kept)["step"], 3);
+  EXPECT_EQ(Run(overwrite + Arguments{"--steps", "2"}).code, 0);
+  EXPECT_EQ(Names(kept), (std::set<std::string>{"step-00000002", "latest"}));
+  EXPECT_EQ(Inspect(kept)["step"], 2);
+}
+
 // Checkpoints of the abandoned future stand where new ones would go: with a drive as without.
 TEST_F(KeepingTest, GoingBackBesideNewerCheckpointsIsRefused) {
   for (const char* offload : {"nvme", "cpu"}) {
@@ -162,8 +198,19 @@ TEST_F(KeepingTest, TheBudgetOfWearCountsWhatAKilledRunWroteBeforeItsFirstCheckp
   const Ran damaged = Run(arguments + Arguments{"--resume"});
   EXPECT_EQ(damaged.code, 1);
   EXPECT_THAT(damaged.err, AllOf(HasSubstr(".penstock.written"), HasSubstr("remove it")));
-  // Another run has a count of its own.
+  // A start that is refused leaves the count of the run that it was to replace.
   budget(1);
+  WriteFile(state + "/.penstock.written", R"({"run_id": "one", "written_bytes": 12345})");
+  {
+    const std::string store = state + "/penstock.store";
+    const int fd = ::open(store.c_str(), O_RDONLY | O_CLOEXEC);
+    ASSERT_TRUE(*TryLockFile(fd, store, LockMode::kShared));
+    const Ran held = Run(Small(state, {"--config", dir_ + "/config.json", "--steps", "1", "--overwrite"}));
+    EXPECT_EQ(held.code, 2) << held.err;
+    ::close(fd);
+  }
+  EXPECT_EQ(counted(), 12345);
+  // Another run has a count of its own.
   const Ran anew = Run(Small(state, {"--config", dir_ + "/config.json", "--steps", "1", "--overwrite"}));
   EXPECT_EQ(anew.code, 0) << anew.err;
 }

@@ -135,7 +135,7 @@ class Training {
       ASSIGN_OR_RETURN(trace_, Trace::Open(*flags_.trace, run_id_));
     }
     if (absl::Status made = MakeEngine(); !made.ok()) {
-      if (written_.has_value() && !flags_.resume) written_->Remove();
+      if (written_.has_value() && !flags_.resume) made.Update(written_->Revert());
       return made;
     }
     RETURN_IF_ERROR(CheckRecord());

@@ -13,6 +13,7 @@
 #include "base/directory.h"
 #include "base/io_error.h"
 #include "base/json.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "zero/config/json_field.h"
 
@@ -60,16 +61,24 @@ absl::Status WrittenCount::Save(const std::string& run_id, int64_t bytes) {
   } else if (errno != EEXIST) {
     return MakeIoError({.op = "make directory", .path = directory_, .error = errno});
   }
+  if (saved_ < 0) {
+    absl::StatusOr<std::string> found = ReadSmallFile(path_);
+    if (!found.ok() && !absl::IsNotFound(found.status())) return found.status();
+    if (found.ok()) replaced_ = *std::move(found);
+  }
   const nlohmann::json text = {{kRunIdKey, run_id}, {kWrittenBytesKey, bytes}};
   RETURN_IF_ERROR(ReplaceFile(path_, text.dump() + "\n", {.mode = 0600}));
   saved_ = bytes;
   return absl::OkStatus();
 }
 
-void WrittenCount::Remove() const {
-  if (saved_ < 0) return;
-  (void)::unlink(path_.c_str());
+absl::Status WrittenCount::Revert() const {
+  if (saved_ < 0) return absl::OkStatus();
+  if (replaced_.has_value()) return ReplaceFile(path_, *replaced_, {.mode = 0600});
+  if (::unlink(path_.c_str()) != 0 && errno != ENOENT)
+    return MakeIoError({.op = "remove", .path = path_, .error = errno});
   if (made_directory_) (void)::rmdir(directory_.c_str());  // only where nothing else is in it
+  return absl::OkStatus();
 }
 
 }  // namespace penstock::tools

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -30,13 +31,15 @@ class WrittenCount {
   // Replaces the file, and makes the directory where it is missing; durable. Does nothing where the file says
   // so already.
   absl::Status Save(const std::string& run_id, int64_t bytes);
-  // Of a new run that was refused: removes the file, and the directory that Save made.
-  void Remove() const;
+  // Of a new run that was refused: gives the file the content that the first Save found, of the run that was
+  // to be replaced, or removes it, and the directory that Save made.
+  absl::Status Revert() const;
 
  private:
   std::string directory_, path_;
   int64_t before_ = 0;
-  int64_t saved_ = -1;  // -1: not yet
+  int64_t saved_ = -1;                   // -1: not yet
+  std::optional<std::string> replaced_;  // what the first Save found
   bool made_directory_ = false;
 };
 

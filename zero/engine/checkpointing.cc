@@ -69,6 +69,7 @@ swap::CheckpointOptions Checkpointing::Options(uint64_t step) const {
   options.lock = schedule_.lock.get();
   options.memory = tile_memory_;
   options.keep = static_cast<uint32_t>(std::max<int64_t>(0, schedule_.keep));
+  if (schedule_.replaces.has_value()) options.replaces = *schedule_.replaces;
   if (comm_ != nullptr) {
     options.rank = comm_->rank();
     options.id = series_;
@@ -157,11 +158,22 @@ absl::Status Checkpointing::Finish() {
   if (status.ok()) {
     kept_step_ = static_cast<int64_t>(copy->step());
     kept_path_ = copy->path();
+    ForgetReplaced();
   }
   if (report_) report_(static_cast<int64_t>(copy->step()), copy->path(), status);
   const bool goes_on = absl::IsResourceExhausted(status) || absl::IsAlreadyExists(status) ||
                        absl::IsNotFound(status);  // the directory, which may come back
   return goes_on ? absl::OkStatus() : status;
+}
+
+// What is gone is not removed again, should somebody put it back.
+void Checkpointing::ForgetReplaced() {
+  if (!schedule_.replaces.has_value()) return;
+  const absl::StatusOr<std::vector<swap::CheckpointSeen>> there = swap::SeeCheckpoints(schedule_.parent);
+  if (!there.ok()) return;
+  std::erase_if(*schedule_.replaces, [&](const swap::CheckpointSeen& each) {
+    return std::find(there->begin(), there->end(), each) == there->end();
+  });
 }
 
 absl::Status CheckPlace(const std::string& parent, int64_t bytes, int rank) {

@@ -88,8 +88,9 @@ class Checkpointing {
  private:
   absl::Status Begin(std::unique_ptr<swap::CheckpointCopy> copy, int64_t steps);
   swap::CheckpointOptions Options(uint64_t step) const;
+  void ForgetReplaced();
 
-  const CheckpointSchedule schedule_;
+  CheckpointSchedule schedule_;
   const std::span<std::byte> tile_memory_;
   Comm* const comm_;
   swap::Uuid series_{};

@@ -68,8 +68,10 @@ absl::Status Engine::Impl::Create() {
   if (options_.trains && checkpoints.any() && options_.rank() == 0 && checkpoints.lock == nullptr) {
     ASSIGN_OR_RETURN(checkpoints.lock, swap::CheckpointLock::Take(checkpoints.parent));
   }
+  // Before anything is replaced: a refusal changes nothing.
+  std::optional<swap::ReplacedCheckpoints> replaced;
   if (replaces) {
-    RETURN_IF_ERROR(swap::CheckSeen(checkpoints.parent, *checkpoints.replaces));
+    ASSIGN_OR_RETURN(replaced, swap::ReplacedCheckpoints::Lock(checkpoints.parent, *checkpoints.replaces));
   }
   RETURN_IF_ERROR(Prepare(/*asks=*/true));
   if (!options_.resumes()) RETURN_IF_ERROR(GroupParameters());  // before any file is there
@@ -85,8 +87,10 @@ absl::Status Engine::Impl::Create() {
     }
   } else {
     RETURN_IF_ERROR(Initialize());
-    if (checkpointing_ != nullptr && replaces) {
-      RETURN_IF_ERROR(swap::RemoveCheckpoints(checkpoints.parent, *checkpoints.replaces));
+    // A run on a drive is durable from its first commit on. One in memory is with its first checkpoint, which
+    // takes their place.
+    if (replaced.has_value() && store() != nullptr) {
+      RETURN_IF_ERROR(replaced->Remove());
     }
   }
   RETURN_IF_ERROR(resources_->BoundDevice());
@@ -170,7 +174,10 @@ absl::Status Engine::Impl::MakeCheckpointing() {
     // It was taken before all that was measured.
     RETURN_IF_ERROR(options_.storage.checkpoints.lock->Check());
   }
-  checkpointing_ = std::make_unique<Checkpointing>(options_.storage.checkpoints, resources_->tile_memory(),
+  CheckpointSchedule schedule = options_.storage.checkpoints;
+  // A run on a drive replaces them itself, by its first commit.
+  if (plan_.plan.on_nvme || options_.resumes()) schedule.replaces.reset();
+  checkpointing_ = std::make_unique<Checkpointing>(std::move(schedule), resources_->tile_memory(),
                                                    options_.comm.get(), options_.hooks.checkpointed);
   if (options_.resumes() || !options_.storage.overwrite) {
     RETURN_IF_ERROR(checkpointing_->CleanUp());
