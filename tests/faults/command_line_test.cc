@@ -178,29 +178,29 @@ struct Scenario {
 
 void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
 
+Arguments Train(const Arguments& more) {
+  Arguments arguments = {"train",    "--model", "model.json", "--data", "text",     "--dtype",   "fp32",
+                         "--seq",    "16",      "--batch",    "1",      "--quiet",  "--threads", "1",
+                         "--warmup", "0",       "--log",      "log",    "--report", "report"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+Arguments OnDrive(int steps, const Arguments& more = {}) {
+  Arguments arguments = Train({"--state-dir", "s", "--checkpoint-dir", "c", "--checkpoint-every", "2",
+                               "--host-memory", "64M", "--steps", std::to_string(steps)});
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+Arguments InMemory(int steps, const Arguments& more = {}) {
+  Arguments arguments = Train({"--offload", "cpu", "--checkpoint-dir", "c", "--checkpoint-every", "2",
+                               "--steps", std::to_string(steps)});
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return arguments;
+}
+
 class CommandLine : public testing::TestWithParam<Scenario> {
  protected:
   static constexpr int kSteps = 8;
-
-  static Arguments Train(const Arguments& more) {
-    Arguments arguments = {"train",    "--model", "model.json", "--data", "text",     "--dtype",   "fp32",
-                           "--seq",    "16",      "--batch",    "1",      "--quiet",  "--threads", "1",
-                           "--warmup", "0",       "--log",      "log",    "--report", "report"};
-    arguments.insert(arguments.end(), more.begin(), more.end());
-    return arguments;
-  }
-  static Arguments OnDrive(int steps, const Arguments& more = {}) {
-    Arguments arguments = Train({"--state-dir", "s", "--checkpoint-dir", "c", "--checkpoint-every", "2",
-                                 "--host-memory", "64M", "--steps", std::to_string(steps)});
-    arguments.insert(arguments.end(), more.begin(), more.end());
-    return arguments;
-  }
-  static Arguments InMemory(int steps, const Arguments& more = {}) {
-    Arguments arguments = Train({"--offload", "cpu", "--checkpoint-dir", "c", "--checkpoint-every", "2",
-                                 "--steps", std::to_string(steps)});
-    arguments.insert(arguments.end(), more.begin(), more.end());
-    return arguments;
-  }
 
   CommandLine() {
     std::string name = (fs::current_path() / "faults-XXXXXX").string();
@@ -389,108 +389,9 @@ TEST_P(CommandLine, NoFailingCallLosesWhatWasAcknowledged) {
 INSTANTIATE_TEST_SUITE_P(
     Verbs, CommandLine,
     testing::Values(
-        Scenario{"FreshOnDrive",
-                 {"train",
-                  "--model",
-                  "model.json",
-                  "--data",
-                  "text",
-                  "--dtype",
-                  "fp32",
-                  "--seq",
-                  "16",
-                  "--batch",
-                  "1",
-                  "--quiet",
-                  "--threads",
-                  "1",
-                  "--warmup",
-                  "0",
-                  "--log",
-                  "log",
-                  "--report",
-                  "report",
-                  "--state-dir",
-                  "s",
-                  "--checkpoint-dir",
-                  "c",
-                  "--checkpoint-every",
-                  "2",
-                  "--host-memory",
-                  "64M",
-                  "--steps",
-                  "4"},
-                 {"text", "model.json"},
-                 {},
-                 true},
-        Scenario{"ResumeOnDrive",
-                 {"train",
-                  "--model",
-                  "model.json",
-                  "--data",
-                  "text",
-                  "--dtype",
-                  "fp32",
-                  "--seq",
-                  "16",
-                  "--batch",
-                  "1",
-                  "--quiet",
-                  "--threads",
-                  "1",
-                  "--warmup",
-                  "0",
-                  "--log",
-                  "log",
-                  "--report",
-                  "report",
-                  "--state-dir",
-                  "s",
-                  "--checkpoint-dir",
-                  "c",
-                  "--checkpoint-every",
-                  "2",
-                  "--host-memory",
-                  "64M",
-                  "--steps",
-                  "6",
-                  "--resume"},
-                 {"text", "model.json"},
-                 {},
-                 true},
-        Scenario{"ResumeInMemory",
-                 {"train",
-                  "--model",
-                  "model.json",
-                  "--data",
-                  "text",
-                  "--dtype",
-                  "fp32",
-                  "--seq",
-                  "16",
-                  "--batch",
-                  "1",
-                  "--quiet",
-                  "--threads",
-                  "1",
-                  "--warmup",
-                  "0",
-                  "--log",
-                  "log",
-                  "--report",
-                  "report",
-                  "--offload",
-                  "cpu",
-                  "--checkpoint-dir",
-                  "c",
-                  "--checkpoint-every",
-                  "2",
-                  "--steps",
-                  "6",
-                  "--resume"},
-                 {"text", "model.json"},
-                 {},
-                 true},
+        Scenario{"FreshOnDrive", OnDrive(4), {"text", "model.json"}, {}, true},
+        Scenario{"ResumeOnDrive", OnDrive(6, {"--resume"}), {"text", "model.json"}, {}, true},
+        Scenario{"ResumeInMemory", InMemory(6, {"--resume"}), {"text", "model.json"}, {}, true},
         Scenario{"Inspect", {"inspect", "s", "--json"}, {"s", "c", "log"}, {}, false},
         Scenario{"InspectCheckpoint", {"inspect", "c", "--json"}, {"s", "c", "log"}, {}, false},
         Scenario{"Verify", {"verify", "s"}, {"s", "c", "log"}, {}, false},
