@@ -327,7 +327,7 @@ TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
       EXPECT_THAT(ran.err, HasSubstr("rank 1"));
       for (const char* named : each.named) EXPECT_THAT(ran.err, HasSubstr(named));
     }
-    EXPECT_EQ(NamesIn(state), std::vector<std::string>{"ranks-secret"});
+    EXPECT_EQ(NamesIn(state), std::vector<std::string>{".penstock.ranks-secret"});
   }
   // One name for the config, and another file under it on each host.
   const std::string config = dir_ + "/config.json";
@@ -350,7 +350,7 @@ TEST_F(RanksTest, RanksKnowEachOtherByASecretAndRefuseOthers) {
   const std::string state = dir_ + "/state", given = dir_ + "/given";
   const Arguments arguments = Small(state, {"--steps", "2"});
   for (const Ran& ran : Wait(Start({arguments, arguments}))) EXPECT_EQ(ran.code, 0) << ran.err;
-  EXPECT_EQ(std::filesystem::status(state + "/ranks-secret").permissions(),
+  EXPECT_EQ(std::filesystem::status(state + "/.penstock.ranks-secret").permissions(),
             std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
   // The same one for all in the environment, and no file is needed.
   const auto with = [](const std::string& secret) {
@@ -360,7 +360,7 @@ TEST_F(RanksTest, RanksKnowEachOtherByASecretAndRefuseOthers) {
   const Arguments known = with("the secret of this run");
   for (const Ran& ran : Wait(StartRanks(dir_, {other, other}, {.launchers = {known, known}})))
     EXPECT_EQ(ran.code, 0) << ran.err;
-  EXPECT_FALSE(std::filesystem::exists(given + "/ranks-secret"));
+  EXPECT_FALSE(std::filesystem::exists(given + "/.penstock.ranks-secret"));
   // Another one, and a file that others may read.
   const Arguments missed = other + Arguments{"--overwrite", "--rank-timeout", "3"};
   const std::vector<Ran> ranks =
@@ -370,7 +370,7 @@ TEST_F(RanksTest, RanksKnowEachOtherByASecretAndRefuseOthers) {
   EXPECT_EQ(ranks[0].code, 1);
   EXPECT_THAT(ranks[0].err,
               HasSubstr("1 connections were refused, which did not know the secret of this run"));
-  std::filesystem::permissions(state + "/ranks-secret", std::filesystem::perms::group_read,
+  std::filesystem::permissions(state + "/.penstock.ranks-secret", std::filesystem::perms::group_read,
                                std::filesystem::perm_options::add);
   for (const Ran& ran : Wait(Start({arguments, arguments}))) {
     EXPECT_NE(ran.code, 0);

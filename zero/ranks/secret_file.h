@@ -10,9 +10,9 @@ namespace penstock::zero {
 
 // The variable of the environment that has it instead, for ranks that share no directory.
 inline constexpr const char* kSecretVariable = "PENSTOCK_RANKS_SECRET";
-inline constexpr const char* kSecretFile = "ranks-secret";
+inline constexpr const char* kSecretFile = ".penstock.ranks-secret";
 
-// Returns the secret in `directory`/ranks-secret, 64 hexadecimal digits. Where there is no such file it is
+// Returns the secret in `directory`/.penstock.ranks-secret, 64 hexadecimal digits. Where there is no such file it is
 // made, for its owner alone (mode 0600), and the directory too; of several processes that make it at once all
 // return the same one.
 //
