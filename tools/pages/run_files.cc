@@ -18,9 +18,15 @@ namespace {
 
 using nlohmann::json;
 
+constexpr const char* kWayOut = ": give files that --report, --log or --trace wrote";
+
 absl::Status Wrong(const std::string& path, const std::string& what) {
-  return absl::InvalidArgumentError(
-      absl::StrCat(path, ": ", what, ": give files that --report, --log or --trace wrote"));
+  return absl::InvalidArgumentError(absl::StrCat(path, ": ", what, kWayOut));
+}
+
+// Of a file that cannot be read: the status names it.
+absl::Status Unread(const absl::Status& status) {
+  return absl::InvalidArgumentError(absl::StrCat(status.message(), kWayOut));
 }
 
 bool IsEvaluation(const json& line) { return line.is_object() && line.contains("windows"); }
@@ -105,7 +111,7 @@ struct Content {
 
 absl::StatusOr<Content> Look(const std::string& path) {
   absl::StatusOr<LineReader> file = LineReader::Open(path);
-  if (!file.ok()) return absl::InvalidArgumentError(file.status().message());
+  if (!file.ok()) return Unread(file.status());
   std::string first;
   RETURN_IF_ERROR(file->Next(&first).status());
   const size_t begin = first.find_first_not_of(" \t\r\xef\xbb\xbf");
@@ -116,9 +122,10 @@ absl::StatusOr<Content> Look(const std::string& path) {
   constexpr uint64_t kLargest = uint64_t{64} << 20;
   constexpr JsonOptions kOptions = {.max_values = 2'000'000};
   absl::StatusOr<json> read = ReadJsonObject(path, kLargest, kOptions);
-  json whole = read.ok() ? *std::move(read) : json();
-  if (whole.is_object() && (whole.contains("status") || whole.contains("steps")))
-    return Content{FileKind::kReport, std::move(whole)};
+  // What is no JSON is no report; what cannot be read is said to be that.
+  if (!read.ok() && !absl::IsInvalidArgument(read.status())) return Unread(read.status());
+  if (read.ok() && (read->contains("status") || read->contains("steps")))
+    return Content{FileKind::kReport, *std::move(read)};
   return Wrong(path, "it is no report, log or trace of Penstock");
 }
 
