@@ -153,31 +153,47 @@ double LargestOf(const std::vector<float>& values) {
   return largest;
 }
 
+// The largest difference of any gradient from `exact`, in units of the largest value of its tensor.
+double ErrorOf(const std::map<std::string, std::vector<float>>& gradients,
+               const std::map<std::string, std::vector<float>>& exact) {
+  EXPECT_EQ(gradients.size(), exact.size());
+  double worst = 0;
+  for (const auto& [name, values] : exact) {
+    const double largest = LargestOf(values);
+    EXPECT_GT(largest, 0) << name;
+    const auto found = gradients.find(name);
+    if (found == gradients.end() || found->second.size() != values.size()) {
+      ADD_FAILURE() << name << " has another size, or no gradient";
+      continue;
+    }
+    for (size_t i = 0; i < values.size(); ++i)
+      worst = std::max(worst, std::abs(double{found->second[i]} - double{values[i]}) / largest);
+  }
+  return worst;
+}
+
 TEST(VocabularyTiles, ComputeTheLossAndTheGradientsOfOneMatrix) {
   const zero::TensorBatch batch = EveryToken();
   for (const json& config : Configs()) {
+    WholeModel whole(*InTilesOf(config, 1), torch::kFloat32);
+    const Tensor exact_loss = whole.Run(batch);
+    exact_loss.backward();
+    const auto exact = whole.Gradients();
     for (const torch::Dtype type : {torch::kFloat32, torch::kBFloat16}) {
       WholeModel one(*InTilesOf(config, 1), type);
       const Tensor expected = one.Run(batch);
       expected.backward();
-      const auto gradients = one.Gradients();
-      // Of what is summed in another order, or rounded before it is; 8 bits are bf16's.
-      const double tolerance = type == torch::kFloat32 ? 1e-5 : 0.03;
+      // In fp32 another order of sums; in bf16 the tiles round as the one matrix does, whichever way this
+      // processor multiplies bf16: what they are off by is of the size of what it is off by.
+      const double rounding = ErrorOf(one.Gradients(), exact);
+      const bool fp32 = type == torch::kFloat32;
       for (const int64_t tiles : {2, 3, 7, 31}) {
-        SCOPED_TRACE(absl::StrCat(config.dump(), " in ", tiles, type == torch::kFloat32 ? " fp32" : " bf16"));
-        const auto description = InTilesOf(config, tiles);
-        WholeModel many(*description, type);
+        SCOPED_TRACE(absl::StrCat(config.dump(), " in ", tiles, fp32 ? " fp32" : " bf16"));
+        WholeModel many(*InTilesOf(config, tiles), type);
         const Tensor loss = many.Run(batch);
         loss.backward();
-        EXPECT_NEAR(loss.item<double>(), expected.item<double>(), tolerance);
-        const auto made = many.Gradients();
-        ASSERT_EQ(made.size(), gradients.size());
-        for (const auto& [name, values] : gradients) {
-          const double largest = LargestOf(values);
-          EXPECT_GT(largest, 0) << name;
-          for (size_t i = 0; i < values.size(); ++i)
-            ASSERT_NEAR(made.at(name)[i], values[i], tolerance * largest) << name << " " << i;
-        }
+        EXPECT_NEAR(loss.item<double>(), expected.item<double>(), fp32 ? 1e-5 : 0.03);
+        EXPECT_LE(ErrorOf(many.Gradients(), exact), fp32 ? 1e-5 : 1.5 * rounding);
       }
     }
   }
