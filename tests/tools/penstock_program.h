@@ -6,7 +6,9 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -56,14 +58,74 @@ struct Ran {
   int64_t peak_bytes = 0;                     // of memory
 };
 
+// Starts programs by forks of one that is loaded (program_starter.cc). It ends with the test program.
+class ProgramStarter {
+ public:
+  static ProgramStarter& Get() {
+    static ProgramStarter starter;
+    return starter;
+  }
+
+  // The number of a process that is now a child of this one; -1: it could not be started. What libraries read
+  // as they are loaded (OMP_*, LD_*) is this process's environment at the first start.
+  pid_t Start(const std::string& directory, const std::string& prefix, const Arguments& arguments) {
+    std::string packet;
+    const auto add = [&packet](const std::string& word) { packet.append(word.c_str(), word.size() + 1); };
+    for (const std::string& word : {directory, prefix, std::to_string(arguments.size())}) add(word);
+    for (const std::string& word : arguments) add(word);
+    for (char** each = environ; *each != nullptr; ++each) add(*each);
+    pid_t started = -1;
+    prctl(PR_SET_CHILD_SUBREAPER, 1);  // orphans are this process's children
+    if (send(socket_, packet.data(), packet.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(packet.size()) ||
+        recv(socket_, &started, sizeof(started), 0) != sizeof(started))
+      started = -1;
+    prctl(PR_SET_CHILD_SUBREAPER, 0);
+    return started;
+  }
+
+ private:
+  ProgramStarter() {
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0) return;
+    for (const int end : ends) {
+      const int bytes = 1 << 20;  // the longest packet
+      setsockopt(end, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
+    }
+    socket_ = ends[0];
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, ends[1], 3);
+    char program[] = PENSTOCK_STARTER;
+    char* argv[] = {program, nullptr};
+    EXPECT_EQ(posix_spawn(&pid_, program, &actions, nullptr, argv, environ), 0) << program;
+    posix_spawn_file_actions_destroy(&actions);
+    close(ends[1]);
+  }
+  ~ProgramStarter() {
+    if (pid_ <= 0 || getpid() != owner_) return;  // a fork of the test ends
+    shutdown(socket_, SHUT_RDWR);
+    waitpid(pid_, nullptr, 0);
+    close(socket_);
+  }
+
+  const pid_t owner_ = getpid();
+  int socket_ = -1;
+  pid_t pid_ = -1;
+};
+
 // A running program, in `directory`, which its output's files go to and what it makes by default. `launcher`:
-// arguments before it, of a program that becomes it (exec).
+// arguments before it, of a program that becomes it (exec); {"env"} where a start of its own matters.
 class Program {
  public:
   Program(const std::string& directory, Arguments arguments, Arguments launcher = {}) {
     static int count = 0;
     prefix_ = directory + "/program." + std::to_string(++count);
     arguments.insert(arguments.begin(), PENSTOCK_PROGRAM);
+    if (launcher.empty()) {
+      pid_ = ProgramStarter::Get().Start(directory, prefix_, arguments);
+      EXPECT_GT(pid_, 0) << PENSTOCK_STARTER;
+      return;
+    }
     arguments.insert(arguments.begin(), launcher.begin(), launcher.end());
     std::vector<char*> argv;
     for (std::string& word : arguments) argv.push_back(word.data());
