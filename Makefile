@@ -98,7 +98,7 @@ PYTHONS ?= python3
 wheel: deps
 	@scripts/python-wheel $(PYTHONS)
 
-# The Python package's tests in a virtual environment with PyPI's torch, in build/python/venv.
+# The Python package's tests in a virtual environment with PyPI's torch, which all clones share (scripts/python-test).
 test-python: deps
 	@scripts/python-test
 
