@@ -116,9 +116,10 @@ class _Content:
 class Attributes:
     """The attributes of these modules as they are when this is made, with what containers and objects among them hold."""
 
-    def __init__(self, modules: Iterable[nn.Module], values: bool = True) -> None:
-        """values: of tensors too, which are copied; False where none is changed in place meanwhile."""
+    def __init__(self, modules: Iterable[nn.Module], values: bool = True, given: Iterable[Any] = ()) -> None:
+        """values: of tensors too, which are copied; False where none is changed in place meanwhile. given: objects beside them, without values."""
         self._values = values
+        self._given = list(given)
         self._of: List[Tuple[nn.Module, List[_Content]]] = []
         self._once: Dict[int, _Content] = {}  # what several modules hold is looked at once, and restored once
         for module in modules:
@@ -127,6 +128,10 @@ class Attributes:
             for value in contents[0].values():
                 self._look(value, _DEEPEST, contents, seen)
             self._of.append((module, contents))
+        self._values, contents = False, []
+        for value in self._given:
+            self._look(value, _DEEPEST, contents, set())
+        self._values = values
 
     def _content(self, holder: Any) -> _Content:
         if id(holder) not in self._once:
@@ -180,10 +185,10 @@ class Attributes:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Within, they are as they were; after it, as they are now."""
-        if not self._of:
+        if not self._once:
             yield
             return
-        now = Attributes([module for module, _ in self._of], self._values)
+        now = Attributes([module for module, _ in self._of], self._values, self._given)
         self.restore()
         try:
             yield

@@ -38,7 +38,7 @@ from ._interrupts import deferred
 from ._json import decode, encode
 from ._modules import counts_no_versions, move_buffers, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._on_disk import give_back, is_on_disk, tensors_on_disk
-from ._optimizer import ConfigScheduler, EngineOptimizer, describe
+from ._optimizer import ConfigScheduler, EngineOptimizer, describe, zeros_change
 from ._random import RandomState, restore_text
 from ._ranks import Alone, Meeting, end_group, world_size
 from ._report import Report
@@ -527,6 +527,7 @@ class Engine:
         self._runtime.dtype = DTYPES[settings.dtype]
         self._runtime.device = self.device
         self._runtime.world = self._ranks.world
+        self._runtime.zeros_change = zeros_change(self._described, self.optimizer.param_groups)
         self._runtime.loss_factor = settings.forwards / settings.micro_batches
         self._runtime.before_pass = self._describe
         self._patch_state_dict()

@@ -73,6 +73,12 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
     return result
 
 
+def zeros_change(described: Dict[str, Any], groups: List[Dict[str, Any]]) -> bool:
+    """Whether an update by a gradient of zeros may change a weight, or what later updates do."""
+    counts = described["type"] not in ("SGD", "Adagrad") or any(described.get(option) for option in ("momentum", "lr_decay"))
+    return counts or any(group.get("weight_decay") for group in groups)
+
+
 def _number(value: Any, option: str, kind: str) -> float:
     try:
         return _tensors.number(value, option)

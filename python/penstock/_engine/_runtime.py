@@ -20,7 +20,7 @@ import math
 import threading
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -36,7 +36,7 @@ from ._modules import Structure, replace_forward, restore_forward, switch_off_ch
 from ._random import RandomState, drawn_again, others_now
 from ._settings import DTYPE_NAMES
 from ._trace import CHANGED, Use
-from ._tree import counted, map_tensors, tensors_of
+from ._tree import counted, map_tensors, objects_of, tensors_of
 from ._weights import Weights
 
 
@@ -211,6 +211,10 @@ class Runtime:
         self._looks = _COMPARED  # at all attributes of all modules, still to come
         self._has_residents = blocks[uses[0].block].resident
         self._told_of_lost_gradients = False
+        #: Whether an update by zeros changes a weight (moments, weight decay); set by the engine.
+        self.zeros_change = False
+        self._came: Set[Tuple[int, int]] = set()  # in this pass a gradient: to which weight of which block
+        self._had: Set[Tuple[int, int]] = set()  # the same of all passes
         self._trained = 0  # passes
         self._compares = False  # in this one: what blocks give when they are computed again with what they gave
         self._random_after: Optional[RandomState] = None  # of the first micro-batch, at its end
@@ -272,6 +276,7 @@ class Runtime:
             self._weights.begin_pass()
             if trains:
                 self._trained += 1
+                self._came.clear()
                 self._compares = self._trained <= _COMPARED or self._trained % _COMPARED_AGAIN == 0
             self._drivers = [Driver(min(number, micro_batches - 1), len(self._uses), trains) for number in range(max(micro_batches, forwards))]
             if forwards > micro_batches:
@@ -353,6 +358,7 @@ class Runtime:
         for driver in self._drivers:
             self._leave_backward(driver)
         self._end_residents()
+        self._tell_of_missing_gradients()
         self.counts = (sum(driver.counts[0] for driver in self._drivers), sum(driver.counts[1] for driver in self._drivers))
         self._open = None
         self._drivers = []
@@ -360,6 +366,19 @@ class Runtime:
         result = self._core.finish(*self.counts, self.flops_of(*self.counts))
         self.counts = (result["tokens"], result["samples"])
         return result
+
+    def _tell_of_missing_gradients(self) -> None:
+        missing = self._had ^ self._came if self._had else set()
+        self._had |= self._came
+        if missing and self.zeros_change:
+            self.zeros_change = False  # told once
+            block, number = min(missing)
+            warnings.warn(
+                f"{self._blocks[block].parameters[number][0]} has a gradient in some steps and none in others (a layer that is dropped at "
+                "random, an expert without tokens): without one it is updated as by a gradient of zeros, as with DeepSpeed, where torch.optim "
+                "leaves it as it is. A model's layerdrop=0 drops none",
+                stacklevel=4,
+            )
 
     def _end_residents(self) -> None:
         if self._has_residents:
@@ -718,7 +737,7 @@ class Runtime:
 
         def forward(a: Any) -> Any:
             with self._entered_forward(driver, stage), self._computing(driver, stage):
-                before.append(_Before(self._uses[stage].module, None if compares else self.changing))
+                before.append(_Before(self._uses[stage].module, None if compares else self.changing, objects_of((a, kwargs))))
                 if buffers:
                     with buffers[0].as_in_forward():
                         out = self._apart(stage, _computed(original, settings, a, kwargs))
@@ -832,6 +851,7 @@ class Runtime:
                 held = self._weights.on_device.take(held)
             gradients = [(number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]) for number, gradient in zip(numbers, held)]
             driver.gradient_came |= bool(gradients)
+            self._came.update((block, number) for number in numbers)
         for _, parameter in self._blocks[block].parameters:
             parameter.grad = None
         self._weights.hide(block)
@@ -1165,8 +1185,8 @@ class _Buffers:
 class _Before:
     """How a block was when it was computed, for when it is computed again: its modes, attributes, and random numbers that are not torch's."""
 
-    def __init__(self, module: nn.Module, changing: Optional[Sequence[nn.Module]]) -> None:
-        """changing: modules whose attributes are known to change; None: any may."""
+    def __init__(self, module: nn.Module, changing: Optional[Sequence[nn.Module]], given: Sequence[Any]) -> None:
+        """changing: modules whose attributes are known to change; None: any may. given: what it is called with and may change, as a cache."""
         self._modules = list(module.modules())
         self._modes = [each.training for each in self._modules]
         self._random = others_now()
@@ -1174,7 +1194,7 @@ class _Before:
         if changing:
             inside = set(map(id, self._modules))
             changing = [each for each in changing if id(each) in inside]
-        self.attributes = Attributes(self._modules if changing is None else changing)
+        self.attributes = Attributes(self._modules if changing is None else changing, given=given)
 
     def gave(self, out: Any) -> None:
         self._samples = [(tensor.shape, sample_of(tensor)) for tensor in tensors_of(out)]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -71,6 +72,17 @@ class _Outside(TorchDispatchMode):
         if id(parameter) in self._block_of:
             self.found.add(id(parameter))
 
+    def add_modules(self, given: Any) -> None:
+        """Those of blocks that do not compute: whoever has the modules may call them when no block is computed."""
+        if isinstance(given, (list, tuple)):
+            for each in given:
+                self.add_modules(each)
+        elif isinstance(given, nn.Module):
+            for parameter in given.parameters():
+                if self._block_of.get(id(parameter)) not in (None, *self._inside):
+                    self.found.add(id(parameter))
+                    self.bring(parameter)
+
     def bring(self, parameter: torch.Tensor) -> None:
         if parameter.device != self._device:
             self.in_host.append((parameter, parameter.data))
@@ -90,6 +102,28 @@ class _Outside(TorchDispatchMode):
                     self.found.add(id(tensor))
                     self.bring(tensor)
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _functions_told(outside: _Outside) -> Iterator[None]:
+    """Within, an autograd.Function that is given modules (as reversible layers are) tells of them: its backward may call them again."""
+    function = torch.autograd.Function
+    own = function.__dict__.get("apply")
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            outside.add_modules(args)
+        bound = super(function, cls).apply if own is None else own.__get__(None, cls)
+        return bound(*args, **kwargs)
+
+    function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        if own is not None:
+            function.apply = own  # type: ignore[method-assign]
+        else:
+            del function.apply
 
 
 # The forward that is traced just now.
@@ -201,7 +235,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
         torch.set_autocast_cache_enabled(False)  # what it kept would have no graph, and be taken for the weight later on
         for parameter in (each for block in blocks if block.resident for _, each in block.parameters):
             outside.bring(parameter)
-        with torch.no_grad(), outside:
+        with torch.no_grad(), _functions_told(outside), outside:
             forward()
         changing = attributes.changed()
     finally:

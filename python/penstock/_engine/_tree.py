@@ -21,6 +21,12 @@ def tensors_of(value: Any) -> List[torch.Tensor]:
     return found
 
 
+def objects_of(value: Any) -> List[Any]:
+    """What is neither a tensor nor a container, and has attributes that may change: a cache of keys and values."""
+    leaves, _ = pytree.tree_flatten(value)
+    return [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__")]
+
+
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same structure with each tensor changed."""
     leaves, spec = pytree.tree_flatten(value)
