@@ -1,4 +1,7 @@
-"""Many classes of transformers, as they are: three steps are plain PyTorch's. A soak: PENSTOCK_SOAK=1 runs all of them."""
+"""Many classes of transformers, as they are: some steps are plain PyTorch's. A soak: PENSTOCK_SOAK=1 runs all of CLASSES.
+
+Every class that can be made tiny is for transformers_sweep.py, a program beside this.
+"""
 
 import copy
 import os
@@ -9,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import penstock  # noqa: E402
+import transformers_sweep  # noqa: E402
 
 WORDS = 99
 SMALL = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -173,3 +177,27 @@ def test_three_steps_are_plain_pytorchs(tmp_path, name):
     if name not in QUICK and not os.environ.get("PENSTOCK_SOAK"):
         pytest.skip("PENSTOCK_SOAK=1 runs it")
     check(name, tmp_path)
+
+
+# One for each thing that a model may do besides: make a cache though nobody wants it, call layers again in a Function's backward, normalise
+# by batches, share layers, choose experts, draw masks; and kinds of inputs.
+SWEPT = [
+    "FlaubertModel", "GraniteMoeSWAForCausalLM", "ReformerModel", "ResNetModel", "MixtralForCausalLM", "AlbertForMaskedLM", "PatchTSMixerForRegression",
+    "SmolVLMForConditionalGeneration", "FNetForNextSentencePrediction",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWEPT)
+@pytest.mark.filterwarnings("ignore")
+def test_classes_of_the_sweep_train_with_adamw_as_in_plain_pytorch(tmp_path, name):
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    found = transformers_sweep.check(name, str(tmp_path / "state"))
+    assert found["kind"] == "same", found.get("why")
+
+
+def test_layers_that_are_dropped_at_random_are_told_of_where_zeros_update_them(tmp_path):
+    name = "HubertForCTC"
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    assert transformers_sweep.check(name, str(tmp_path / "state"))["kind"] == "told"
