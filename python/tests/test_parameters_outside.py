@@ -107,7 +107,7 @@ def test_a_copy_outside_is_a_copy_of_the_value(tmp_path):
         for each in copies:
             assert torch.equal(each.to(torch.float32), expected)
         for graph in (weight.clone, weight.cpu, weight.float):
-            with pytest.raises(RuntimeError, match=r"copied with a graph.*torch\.no_grad"):
+            with pytest.raises(RuntimeError, match=r"up\.weight is used outside.*torch\.no_grad"):
                 graph()
         for change in (lambda: weight.data.mul_(2), lambda: weight.detach().zero_(), lambda: weight.data.__setitem__(0, 1.0)):
             with pytest.raises(RuntimeError, match=r"would be lost: within engine\.gathered\(write_back=True\)"):
@@ -140,6 +140,107 @@ def test_a_copy_outside_is_a_copy_of_the_value(tmp_path):
         engine.eval()
         engine(**batches(1)[0])
         assert torch.equal(other.norm.weight.detach(), last)
+
+
+# What programs make of a parameter, or of several.
+READS = {
+    "stack": lambda weight: torch.stack([weight, weight]),
+    "cat of views": lambda weight: torch.cat([weight.view(-1), weight.flatten()]),
+    "parameters_to_vector": lambda weight: nn.utils.parameters_to_vector([weight, weight]),
+    "contiguous": lambda weight: weight.contiguous(),
+    "copy_": lambda weight: torch.empty_like(weight).copy_(weight),
+    "float": lambda weight: weight.float(),
+    "product": lambda weight: 1 * weight * 1,
+    "row by row": lambda weight: torch.stack(list(weight)),
+    "operand": lambda weight: nn.functional.linear(torch.ones(1, weight.shape[1]), weight),
+    "norms": lambda weight: torch.stack(torch._foreach_norm([weight, weight])),
+    "norm": lambda weight: weight.norm(),
+    "lerp": lambda weight: torch.zeros(weight.shape).lerp_(weight, 0.5),
+    "out": lambda weight: torch.mul(weight, 2, out=torch.empty(0)),
+    "module": lambda weight: nn.utils.stateless.functional_call(nn.Linear(32, 64), {"weight": weight}, torch.ones(1, 32)),
+    "function": lambda weight: type("Twice", (torch.autograd.Function,), {"forward": staticmethod(lambda _, x: x * 2)}).apply(weight),
+    "transposed": lambda weight: weight.T @ weight.mT.T,
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_whatever_reads_a_parameter_outside_has_its_value_or_is_refused_by_name(tmp_path, how):
+    model = net(tied=False)
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        weight, value = model.layers[0].up.weight, engine.state_dict()["layers.0.up.weight"].clone()
+        with torch.no_grad():
+            torch.manual_seed(0)
+            found = READS[how](weight)
+            torch.manual_seed(0)
+            assert torch.equal(found, READS[how](nn.Parameter(value)))
+        if how not in ("function", "lerp", "out"):  # of which torch refuses the last two itself
+            with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight is used outside.*torch\.no_grad"):
+                READS[how](weight)
+        # Comparisons have no graph.
+        assert bool((weight == value).all()) and not bool(weight.isnan().any()) and weight.tolist() == value.tolist()
+        # In a step there is none to be read.
+        loss = engine(**batches(1)[0])
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"a step is open: layers\.0\.up\.weight"):
+            READS[how](weight)
+        engine.backward(loss)
+        engine.step()
+
+
+def test_a_frozen_parameter_is_read_with_a_graph_to_others(tmp_path):
+    model = net(tied=False)
+    model.layers[0].requires_grad_(False)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    with make(model, tmp_path, optimizer=torch.optim.AdamW(trained, lr=1e-2)) as engine:
+        step(engine, batches(1)[0])
+        x = torch.ones(1, 32, requires_grad=True)
+        nn.functional.linear(x, model.layers[0].up.weight).sum().backward()
+        torch.testing.assert_close(x.grad[0], engine.state_dict()["layers.0.up.weight"].sum(0), rtol=1e-5, atol=1e-5)
+
+
+class Special(nn.Parameter):
+    """As peft and bitsandbytes have classes of their own."""
+
+
+def test_a_parameter_of_another_class_is_no_less_whole(tmp_path):
+    model = net(tied=False)
+    model.layers[0].up.weight = Special(model.layers[0].up.weight.detach().clone())
+    weight = model.layers[0].up.weight
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        value = engine.state_dict()["layers.0.up.weight"]
+        assert isinstance(weight, Special) and "not in memory" in repr(weight)
+        assert torch.equal(weight.detach(), value) and type(copy.deepcopy(weight)) is Special
+        with torch.no_grad():
+            assert torch.equal(weight * 1, value)
+        with engine.gathered():
+            assert type(weight) is Special and torch.equal(weight.data, value)
+
+
+def test_what_is_made_of_a_copy_in_another_module_is_its_own(tmp_path):
+    model, plain = net(tied=False), net(tied=False)
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        state = engine.state_dict()
+        for (name, parameter), (_, other) in zip(model.named_parameters(), list(plain.named_parameters())):
+            holder, _, short = name.rpartition(".")
+            given = parameter.data if other.dim() == 1 else parameter.detach()
+            setattr(plain.get_submodule(holder), short, nn.Parameter(given))
+        assert {type(each) for each in plain.parameters()} == {nn.Parameter} and all(each.is_leaf for each in plain.parameters())
+        expected, _ = plain_losses(plain, all_names(plain), [[batch] for batch in batches(2, seed=5)])
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for batch, loss in zip(batches(2, seed=5), expected):
+            optimizer.zero_grad()
+            found = plain(**batch)
+            found.backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            assert found.item() == pytest.approx(loss, abs=1e-6)
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, state[name])
+        # An array of numpy's would be changed without a word.
+        with pytest.raises(ValueError, match="read-only"):
+            model.norm.weight.detach().numpy()[:] = 0
 
 
 def test_a_change_in_place_of_a_view_of_a_copy_is_refused(tmp_path):

@@ -183,7 +183,7 @@ class Forward:
         self.found.update((("output", number), tensor) for number, tensor in enumerate(tensors_of(again)))
         for number, tensor in enumerate(self.attributes.new_tensors()):
             self.found["attribute", number] = tensor
-            if all(hasattr(leaf, "_penstock_end") for leaf in _reached([tensor], {})[1]):
+            if all(hasattr(leaf, "_penstock_end") for leaf in reached([tensor], {})[1]):
                 self._constant.add(("attribute", number))
         tensors, gradients = [], []
         for key, gradient in self._gradients.items():
@@ -225,22 +225,22 @@ def alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 _edge_of = getattr(torch.autograd.graph, "get_gradient_edge", None)  # since torch 2.1
 
 
-# (those of `ends` that backward from these tensors comes to, the leaves that it comes to without passing one).
-def _reached(tensors: Sequence[torch.Tensor], ends: Mapping[Any, Any]) -> Tuple[List[Any], List[torch.Tensor]]:
+def reached(tensors: Sequence[torch.Tensor], ends: Mapping[Any, Any]) -> Tuple[List[Any], List[torch.Tensor]]:
+    """(Those of `ends` that backward from these tensors comes to, the leaves that it comes to without passing one.)"""
     nodes, seen = [tensor.grad_fn for tensor in tensors], set()
-    reached, leaves = [], []
+    passed, leaves = [], []
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if node in ends:
-            reached.append(node)
+            passed.append(node)
             continue
         if hasattr(node, "variable"):
             leaves.append(node.variable)
         nodes.extend(each for each, _ in node.next_functions)
-    return reached, leaves
+    return passed, leaves
 
 
 class Accumulation:
@@ -279,15 +279,15 @@ class Accumulation:
     # Forwards whose graph ended with their pass have gradients asked for at its ends, and nothing beyond.
     def _backward(self, loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
         ends = {edge.node: (forward, key) for forward in self._forwards for key, (edge, _, _) in forward.ends.items()}
-        reached, leaves = _reached([loss], ends) if ends else ([], [])
-        if not reached:
+        passed, leaves = reached([loss], ends) if ends else ([], [])
+        if not passed:
             loss.backward(gradient=gradient, retain_graph=retain_graph)
             return
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         for leaf in leaves:
             if id(leaf) in names:
                 raise RuntimeError(_NOT_RETURNED.format(type(self._model).__name__))
-        of = [ends[node] for node in reached]
+        of = [ends[node] for node in passed]
         found = torch.autograd.grad(loss, [*(forward.ends[key][0] for forward, key in of), *leaves], gradient, retain_graph, allow_unused=True)
         for (forward, key), each in zip(of, found):
             if each is not None and key not in forward.noted:

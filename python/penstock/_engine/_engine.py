@@ -47,7 +47,7 @@ from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, names_of_blocks,
 from ._trace import settled, trace, with_other_modes
 from ._tree import counted, map_tensors, tensors_of
 from ._watch import Watch
-from ._weights import Weights, hide_copies, show_copies
+from ._weights import OUTSIDE, Weights, hide_copies, show_copies
 from ._whole import Whole
 
 _STEP = "step-%08d"  # a checkpoint's name (swap/checkpoint_files.cc)
@@ -256,8 +256,8 @@ class Engine:
                 self._watch.counts_flops(*flops)
         except BaseException:
             if self._runtime is None:
-                for parameter in self.module.parameters() if self._values_are_gone else ():
-                    hide_copies(parameter, _closed_value)
+                for name, parameter in self.module.named_parameters() if self._values_are_gone else ():
+                    hide_copies(parameter, name, _closed_value)
                 move_buffers(self.module, torch.device("cpu"))
                 self._wait_for_a_batch()
             raise
@@ -714,8 +714,6 @@ class Engine:
         if runtime.is_open or not (self._accumulates or self._accumulation.under_way):
             runtime.backward(loss, retain_graph)
         else:
-            if loss.numel() == 1 and bool(loss.detach().isnan()):
-                runtime.refuse_outside_uses([loss])
             share = 1 / self._settings.micro_batches if scale_wrt_gas else 1.0
             self._accumulation.backward(loss, share, retain_graph)
         return loss
@@ -1132,9 +1130,13 @@ class Engine:
     def _value_of(self, parameter: nn.Parameter) -> Optional[torch.Tensor]:
         return self._copy_of(parameter) if self._weights.is_hidden(parameter) else None
 
-    def _copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        if self._ready().is_open:
-            raise RuntimeError("a step is open: its weights are read between step() and the next forward")
+    def _copy_of(self, parameter: nn.Parameter, wants_graph: bool = False) -> torch.Tensor:
+        runtime = self._ready()
+        if runtime.is_open:
+            name = next(name for name, each in self._parameters() if each is parameter)
+            if wants_graph or runtime.is_inside:
+                raise RuntimeError(OUTSIDE.format(name))
+            raise RuntimeError(f"a step is open: {name} is read between step() and the next forward")
         return self.read_state(parameter).to(self._dtypes[id(parameter)])
 
     def _patch_state_dict(self) -> None:
@@ -1606,7 +1608,7 @@ def _apart(given: Any) -> Any:
         return given
 
 
-def _closed_value(_: nn.Parameter) -> torch.Tensor:
+def _closed_value(_: nn.Parameter, __: bool) -> torch.Tensor:
     raise RuntimeError("this model's engine was closed, and its values went with it")
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 import warnings
 import weakref
@@ -26,7 +25,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ._accumulation import CREATES_GRAPH, Forward, alike, sample_of, set_modes
+from ._accumulation import CREATES_GRAPH, Forward, alike, reached, sample_of, set_modes
 from ._attributes import Attributes, merged
 from ._blocks import Block
 from ._device import in_this_thread
@@ -37,7 +36,7 @@ from ._random import RandomState, drawn_again, others_now
 from ._settings import DTYPE_NAMES
 from ._trace import CHANGED, Use
 from ._tree import counted, map_tensors, objects_of, tensors_of
-from ._weights import Weights
+from ._weights import OUTSIDE, Weights
 
 
 #: Tensors that backward of a micro-batch begins at, the gradients there, and its loss.
@@ -45,12 +44,6 @@ Root = Tuple[List[torch.Tensor], List[torch.Tensor], float]
 _Buffer = Tuple[nn.Module, str, torch.Tensor, torch.Tensor]  # of this module by this name: itself, and what it held
 #: Computes a micro-batch's forward.
 Work = Callable[["Driver"], Root]
-
-
-_OUTSIDE = (
-    "{} is used outside of the forward of its module, by the model or the loss: it has no values there. Give blocks=[...] with a module "
-    "around all its uses; for decay there is weight_decay"
-)
 
 
 _ENDED = (
@@ -92,7 +85,6 @@ class Driver:
         self.random: Optional[RandomState] = None  # while another driver computes
         self.counts = (0, 0)  # tokens and samples
         self.made: Dict[int, weakref.ref[torch.Tensor]] = {}  # by uses that backward does not come to
-        self.graph: Dict[Any, List[Any]] = {}  # from nodes of autograd that a block's outputs have to those of its inputs
         self.forward: Optional[Forward] = None  # computed now, to be computed again where its pass ends before its backward, or that again
         self.remembers: Optional[Forward] = None  # computed with its graph, and to be computed again where its pass ends early
         self.together: Optional[_Together] = None  # with others of the same micro-batch
@@ -320,6 +312,11 @@ class Runtime:
                         f"requires_grad of {name} has changed since the first forward, when it was decided what has states. Set it "
                         "before penstock.initialize, and make a new engine for another choice"
                     )
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in the model's forward."""
+        return bool(getattr(self._local, "inside_model", False))
 
     @property
     def backward_came(self) -> bool:
@@ -584,7 +581,6 @@ class Runtime:
                 self._enter_backward(driver, stage)
                 with self._buffers_noted(driver, stage), self._as_before(driver, stage), self._computing(driver, stage):
                     out = self._apart(stage, _computed(original, settings, args, kwargs))
-                _note_graph(driver, tensors_of((args, kwargs)), out)
                 return out
             return self._checkpointed(driver, stage, original, args, kwargs)
 
@@ -782,7 +778,6 @@ class Runtime:
             out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
         if errors:
             raise errors.pop()
-        _note_graph(driver, given, out)
         passed = set(map(id, given))  # an input that is handed on belongs to the block that made it
         for tensor in tensors_of(out):
             # A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that.
@@ -886,17 +881,6 @@ class Runtime:
                         "of its module. Give blocks=[...] with a module around all its uses"
                     )
 
-    def refuse_outside_uses(self, roots: Sequence[torch.Tensor], shortcuts: Optional[Mapping[Any, Sequence[Any]]] = None) -> None:
-        """PassFailed where these are made of a weight that was used outside of its block: it is NaN there, and its gradient is none of it.
-
-        Where a loss is NaN. shortcuts: from nodes of autograd that a block's outputs have to those of its inputs.
-        """
-        names = {id(parameter): name for block in self._blocks if not block.resident for name, parameter in block.parameters}
-        for node in _history(roots, shortcuts or {}):
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in names:
-                raise PassFailed(_OUTSIDE.format(names[id(variable)]))
-
     def are_here(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these parameters have their values as long as the pass lasts that is open."""
         if self._open is None or not self._has_residents:
@@ -924,8 +908,6 @@ class Runtime:
             raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
         value = float(loss.detach()) * self.loss_factor
         driver.loss = value
-        if math.isnan(value):
-            self.refuse_outside_uses([loss], driver.graph)
         if driver.inside is None and driver.backward_at == self._last:
             self._pass_by(driver, self._last)
             self._enter_now(driver, self._last)
@@ -983,8 +965,6 @@ class Runtime:
             driver.forward = forward
             with forward.settings.applied():
                 tensors, gradients = forward.roots(self._model(*forward.args, **without_cache(self._original, forward.kwargs)))
-            if math.isnan(loss):
-                self.refuse_outside_uses(tensors, driver.graph)
             return tensors, gradients, loss
 
         work: List[Work] = [functools.partial(again, forward=forward) for forward in forwards]
@@ -1111,30 +1091,10 @@ def _to_its_end(wanted: bool) -> Any:
     return contextlib.nullcontext() if early_stop is None or not wanted else early_stop(False)
 
 
-def _note_graph(driver: Driver, given: Sequence[torch.Tensor], out: Any) -> None:
-    passed = set(map(id, given))
-    inputs = [tensor.grad_fn for tensor in given]
-    for tensor in tensors_of(out):
-        if tensor.grad_fn is not None and id(tensor) not in passed:
-            driver.graph[tensor.grad_fn] = inputs
-
-
-# Nodes of autograd that backward from these tensors comes to; from one of `shortcuts` it goes on to those there.
-def _history(tensors: Sequence[torch.Tensor], shortcuts: Mapping[Any, Sequence[Any]]) -> Iterator[Any]:
-    nodes, seen = [tensor.grad_fn for tensor in tensors], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        nodes.extend(shortcuts[node] if node in shortcuts else [each for each, _ in node.next_functions])
-
-
 # Tensors without a history that gradients of these lead to.
 def _leaves_of(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
     own = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
-    return own + [node.variable for node in _history(tensors, {}) if hasattr(node, "variable")]
+    return own + reached(tensors, {})[1]
 
 
 # A gradient that comes to a weight while its block is not computed would be of a value that is none, and lost.
@@ -1142,7 +1102,7 @@ def _refuses_outside(runtime: "weakref.ref[Runtime]", block: int, name: str) -> 
     def hook(_: torch.Tensor) -> None:
         known = runtime()
         if known is not None and not known.computes(block):
-            raise PassFailed(_OUTSIDE.format(name) if known.is_open else _ENDED)
+            raise PassFailed(OUTSIDE.format(name) if known.is_open else _ENDED)
 
     return hook
 

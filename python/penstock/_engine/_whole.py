@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ._blocks import Block
-from ._weights import Copy, Hidden
+from ._weights import Copy, own_class
 
 _PLACE = "_penstock_whole"  # in a model's __dict__: the Whole of its last engine
 _OURS = ("__deepcopy__", "__reduce_ex__", "state_dict", "load_state_dict", "zero_grad", "_penstock_engine", _PLACE)
@@ -86,8 +86,7 @@ class Whole:
             if id(parameter) not in memo:
                 value = self._value_of(parameter)
                 value = parameter.data.clone() if value is None else value
-                kind = nn.Parameter if isinstance(parameter, Hidden) else type(parameter)
-                memo[id(parameter)] = kind(value, parameter.requires_grad)
+                memo[id(parameter)] = own_class(parameter)(value, parameter.requires_grad)
             return memo[id(parameter)]  # type: ignore[no-any-return]
 
         return copied
