@@ -329,6 +329,40 @@ def test_several_forwards_of_a_step(tmp_path, losses_of, dropout):
 
 
 @needs_edges
+@pytest.mark.parametrize("where", ["in the script", "in the model"])
+def test_an_evaluation_between_backward_and_step_leaves_a_step_of_large_outputs_whole(tmp_path, where):
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+            self.head = nn.Linear(8, 70000)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            out = self.head(x)  # of more elements than are copied
+            return out.square().mean(), out
+
+    model = seeded(Large)
+    plain = copy.deepcopy(model)
+    optimizer = optimizer_of(plain)
+    with on_drive(model, tmp_path) as engine:
+        for x in inputs(4):
+            evaluated = []
+            for call, made in ((plain, optimizer), (engine, engine)):
+                optimizer.zero_grad()
+                loss, out = call(x)
+                loss = loss if where == "in the model" else (out - 1).square().mean()
+                engine.backward(loss) if call is engine else loss.backward()
+                with torch.no_grad():
+                    evaluated.append(call(x.flip(0))[0].item())
+                made.step()
+            assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-6)
+        assert engine.global_steps == 4
+        same_weights(engine, plain, atol=1e-5)
+
+
+@needs_edges
 def test_steps_of_one_forward_and_of_several_take_turns(tmp_path):
     def losses_of(call, batch):
         number, x = batch

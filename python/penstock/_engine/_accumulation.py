@@ -64,13 +64,11 @@ class Forward:
         self.buffers: Dict[int, Any] = {}
         #: Its tensors once it is computed again.
         self.found: Dict[Key, torch.Tensor] = {}
-        #: Where the caller's graph ends, of outputs with a graph of their own (``ended``), by output: (edge, shape, sample).
-        self.ends: Dict[Key, Tuple[Any, torch.Size, torch.Tensor]] = {}
+        #: Where the caller's graph ends, of outputs with a graph of their own (``ended``): an edge of autograd, by output.
+        self.ends: Dict[Key, Any] = {}
         self._leaves: List["weakref.ref[torch.Tensor]"] = []
         self._gradients: Dict[Key, torch.Tensor] = {}
         self._samples: Dict[Key, Tuple[torch.Size, torch.Tensor]] = {}
-        #: Ends where every gradient is collected as it comes.
-        self.noted: Set[Key] = set()
         self._repeated = False
         self._constant: Set[Key] = set()  # attributes that no weight leads to
 
@@ -78,33 +76,30 @@ class Forward:
         """What the caller gets for `out`: the same, with floating tensors that tell of their gradients."""
         return self.told(out, ("output",))
 
-    def ended(self, out: Any, notes_all: bool) -> Any:
-        """What the caller gets for `out`, which has its own graph: gradients may be asked for where the caller's begins.
-
-        notes_all: of outputs of any size it is kept which gradient comes; else of small ones. Without effect before torch 2.1.
-        """
+    def ended(self, out: Any) -> Any:
+        """What the caller gets for `out`, which has its own graph: gradients may be asked for where the caller's begins, and those that come
+        are kept. Without effect before torch 2.1."""
         numbers = itertools.count()
-        return map_tensors(out, lambda tensor: self._end(tensor, ("output", next(numbers)), notes_all))
+        return map_tensors(out, lambda tensor: self._end(tensor, ("output", next(numbers))))
 
-    def _end(self, tensor: torch.Tensor, key: Key, notes_all: bool) -> torch.Tensor:
+    def _end(self, tensor: torch.Tensor, key: Key) -> torch.Tensor:
         if not tensor.requires_grad or _edge_of is None:
             return tensor
         small = tensor.numel() <= _COPIED
         end = tensor.clone() if small else tensor.view_as(tensor)
         shape, sample = end.shape, sample_of(end)
-        self.ends[key] = (_edge_of(end), shape, sample)
-        if small or notes_all:
-            own = weakref.ref(self)  # the graph would keep this, and this the graph
+        self.ends[key] = _edge_of(end)
+        own = weakref.ref(self)  # the graph would keep this, and this the graph
 
-            def note(gradient: torch.Tensor) -> None:
-                forward = own()
-                if forward is not None and torch.is_grad_enabled():
-                    forward.ends = {}  # a gradient of gradients, which is of this graph alone
-                elif forward is not None and forward.ends:
-                    forward.collect(key, gradient, shape, sample)
+        def note(gradient: torch.Tensor) -> None:
+            forward = own()
+            if forward is not None and torch.is_grad_enabled():
+                forward.ends = {}  # a gradient of gradients, which is of this graph alone
+            elif forward is not None and forward.ends:
+                # A large one is kept and not copied: autograd changes no gradient in place that somebody else has.
+                forward.collect(key, gradient, shape, sample, copies=small)
 
-            end.register_hook(note)
-            self.noted.add(key)
+        end.register_hook(note)
         return end
 
     def keep_attributes(self) -> None:
@@ -129,8 +124,8 @@ class Forward:
             leaf.register_hook(lambda gradient: self.collect(key, gradient, shape, sample))
             return leaf.clone() if leaf.numel() <= _COPIED else leaf.view_as(leaf)
 
-    def collect(self, key: Key, gradient: torch.Tensor, shape: torch.Size, sample: torch.Tensor) -> None:
-        """A gradient has come to this tensor. RuntimeError: none may."""
+    def collect(self, key: Key, gradient: torch.Tensor, shape: torch.Size, sample: torch.Tensor, copies: bool = True) -> None:
+        """A gradient has come to this tensor. copies: it may be changed in place later on. RuntimeError: none may."""
         if torch.is_grad_enabled():
             raise RuntimeError(CREATES_GRAPH)
         if self.closed:
@@ -138,17 +133,13 @@ class Forward:
                 return  # a cache, which a later forward has used
             raise RuntimeError(self.closed)
         known = self._gradients.get(key)
-        self._gradients[key] = gradient.detach().clone() if known is None else known + gradient.detach()
+        gradient = gradient.detach()
+        self._gradients[key] = known + gradient if known is not None else gradient.clone() if copies else gradient
         self._samples[key] = (shape, sample)
 
     def wants(self, key: Key) -> bool:
         """Whether a gradient has come to this tensor."""
         return key in self._gradients
-
-    @property
-    def is_noted(self) -> bool:
-        """Whether all gradients at its ends were collected."""
-        return bool(self.ends) and all(key in self.noted for key in self.ends)
 
     def detach_inputs(self) -> None:
         """Backward has come to its inputs already."""
@@ -278,7 +269,7 @@ class Accumulation:
 
     # Forwards whose graph ended with their pass have gradients asked for at its ends, and nothing beyond.
     def _backward(self, loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
-        ends = {edge.node: (forward, key) for forward in self._forwards for key, (edge, _, _) in forward.ends.items()}
+        ends = {edge.node: edge for forward in self._forwards for edge in forward.ends.values()}  # whose hooks collect what comes
         passed, leaves = reached([loss], ends) if ends else ([], [])
         if not passed:
             loss.backward(gradient=gradient, retain_graph=retain_graph)
@@ -287,12 +278,9 @@ class Accumulation:
         for leaf in leaves:
             if id(leaf) in names:
                 raise RuntimeError(_NOT_RETURNED.format(type(self._model).__name__))
-        of = [ends[node] for node in passed]
-        found = torch.autograd.grad(loss, [*(forward.ends[key][0] for forward, key in of), *leaves], gradient, retain_graph, allow_unused=True)
-        for (forward, key), each in zip(of, found):
-            if each is not None and key not in forward.noted:
-                forward.collect(key, each, *forward.ends[key][1:])
-        for leaf, each in zip(leaves, found[len(of) :]):
+        edges = [ends[node] for node in passed]
+        found = torch.autograd.grad(loss, [*edges, *leaves], gradient, retain_graph, allow_unused=True)
+        for leaf, each in zip(leaves, found[len(edges) :]):
             if each is not None and not hasattr(leaf, "_penstock_end"):  # whose hook has run
                 leaf.grad = each if leaf.grad is None else leaf.grad + each
 

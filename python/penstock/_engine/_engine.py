@@ -662,7 +662,7 @@ class Engine:
         goes_on = self._several and any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))  # backward, to what made its inputs
         if self.module.training and (goes_on or not (self._accumulates or self._several)):
             self._begin()
-            return runtime.train_forward(args, kwargs, notes_gradients=self._several or not self._result)
+            return runtime.train_forward(args, kwargs)
         forward, outputs, gradient = runtime.forward_of_accumulation(args, kwargs)
         self._add(forward, gradient)
         return outputs

@@ -287,7 +287,7 @@ class Runtime:
         if driver is None or forward is None or not forward.ends:
             return None
         came = self.gradient_came
-        if came and not (with_gradients and forward.is_noted):
+        if came and not with_gradients:
             return None
         if not came:
             forward.forget_gradients()
@@ -467,15 +467,15 @@ class Runtime:
     # Set by the engine: begins the pass, then calls train_forward.
     on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any]], Any]
 
-    def train_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], notes_gradients: bool) -> Any:
-        """The model's forward of the training pass that has begun. notes_gradients: also those of large outputs, for take_forward."""
+    def train_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        """The model's forward of the training pass that has begun."""
         driver = self._drivers[0]
         driver.counts = counted(args, kwargs)
         with self._given_up_on_error():
             driver.remembers = self._forward_of(args, kwargs)
             out = self._inside(args, without_cache(self._original, kwargs))
             self.changing = merged(self.changing, driver.remembers.attributes.changed())
-            return driver.remembers.ended(out, notes_gradients)
+            return driver.remembers.ended(out)
 
     def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """A forward by itself, without gradients."""
