@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import logging
@@ -209,29 +210,9 @@ class DeepSpeedEngine(nn.Module):
         )
         return True
 
-    def load_checkpoint(
-        self,
-        load_dir: PathLike,
-        tag: Optional[str] = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-        **options: Any,
-    ) -> Tuple[Optional[str], Dict[str, Any]]:
-        """As Engine.load_checkpoint, at any time between steps. custom_load_fn is refused."""
-        if custom_load_fn is not None:
-            raise NotImplementedError("custom_load_fn is not served: load_module_only=True takes the weights, by their names")
-        return self.engine.load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            **options,
-        )
+    @functools.wraps(Engine.load_checkpoint)
+    def load_checkpoint(self, *args: Any, **options: Any) -> Tuple[Optional[str], Dict[str, Any]]:
+        return self.engine.load_checkpoint(*args, **options)
 
     def export_checkpoint(self, save_dir: PathLike, tag: Optional[str] = None, **options: Any) -> str:
         return self.engine.export_checkpoint(save_dir, tag, **options)

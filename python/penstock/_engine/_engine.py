@@ -1238,11 +1238,12 @@ class Engine:
         self,
         load_dir: PathLike,
         tag: Optional[str] = None,
-        *,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Any = None,
+        *,
         names: deepspeeds.Names = None,
     ) -> Tuple[Optional[str], Dict[str, Any]]:
         """Goes on from a checkpoint. Returns its path and its ``client_state``.
@@ -1254,13 +1255,15 @@ class Engine:
         load_module_only: the model gets the values of a checkpoint of Penstock's, in its own types, and nothing else goes on: in an engine
         that has begun, moments stay. load_module_strict: False leaves those that the checkpoint has not as they are, and what it has
         besides alone; for load_module_only, since a run goes on with the very parameters that it had. load_optimizer_states=False is
-        refused: a run goes on whole, or gives its weights.
+        refused: a run goes on whole, or gives its weights; so is custom_load_fn.
 
         It may be DeepSpeed's: ZeRO-1, 2, 3 of any number of ranks, or universal. Masters, moments, steps, loss scale, learning rates and
         the scheduler's count go on, and nothing in its files is executed. names: where parameters are called otherwise there, a mapping
         from the module's names to the checkpoint's, or the path of a JSON file with one. Raises ValueError naming a parameter that is
         missing there, of another shape, or left over.
         """
+        if custom_load_fn is not None:
+            raise NotImplementedError("custom_load_fn is not served: load_module_only=True takes the weights, by their names")
         directory = os.fspath(load_dir)
         only = truth(load_module_only, "load_module_only")
         strict = truth(load_module_strict, "load_module_strict")
