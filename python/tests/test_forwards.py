@@ -149,6 +149,114 @@ def test_a_counter_that_some_forwards_leave_alone_is_that_of_the_script(tmp_path
         same_weights(engine, plain)
 
 
+class CountsLater(nn.Module):
+    """A layer of its, and itself, begin to count in their seventh forward, in numbers, lists, objects and tensors."""
+
+    class Layer(nn.Module):
+        def __init__(self, what):
+            super().__init__()
+            self.linear, self.what = nn.Linear(8, 8), what
+            self.count, self.seen, self.total = 0, [], torch.zeros(())
+            self.meter = type("Meter", (), {})()
+            self.meter.calls = 0
+
+        def counted(self, x):
+            if self.what == "number":
+                self.count += 1
+            elif self.what == "list":
+                self.seen.append(0)
+            elif self.what == "object":
+                self.meter.calls += 1
+            else:
+                self.total += 1
+            return self.count + len(self.seen) + self.meter.calls + self.total
+
+        def forward(self, x, begun):
+            return torch.tanh(self.linear(x)) * (1 + 0.1 * (self.counted(x) if begun else 0))
+
+    def __init__(self, what):
+        super().__init__()
+        self.layers = nn.ModuleList(CountsLater.Layer(what) for _ in range(3))
+        self.calls = self.late = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 6:
+            self.late += 1
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.calls > 6 and number == 1)
+        return x.square().mean() * (1 + 0.1 * self.late)
+
+
+@pytest.mark.parametrize("what", ["number", "list", "object", "tensor"])
+@pytest.mark.parametrize("how", ["one", "accumulated", "train_batch"])
+def test_a_forward_that_begins_to_count_later_is_made_as_often_as_the_script_makes_it(tmp_path, how, what):
+    model = seeded(lambda: CountsLater(what))
+    plain, data = copy.deepcopy(model), inputs(12)
+    optimizer = optimizer_of(plain)
+    many = 1 if how == "one" else 2
+    with on_drive(model, tmp_path, gradient_accumulation_steps=many) as engine:
+        for at in range(0, 12, many):
+            optimizer.zero_grad()
+            expected = [plain(x) / many for x in data[at : at + many]]
+            for each in expected:
+                each.backward()
+            optimizer.step()
+            if how == "train_batch":
+                assert engine.train_batch(data[at : at + many]).item() == pytest.approx(sum(expected).item(), abs=1e-6)
+            else:
+                for x, loss in zip(data[at : at + many], expected):
+                    found = engine(x)
+                    engine.backward(found)
+                    engine.step()
+                    assert found.item() == pytest.approx(many * loss.item(), abs=1e-6)
+        for one, other in zip(model.layers, plain.layers):
+            assert (one.count, one.seen, one.meter.calls, one.total) == (other.count, other.seen, other.meter.calls, other.total)
+        same_weights(engine, plain)
+
+
+def test_a_large_tensor_that_is_changed_in_place_later_is_told_and_the_next_step_goes_on(tmp_path):
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.total = nn.Linear(8, 8), torch.zeros(3, 3000)
+
+        def forward(self, x):
+            if x.mean() > 10:
+                self.total += 1
+            return torch.tanh(self.linear(x)) * (1 + 0.1 * self.total.mean())
+
+    model = seeded(lambda: nn.Sequential(Sums(), Sums(), nn.Linear(8, 1)))
+    plain = copy.deepcopy(model)
+    with on_drive(model, tmp_path) as engine:
+        told = 0
+        for number, x in enumerate(inputs(12)):
+            x = x + (100 if number > 7 else 0)
+            state = engine.state_dict() if engine.started else None
+            totals = [sums.total.clone() for sums in model[:2]]
+            try:
+                loss = engine(x).square().mean()
+                engine.backward(loss)
+                engine.step()
+            except RuntimeError as error:
+                assert "changes a tensor of (3, 3000) in place" in str(error)
+                told += 1
+                continue
+            if state is None:
+                continue
+            plain.load_state_dict(state)
+            for sums, of_plain, total in zip(model[:2], plain[:2], totals):
+                of_plain.total = total
+            plain.zero_grad()
+            expected = plain(x).square().mean()
+            expected.backward()
+            torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+            assert [sums.total.mean().item() for sums in model[:2]] == [sums.total.mean().item() for sums in plain[:2]]
+            same_weights(engine, plain)
+        assert told == 1 and engine.global_steps == 11
+
+
 class Caches(nn.Module):
     """Its positions are made in the first call, and kept."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 import types
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ _OWN = frozenset(vars(nn.Module())) | {"forward", "state_dict", "load_state_dict
 _OPAQUE = (nn.Module, nn.Parameter, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 4
+_COPIED = 1 << 12  # elements: tensors of up to as many are always copied
 _MISSING = object()
 
 
@@ -46,13 +48,18 @@ class _Content:
         if isinstance(holder, nn.Module):
             self.before = _attributes_of(holder)
         elif isinstance(holder, torch.Tensor):
-            self.before, self._version = holder.detach().clone(), version_of(holder)
+            self.before, self._version = None, version_of(holder)
         elif isinstance(holder, (dict, set)):
             self.before = dict(holder) if isinstance(holder, dict) else set(holder)
         elif isinstance(holder, (list, collections.deque)):
             self.before = list(holder)
         else:
             self.before = dict(vars(holder))
+
+    def copy(self) -> None:
+        """Of a tensor: what it holds is kept, without which it cannot be restored."""
+        if self.before is None:
+            self.before = self.holder.detach().clone()
 
     def values(self) -> Iterable[Any]:
         if isinstance(self.holder, torch.Tensor):
@@ -74,6 +81,8 @@ class _Content:
             return version_of(now) != self._version
         if len(now) != len(self.before):
             return True
+        if isinstance(now, dict) and all(map(operator.is_, now.values(), self.before.values())) and all(map(operator.is_, now, self.before)):
+            return False
         if isinstance(now, set):
             return bool(now != self.before)
         if isinstance(now, dict):
@@ -98,6 +107,12 @@ class _Content:
     def restore(self) -> None:
         holder = self.holder
         if isinstance(holder, torch.Tensor):
+            if self.before is None:
+                raise RuntimeError(
+                    f"a module's forward changes a tensor of {tuple(holder.shape)} in place that no forward before had changed, and has to be made "
+                    "again with what it held, which is not known: this step is given up, and from the next one on it is. Or put another tensor in "
+                    "its place, in the place of a change"
+                )
             with torch.no_grad():
                 holder.copy_(self.before)
         elif isinstance(holder, (list, collections.deque)):
@@ -116,47 +131,72 @@ class _Content:
 class Attributes:
     """The attributes of these modules as they are when this is made, with what containers and objects among them hold."""
 
-    def __init__(self, modules: Iterable[nn.Module], values: bool = True, given: Iterable[Any] = ()) -> None:
-        """values: of tensors too, which are copied; False where none is changed in place meanwhile. given: objects beside them, without values."""
+    def __init__(
+        self, modules: Iterable[nn.Module], values: bool = True, given: Iterable[Any] = (), copies: Optional[Sequence[nn.Module]] = None
+    ) -> None:
+        """values: of tensors too; False where none is changed in place meanwhile. given: objects beside them, without values.
+
+        copies: modules of which large tensors are copied, so that they can be restored; None: all.
+        """
         self._values = values
         self._given = list(given)
-        self._of: List[Tuple[nn.Module, List[_Content]]] = []
+        self._of: List[Tuple[nn.Module, Dict[int, _Content]]] = []
         self._once: Dict[int, _Content] = {}  # what several modules hold is looked at once, and restored once
+        self._below: Dict[Tuple[int, int, Optional[bool]], Dict[int, _Content]] = {}  # likewise: of a value, at a depth
         for module in modules:
-            contents = [self._content(module)]
-            seen: Set[int] = set()
-            for value in contents[0].values():
-                self._look(value, _DEEPEST, contents, seen)
+            copied = copies is None or any(module is each for each in copies)
+            content = self._content(module, copied)
+            contents = {id(content): content}
+            for value in content.values():
+                contents.update(self._look(value, _DEEPEST, copied))
             self._of.append((module, contents))
-        self._values, contents = False, []
         for value in self._given:
-            self._look(value, _DEEPEST, contents, set())
-        self._values = values
+            self._look(value, _DEEPEST, None)
+        self._below = {}
 
-    def _content(self, holder: Any) -> _Content:
+    def _content(self, holder: Any, copied: Optional[bool]) -> _Content:
         if id(holder) not in self._once:
             self._once[id(holder)] = _Content(holder)
-        return self._once[id(holder)]
+        content = self._once[id(holder)]
+        if isinstance(holder, torch.Tensor) and (copied or holder.numel() <= _COPIED):
+            content.copy()
+        return content
 
-    def _look(self, value: Any, depth: int, contents: List[_Content], seen: Set[int]) -> None:
-        if depth == 0 or isinstance(value, _SCALARS) or isinstance(value, _OPAQUE) or id(value) in seen:
-            return
-        seen.add(id(value))
+    # All that this value holds, itself included, by id. copied: large tensors too; None: no tensors.
+    def _look(self, value: Any, depth: int, copied: Optional[bool]) -> Dict[int, _Content]:
+        if depth == 0 or isinstance(value, _SCALARS) or isinstance(value, _OPAQUE):
+            return {}
+        key = (id(value), depth, copied)
+        if key in self._below:
+            return self._below[key]
+        found: Dict[int, _Content] = {}
+        self._below[key] = found
         if isinstance(value, tuple):
             for each in value:
-                self._look(each, depth, contents, seen)
+                found.update(self._look(each, depth, copied))
         elif isinstance(value, torch.Tensor):
-            if self._values:
-                contents.append(self._content(value))
+            if self._values and copied is not None:
+                content = self._content(value, copied)
+                found[id(content)] = content
         elif isinstance(value, (dict, set, list, collections.deque)) or hasattr(value, "__dict__"):
-            contents.append(self._content(value))
-            for each in contents[-1].values():
-                self._look(each, depth - 1, contents, seen)
+            content = self._content(value, copied)
+            found[id(content)] = content
+            for each in content.values():
+                found.update(self._look(each, depth - 1, copied))
+        return found
 
     def changed(self) -> List[nn.Module]:
         """The modules of which anything is not as it was."""
         changed = {id(content) for content in self._once.values() if content.changed()}
-        return [module for module, contents in self._of if any(id(content) in changed for content in contents)]
+        return [module for module, contents in self._of if not changed.isdisjoint(contents)] if changed else []
+
+    def any_changed(self) -> bool:
+        """Whether anything is not as it was, of what was given too."""
+        return any(content.changed() for content in self._once.values())
+
+    def changed_in_place(self) -> bool:
+        """Whether a tensor is not as it was."""
+        return any(isinstance(content.holder, torch.Tensor) and content.changed() for content in self._once.values())
 
     def restore(self) -> None:
         for content in self._once.values():
@@ -185,9 +225,6 @@ class Attributes:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Within, they are as they were; after it, as they are now."""
-        if not self._once:
-            yield
-            return
         now = Attributes([module for module, _ in self._of], self._values, self._given)
         self.restore()
         try:

@@ -19,7 +19,7 @@ import functools
 import threading
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -197,10 +197,11 @@ class Runtime:
         self.loss_factor = 1.0
         #: Modules whose attributes a forward changes.
         self.changing = list(changing)
+        self._changes_in_place = False  # tensors among these attributes
         #: The same, of the last forward of ``forward_of_accumulation``.
         self.changed_last: List[nn.Module] = []
         self._idle_steps: Dict[int, int] = {}  # of those in ``changing``, by id: steps in which no forward changed them
-        self._looks = _COMPARED  # at all attributes of all modules, still to come
+        self._looks = _COMPARED  # with copies of all tensors among the attributes of all modules, still to come
         self._has_residents = blocks[uses[0].block].resident
         self._told_of_lost_gradients = False
         #: Whether an update by zeros changes a weight (moments, weight decay); set by the engine.
@@ -474,7 +475,7 @@ class Runtime:
         with self._given_up_on_error():
             driver.remembers = self._forward_of(args, kwargs)
             out = self._inside(args, without_cache(self._original, kwargs))
-            self.changing = merged(self.changing, driver.remembers.attributes.changed())
+            self._note_changes(driver.remembers)
             return driver.remembers.ended(out)
 
     def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
@@ -489,11 +490,17 @@ class Runtime:
         with self._evaluation() as driver, self._hooks_told():
             driver.forward = forward
             out = self._inside(forward.args, forward.kwargs)
-            self.changed_last = forward.attributes.changed()
-            self.changing = merged(self.changing, self.changed_last)
+            self.changed_last = self._note_changes(forward)
             outputs = forward.outputs(out)
             forward.keep_attributes()
         return forward, outputs, driver.loss_gradient
+
+    # The modules whose attributes this forward, which is over, has changed.
+    def _note_changes(self, forward: Forward) -> List[nn.Module]:
+        changed = forward.attributes.changed()
+        self.changing = merged(self.changing, changed)
+        self._changes_in_place |= bool(changed) and forward.attributes.changed_in_place()
+        return changed
 
     def settle_changing(self, changed: Sequence[nn.Module]) -> None:
         """After the forwards of a step, of which these modules were changed by any: one that was not for many steps was filled once, as a cache."""
@@ -506,9 +513,12 @@ class Runtime:
         self.changing = kept
 
     def _forward_of(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Forward:
+        return Forward(self._model, args, kwargs, AutogradSettings(), self._attributes())
+
+    # Of all modules. Large tensors are copied in the first passes, and later on those of modules whose attributes are known to change.
+    def _attributes(self) -> Attributes:
         self._looks = max(0, self._looks - 1)
-        attributes = Attributes(self._model.modules() if self._looks else self.changing)
-        return Forward(self._model, args, kwargs, AutogradSettings(), attributes)
+        return Attributes(self._model.modules(), copies=None if self._looks else self.changing)
 
     # Within, a forward that is computed again knows what hooks of modules are given: a loss may be made of it.
     @contextlib.contextmanager
@@ -695,7 +705,7 @@ class Runtime:
         baton = self._baton
         if baton is not None:
             driver.random = RandomState.now()
-            driver.attributes = Attributes(self.changing, values=False)
+            driver.attributes = Attributes(self.changing, values=self._changes_in_place)
             driver.came.set()
             baton.release()
         enter = functools.partial(self._core.enter, backward, stage, driver.number)
@@ -745,7 +755,7 @@ class Runtime:
                         driver.remembers.buffers[stage] = buffers[0]
             if compares:
                 before[0].gave(out)
-                self.changing = merged(self.changing, before[0].attributes.changed())
+            self.changing = merged(self.changing, before[0].changed())
             check_inputs()
             return out
 
@@ -934,10 +944,8 @@ class Runtime:
         """Each of `batches` computes a loss with the model. The pass has begun. ForwardsChange: it was given up, and nothing has changed."""
         settings = AutogradSettings()
         states = self.random_states(len(self._drivers))
-        self._looks = max(0, self._looks - 1)
-        looks = bool(self._looks) and len(batches) > 1
-        before = Attributes(self._model.modules() if looks else [])
-        buffers = self._buffers_of(self._model.modules()) if looks else []
+        before = self._attributes() if len(batches) > 1 else Attributes([])
+        buffers = self._buffers_of(self._model.modules()) if len(batches) > 1 else []
 
         def work(driver: Driver, batch: Callable[[], torch.Tensor]) -> Root:
             with settings.applied():
@@ -949,9 +957,9 @@ class Runtime:
         if changed:
             self.changing = merged(self.changing, changed)
             self.give_up("a forward changes attributes of modules")
-            before.restore()
             states[0].restore()
             _put_back(buffers)
+            before.restore()
             raise ForwardsChange
         self._random_after.restore()  # type: ignore[union-attr]
         return losses
@@ -999,7 +1007,7 @@ class Runtime:
         work = [*work, *[lambda _: ([], [], idle)] * missing]
         for driver, state in zip(drivers, [*states, *states[:1] * missing]):
             driver.random = state
-            driver.attributes = Attributes(self.changing, values=False) if driver.attributes is None else driver.attributes
+            driver.attributes = Attributes(self.changing, values=self._changes_in_place) if driver.attributes is None else driver.attributes
         baton = threading.Lock()
         errors: List[BaseException] = []
 
@@ -1145,16 +1153,19 @@ class _Buffers:
 class _Before:
     """How a block was when it was computed, for when it is computed again: its modes, attributes, and random numbers that are not torch's."""
 
-    def __init__(self, module: nn.Module, changing: Optional[Sequence[nn.Module]], given: Sequence[Any]) -> None:
-        """changing: modules whose attributes are known to change; None: any may. given: what it is called with and may change, as a cache."""
+    def __init__(self, module: nn.Module, copies: Optional[Sequence[nn.Module]], given: Sequence[Any]) -> None:
+        """copies: as for Attributes. given: what it is called with and may change, as a cache."""
         self._modules = list(module.modules())
         self._modes = [each.training for each in self._modules]
         self._random = others_now()
         self._samples: List[Tuple[torch.Size, torch.Tensor]] = []
-        if changing:
-            inside = set(map(id, self._modules))
-            changing = [each for each in changing if id(each) in inside]
-        self.attributes = Attributes(self._modules if changing is None else changing, given=given)
+        self._changes = True
+        self._attributes = Attributes(self._modules, given=given, copies=copies)
+
+    def changed(self) -> List[nn.Module]:
+        """The modules whose attributes its forward, which is over, has changed."""
+        self._changes = self._attributes.any_changed()
+        return self._attributes.changed() if self._changes else []
 
     def gave(self, out: Any) -> None:
         self._samples = [(tensor.shape, sample_of(tensor)) for tensor in tensors_of(out)]
@@ -1164,8 +1175,10 @@ class _Before:
         now = [each.training for each in self._modules]
         if now != self._modes:
             set_modes(self._modules, self._modes)
+        # Where nothing was changed, nothing is when it is computed again.
+        as_before = self._attributes.again() if self._changes or self._attributes.any_changed() else contextlib.nullcontext()
         try:
-            with drawn_again(self._random), self.attributes.again():
+            with drawn_again(self._random), as_before:
                 yield
         finally:
             if now != self._modes:
