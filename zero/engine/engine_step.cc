@@ -74,7 +74,6 @@ absl::StatusOr<StepResult> Engine::Impl::Step(std::vector<Batch> batches, const 
   executor_->OpenGate(++gates_);
   RETURN_IF_ERROR(executor_->RunUntil(norm));
   if (!pass_failure_.ok()) return GiveUpStep();
-  RETURN_IF_ERROR(checkpoint_status_);
   calls_ = calls_then;
   losses_.insert(losses_.end(), totals_.losses.begin(), totals_.losses.end());
   if (!step.update) {
@@ -83,6 +82,7 @@ absl::StatusOr<StepResult> Engine::Impl::Step(std::vector<Batch> batches, const 
     summed.updated = false;
     summed.loss = MeanOf(totals_.losses);
     Account(&summed);
+    RETURN_IF_ERROR(checkpoint_status_);
     return summed;
   }
   ++step_;
@@ -92,6 +92,8 @@ absl::StatusOr<StepResult> Engine::Impl::Step(std::vector<Batch> batches, const 
   Account(&result);
   last_result_ = result;
   gradients_lost_ = {};
+  // The step was made, and its commit may still follow, with its loss.
+  RETURN_IF_ERROR(checkpoint_status_);
   return result;
 }
 
