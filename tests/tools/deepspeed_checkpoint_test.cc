@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <initializer_list>
 #include <map>
@@ -471,10 +472,13 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsNotTrainedIsWrittenToo) {
   EXPECT_EQ(values("count", {2}), BytesOf({int64_t{14}, int64_t{15}}));
   // A file of the checkpoint is no place for its weights, by whatever name.
   std::filesystem::create_symlink(rank_file(0, "model"), dir_ + "/other-name");
+  const std::string before = ReadFile(rank_file(0, "model"));
   for (const std::string& place : {rank_file(0, "model"), dir_ + "/other-name"}) {
     const Ran own = Run({"zero_to_fp32", dir_ + "/ckpt", place, "--overwrite"});
     EXPECT_EQ(own.code, 2) << own.err;
-    EXPECT_THAT(own.err, HasSubstr("that is read: give another name"));
+    EXPECT_THAT(own.err, HasSubstr(place.ends_with(".pt") ? ".pt a name of torch's files"
+                                                          : "that is read: give another name"));
+    EXPECT_EQ(ReadFile(rank_file(0, "model")), before);
   }
   // One rank's part is missing: no file, and why.
   std::filesystem::remove(rank_file(1, "model"));
@@ -527,6 +531,44 @@ TEST_F(DeepSpeedCheckpointTest, NamesOfAnotherModelAreMapped) {
   EXPECT_NEAR(GoOn(state, 5).at(5), step["loss"].get<double>(), 1e-5);
 }
 
+uint32_t Crc32(std::string_view bytes) {
+  uint32_t crc = 0xffffffffU;
+  for (const char c : bytes) {
+    crc ^= static_cast<uint8_t>(c);
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1U) != 0 ? 0xedb88320U : 0U);
+  }
+  return ~crc;
+}
+
+// Changes data.pkl of a file of torch.save, a ZIP file that compresses nothing, to something as long, and the
+// checksums with it.
+template <typename Change>
+void ChangePickle(std::string* file, const Change& change) {
+  const auto number = [&](size_t at) {
+    uint32_t value = 0;
+    std::memcpy(&value, file->data() + at, sizeof(value));
+    return value;
+  };
+  const size_t name = file->rfind("/data.pkl"), entry = file->rfind("PK\1\2", name);
+  ASSERT_NE(entry, std::string::npos);
+  const uint32_t crc = number(entry + 16), bytes = number(entry + 20), header = number(entry + 42);
+  uint16_t lengths[2];  // of the name, and of what follows it
+  std::memcpy(lengths, file->data() + header + 26, sizeof(lengths));
+  const size_t begin = header + 30 + lengths[0] + lengths[1];
+  std::string pickle = file->substr(begin, bytes);
+  ASSERT_EQ(Crc32(pickle), crc);
+  change(&pickle);
+  ASSERT_EQ(pickle.size(), bytes);
+  file->replace(begin, bytes, pickle);
+  const uint32_t now = Crc32(pickle);
+  for (const size_t from : {size_t{header}, begin + bytes, entry}) {
+    // The checksum is within the first 16 bytes of a header, a descriptor, and an entry, if it is in there.
+    for (size_t at = from; at < from + 20; ++at) {
+      if (number(at) == crc) std::memcpy(file->data() + at, &now, sizeof(now));
+    }
+  }
+}
+
 TEST_F(DeepSpeedCheckpointTest, AShapeThatIsNobodysIsRefusedUnlessItsValuesAreElsewhere) {
   const std::string checkpoint = Checkpoint("universal"), state = dir_ + "/state";
   const std::string tag = checkpoint + "/global_step4_universal", file = tag + "/mp_rank_00_model_states.pt";
@@ -534,10 +576,12 @@ TEST_F(DeepSpeedCheckpointTest, AShapeThatIsNobodysIsRefusedUnlessItsValuesAreEl
   const std::string name = "transformer.wpe.weight", other = "transformer.wpx.weight";
   std::string bytes = ReadFile(file);
   int replaced = 0;
-  for (size_t at = bytes.find(name); at != std::string::npos; at = bytes.find(name, at)) {
-    bytes.replace(at, name.size(), other);
-    ++replaced;
-  }
+  ChangePickle(&bytes, [&](std::string* pickle) {
+    for (size_t at = pickle->find(name); at != std::string::npos; at = pickle->find(name, at)) {
+      pickle->replace(at, name.size(), other);
+      ++replaced;
+    }
+  });
   ASSERT_GT(replaced, 0);
   WriteFile(file, bytes);
   const Ran ran = Run(Import(checkpoint, state));
