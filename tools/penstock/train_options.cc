@@ -99,7 +99,8 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
       "MASTER_PORT as torchrun sets them, or what mpirun and srun set. Each has --batch sequences, and its "
       "part of the "
       "state in rank-K/ of --state-dir; rank 0 writes report, log and progress. They know each other by the "
-      "secret in PENSTOCK_RANKS_SECRET, or in the file .penstock.ranks-secret of a --state-dir that all of them see.");
+      "secret in PENSTOCK_RANKS_SECRET, or in the file .penstock.ranks-secret of a --state-dir that all of "
+      "them see.");
   app.add_option("--report", flags.report, "Write the run's report, a JSON file");
   app.add_option("--log", flags.log, "Append a JSON line for every committed step and every evaluation");
   app.add_option("--prometheus", flags.prometheus,

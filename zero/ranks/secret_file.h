@@ -12,9 +12,9 @@ namespace penstock::zero {
 inline constexpr const char* kSecretVariable = "PENSTOCK_RANKS_SECRET";
 inline constexpr const char* kSecretFile = ".penstock.ranks-secret";
 
-// Returns the secret in `directory`/.penstock.ranks-secret, 64 hexadecimal digits. Where there is no such file it is
-// made, for its owner alone (mode 0600), and the directory too; of several processes that make it at once all
-// return the same one.
+// Returns the secret in `directory`/.penstock.ranks-secret, 64 hexadecimal digits. Where there is no such
+// file it is made, for its owner alone (mode 0600), and the directory too; of several processes that make it
+// at once all return the same one.
 //
 // kPermissionDenied: it is another user's, or others may read or write it. kFailedPrecondition: it is not a
 // file of this kind. The others are those of IoErrorCode (base/io_error.h).
