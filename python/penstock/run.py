@@ -1,7 +1,7 @@
 """``python -m penstock.run script.py ...``: a script that imports deepspeed, or a Trainer with ``deepspeed=``, on Penstock's engine.
 
 It runs the script in this process: ``-m MODULE`` runs a module. With several ranks, ``torchrun --nproc-per-node 2 -m penstock.run
-script.py ...``.
+script.py ...``, or the command of DeepSpeed's launcher: ``python -m penstock.run deepspeed --num_gpus 2 script.py ...``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ def _hand_on_accelerates_paths() -> None:
 def main() -> None:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: python -m penstock.run SCRIPT [ARGUMENTS]\n       python -m penstock.run -m MODULE [ARGUMENTS]\n\n" + (__doc__ or ""))
+        forms = ("SCRIPT [ARGUMENTS]", "-m MODULE [ARGUMENTS]", "deepspeed [OPTIONS] SCRIPT [ARGUMENTS]")
+        print("usage: " + "\n       ".join(f"python -m penstock.run {form}" for form in forms) + "\n\n" + (__doc__ or ""))
         sys.exit(0 if arguments else 2)
+    if arguments[0] == "deepspeed" and not os.path.exists(arguments[0]):
+        from ._launcher import launch
+
+        sys.exit(launch(arguments[1:]))
     if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" not in os.environ:
         sys.exit("penstock.run: WORLD_SIZE is set and RANK is not: torchrun --nproc-per-node N -m penstock.run SCRIPT sets both")
     from . import deepspeed  # noqa: F401

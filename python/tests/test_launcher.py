@@ -1,0 +1,107 @@
+"""DeepSpeed's launcher on one machine: `python -m penstock.run deepspeed ...`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+TELLS = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT")
+import deepspeed
+told = {"arguments": sys.argv[1:], "environment": {name: os.environ[name] for name in names}, "file": deepspeed.__file__}
+with open(os.path.join(os.environ["OUT"], os.environ["RANK"]), "w") as out:
+    json.dump(told, out)
+"""
+
+
+def command(*arguments):
+    return [sys.executable, "-W", "ignore", "-m", "penstock.run", "deepspeed", *map(str, arguments)]
+
+
+def run(out, *arguments):
+    return subprocess.run(command(*arguments), env=dict(os.environ, OUT=str(out)), capture_output=True, text=True, timeout=300)
+
+
+def script(tmp_path, text, name="script.py"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_each_rank_is_told_what_deepspeeds_launcher_tells(tmp_path):
+    ran = run(tmp_path, "--num_gpus", 2, "--master_port", 29876, script(tmp_path, TELLS), "--deepspeed", "config.json")
+    assert ran.returncode == 0, ran.stderr
+    for rank in range(2):
+        told = json.loads((tmp_path / str(rank)).read_text())
+        assert told["arguments"] == [f"--local_rank={rank}", "--deepspeed", "config.json"]
+        expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+        assert told["environment"] == dict(expected, MASTER_ADDR="127.0.0.1", MASTER_PORT="29876")
+        assert "penstock" in told["file"]
+    assert not (tmp_path / "2").exists()
+
+
+def test_a_module_and_a_program_are_started_as_they_are(tmp_path):
+    script(tmp_path, TELLS, "told_by_a_module.py")
+    ran = subprocess.run(command("--module", "--no_local_rank", "told_by_a_module", "x"), env=dict(os.environ, OUT=str(tmp_path)), cwd=tmp_path,
+                         capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads((tmp_path / "0").read_text())["arguments"] == ["x"]
+    logs = tmp_path / "logs"
+    ran = run(tmp_path, "--no_python", "--num_gpus", 2, "--enable_each_rank_log", logs, "/bin/echo", "hello")
+    assert ran.returncode == 0 and ran.stdout == "", ran.stderr
+    assert [(logs / f"rank_{rank}.log").read_text() for rank in range(2)] == [f"--local_rank={rank} hello\n" for rank in range(2)]
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_the_commands_status(tmp_path):
+    text = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(1000)\n"
+    ran = run(tmp_path, "--num_gpus", 3, script(tmp_path, text))
+    assert ran.returncode == 7, ran.stderr
+
+
+def test_a_signal_ends_all_ranks(tmp_path):
+    text = "import os, time\nopen(os.path.join(os.environ['OUT'], os.environ['RANK']), 'w').write(str(os.getpid()))\ntime.sleep(1000)\n"
+    with subprocess.Popen(command("--num_gpus", 2, script(tmp_path, text)), env=dict(os.environ, OUT=str(tmp_path))) as started:
+        files = [tmp_path / "0", tmp_path / "1"]
+        while started.poll() is None and not all(file.exists() and file.read_text() for file in files):
+            time.sleep(0.05)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(timeout=100) == 128 + signal.SIGTERM
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--num_nodes", "2"], "--num_nodes is of several machines"),
+        (["--include", "worker-1:0"], "--include worker-1:0 is of several machines"),
+        (["--hostfile", "HOSTS"], "--hostfile is of several machines"),
+        (["--num_gpus", "0"], "--num_gpus 0: at least 1"),
+        (["--autotuning", "run"], "--autotuning is not served"),
+        (["--bind_cores_to_rank"], "taskset"),
+        (["--module", "--no_python"], "exclude each other"),
+        (["--no_such_option"], "--no_such_option"),
+    ],
+)
+def test_what_cannot_be_obeyed_is_refused_before_anything_is_started(tmp_path, options, says):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# both\nworker-0 slots=1\nworker-1 slots=1\n")
+    ran = run(tmp_path, *[str(hosts) if each == "HOSTS" else each for each in options], script(tmp_path, TELLS))
+    assert ran.returncode == 2
+    assert says in ran.stderr
+    assert not (tmp_path / "0").exists()
+
+
+def test_the_hostfile_of_one_machine_and_the_missing_default_are_no_matter(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=1\n")
+    for given in (hosts, tmp_path / "none"):
+        assert run(tmp_path, "--hostfile", given, "--num_gpus", 1, script(tmp_path, TELLS)).returncode == 0
