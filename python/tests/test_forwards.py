@@ -709,6 +709,44 @@ def test_values_gathered_within_a_forward_are_there_for_it(tmp_path):
     engine.destroy()
 
 
+def test_values_gathered_within_a_later_forward_alone_want_blocks_without_them(tmp_path):
+    deepspeed = pytest.importorskip("penstock.deepspeed")
+
+    class Head(nn.Module):
+        """As TRL's trainers that generate first read the head's weight in their own forward."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+            self.head = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x, fused):
+            for layer in self.layers:
+                x = layer(x)
+            if not fused:
+                return self.head(x)
+            with deepspeed.zero.GatheredParameters([self.head.weight]):
+                return (x @ self.head.weight.t()).square().mean()
+
+    x = inputs(1)[0]
+    expected = seeded(Head)(x, True).item()
+    offload = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": offload}
+    for blocks in (None, ["layers.0", "layers.1", "layers.2"]):
+        engine = deepspeed.initialize(model=seeded(Head), config={**config, "penstock": {"blocks": blocks} if blocks else {}})[0]
+        with torch.no_grad():
+            engine(x, False)
+        if blocks is None:
+            with pytest.raises(RuntimeError, match=r"gathered within a forward.*blocks=\[\.\.\.\]"):
+                engine(x, True)
+        else:
+            loss = engine(x, True)
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(expected, abs=1e-6)
+        engine.destroy()
+
+
 @pytest.mark.parametrize("wrong", [{"blocks": "layers"}, {"blocks": [1]}, {"forwards_per_step": 0}, {"blokcs": []}])
 def test_a_wrong_word_of_blocks_in_the_configuration_is_refused(tmp_path, wrong):
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):

@@ -1090,6 +1090,12 @@ class Engine:
         them come here; what rank ``source`` has changed is written.
         """
         runtime = self._ready()
+        if runtime.is_inside:
+            raise RuntimeError(
+                "weights are gathered within a forward, and the first forward did not gather them (generate() comes first, say), so that they are "
+                "fetched with their module: name the others as blocks=[...] (or \"penstock\": {\"blocks\": [...]}); parameters of no block are in "
+                "memory for a whole pass"
+            )
         if runtime.is_open:
             raise RuntimeError("a step is open: its weights are gathered between step() and the next forward")
         if write_back:
