@@ -32,6 +32,7 @@ from ._engine._ranks import make_group
 from ._engine._settings import PathLike, config_text
 from ._engine._trace import keep_resident
 from ._engine._weights import ZeroParamStatus
+from ._files import whole_file
 
 logger = logging.getLogger("penstock")
 
@@ -63,6 +64,24 @@ def init_distributed(
     make_group()
 
 
+# Of the engine's: what to do instead.
+_REFUSED = {
+    "deepspeed_io": "the caller loads its data: torch.utils.data.DataLoader, with a DistributedSampler over several ranks",
+    "set_train_batch_size": "give initialize gradient_accumulation_steps in the configuration, and make another engine for another",
+    "set_train_micro_batch_size": "a batch has as many rows as it is called with",
+    "set_gradient_accumulation_steps": "give initialize gradient_accumulation_steps in the configuration, and make another engine for another",
+    "loss_scale": "engine.backward(loss) scales losses by itself, as the configuration's fp16 says",
+    "scale": "engine.backward(loss) scales losses by itself, as the configuration's fp16 says",
+    "allreduce_gradients": "engine.backward(loss) and engine.step() exchange gradients by themselves",
+    "eval_batch": "there are no pipelines: engine.eval(), and a call of the engine under torch.no_grad()",
+    "load_module_state_dict": "module.load_state_dict before the first forward, or engine.load_checkpoint(load_module_only=True)",
+}
+
+
+def _refuse(why: str, *_: Any, **__: Any) -> Any:
+    raise NotImplementedError(why)
+
+
 class DeepSpeedEngine(nn.Module):
     """DeepSpeed's engine over Penstock's: ``engine`` is the latter, ``module`` the model."""
 
@@ -76,6 +95,7 @@ class DeepSpeedEngine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.overflow = False
         self.lr_scheduler = engine.lr_scheduler
+        self._applied = False  # the last step
         engine.zero_grad_of_module = False  # DeepSpeed's gradients are apart from the module's
         self._remove_scratch = weakref.finalize(self, _remove, list(scratch), os.getpid())
         for number, parameter in enumerate(self.module.parameters()):
@@ -102,8 +122,10 @@ class DeepSpeedEngine(nn.Module):
         self._check_optimizer("step")
         if lr_kwargs:
             raise NotImplementedError("lr_kwargs are not served: give initialize no lr_scheduler, and make its steps yourself after step()")
+        before = self.global_steps
         self.engine.step()
         self.optimizer.overflow = bool(self.engine.last_step.get("skipped"))
+        self._applied = self.global_steps != before and not self.optimizer.overflow
 
     def _check_optimizer(self, call: str) -> None:
         if self.optimizer is None:
@@ -173,6 +195,73 @@ class DeepSpeedEngine(nn.Module):
 
     def zero_optimization_stage(self) -> int:
         return 3
+
+    def zero_optimization(self) -> bool:
+        return True
+
+    def fp16_enabled(self) -> bool:
+        return self.engine._settings.dtype == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.engine._settings.dtype == "bf16"
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() updated: False for one that only accumulated, or whose gradients were not finite."""
+        return self._applied
+
+    def get_mom(self) -> List[Any]:
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    @property
+    def global_samples(self) -> int:
+        return self.global_steps * self.train_batch_size()
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: between steps no block is in memory but those that the plan keeps."""
+
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """Nothing to do: states are on the drive, or in the host memory of the plan."""
+
+    def reload_states(self, *_: Any, **__: Any) -> None:
+        """Nothing to do, as for offload_states."""
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Mapping[str, torch.Tensor]:
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def data_parallel_group(self) -> Any:
+        """None: that of all, as torch.distributed takes it."""
+
+    def coalesce_grad_reduction(self) -> Any:
+        return contextlib.nullcontext()
+
+    def save_16bit_model(self, save_dir: PathLike, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False) -> bool:
+        """The model's weights as torch.save writes them, by the first rank. All ranks call it. OSError: it cannot be written."""
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if self.global_rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            with whole_file(os.path.join(save_dir, save_filename)) as file:
+                torch.save(dict(state), file)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # Of the model, as generate; or refused in words.
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in _REFUSED:
+                return functools.partial(_refuse, f"{name} is not served: {_REFUSED[name]}")
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__") or not hasattr(module, name):
+                raise AttributeError(
+                    f"neither the engine nor its model, a {type(module).__name__}, has {name!r}: Penstock answers to DeepSpeed's name here"
+                ) from None
+            return getattr(module, name)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         return True

@@ -33,6 +33,7 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
         "FusedAdam": "AdamW",
         "DeepSpeedCPUAdagrad": "Adagrad",
         "DeepSpeedCPULion": "Lion",
+        "FusedLion": "Lion",
     }
     if kind not in names:
         raise TypeError(f"the engine has no {kind}: it updates by AdamW, Adam, Adagrad, Lion and SGD")

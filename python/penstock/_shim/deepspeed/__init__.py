@@ -4,13 +4,24 @@ It is found instead of DeepSpeed after ``import penstock.deepspeed`` or under ``
 served; an attribute that is missing says so.
 """
 
+import sys
 from typing import Any, Optional
 
-from penstock._deepspeed import DeepSpeedEngine, init_distributed, initialize
+from penstock._deepspeed import DeepSpeedEngine, absent, init_distributed, initialize
 from penstock.deepspeed import VERSION
 
-from . import accelerator, checkpoint, comm, ops, runtime, utils, zero
+from . import _refused, accelerator, checkpoint, comm, ops, runtime, utils, zero
+from .accelerator import get_accelerator as get_accelerator
+from .pipe import PipelineModule as PipelineModule
 from .runtime.activation_checkpointing import checkpointing as checkpointing
+
+from .runtime.config import DeepSpeedConfig as DeepSpeedConfig
+from .utils import OnDevice as OnDevice
+from .utils import log_dist as log_dist
+from .utils import logger as logger
+
+_refused.install()
+sys.modules[__name__ + ".checkpointing"] = checkpointing
 
 __version__ = VERSION
 __git_hash__: Optional[str] = None
@@ -33,6 +44,10 @@ def tp_model_init(*_: Any, **__: Any) -> Any:
 
 def init_inference(*_: Any, **__: Any) -> Any:
     raise NotImplementedError("init_inference is not served: `penstock generate`, or penstock.initialize and engine.generate")
+
+
+InferenceEngine = absent("deepspeed.InferenceEngine", "`penstock generate`, or penstock.initialize and engine.generate")
+default_inference_config = absent("deepspeed.default_inference_config", "`penstock generate`, or penstock.initialize and engine.generate")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,15 @@
 """deepspeed.zero: parameters are whole until the engine has them, so there is little to gather."""
 
-from penstock._deepspeed import GatheredParameters, Init, register_external_parameter
+from typing import Any
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+from penstock._deepspeed import GatheredParameters, Init, absent, register_external_parameter
+
+TiledLinear = absent("deepspeed.zero.TiledLinear", "torch.nn.Linear: one block of the model at a time is in memory")
+MiCS_Init = absent("deepspeed.zero.MiCS_Init", "penstock.init_on_disk builds a model that is larger than memory")
+
+
+def unregister_external_parameter(module: Any, parameter: Any) -> None:
+    """The parameter stays in memory for whole passes, which is right for any use of it."""
+
+
+__all__ = ["MiCS_Init", "TiledLinear", "unregister_external_parameter", "GatheredParameters", "Init", "register_external_parameter"]

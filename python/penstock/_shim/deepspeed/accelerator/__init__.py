@@ -1,8 +1,22 @@
 """deepspeed.accelerator: a GPU where torch has one, else the processor."""
 
-from typing import Optional
+import contextlib
+from typing import Any, Callable, List, Optional
 
 import torch
+
+
+_TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor")
+# Of torch.cuda: what each gives without a GPU.
+_OF_GPU = {
+    **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), None),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached", "max_memory_cached"), 0),
+    **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream", "memory_stats", "default_generators"), None),
+}
+
+
+def _nothing(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
 
 
 class _Accelerator:
@@ -26,6 +40,86 @@ class _Accelerator:
     def is_available(self) -> bool:
         return True
 
+    def is_synchronized_device(self) -> bool:
+        return not self._gpu
+
+    def device(self, index: Optional[int] = None) -> Any:
+        return torch.cuda.device(self.current_device() if index is None else index) if self._gpu else contextlib.nullcontext()
+
+    def stream(self, stream: Any) -> Any:
+        return torch.cuda.stream(stream) if self._gpu else contextlib.nullcontext()
+
+    def random(self) -> Any:
+        return torch.random
+
+    def manual_seed(self, seed: int) -> Any:
+        return torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> Any:
+        return torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    def get_rng_state(self, device_index: Optional[int] = None) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self.current_device() if device_index is None else device_index) if self._gpu else torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: Optional[int] = None) -> None:
+        if self._gpu:
+            torch.cuda.set_rng_state(new_state, self.current_device() if device_index is None else device_index)
+        else:
+            torch.set_rng_state(new_state)
+
+    def is_bf16_supported(self) -> bool:
+        return torch.cuda.is_bf16_supported() if self._gpu else True
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def is_triton_supported(self) -> bool:
+        return self._gpu
+
+    def supported_dtypes(self) -> List[torch.dtype]:
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def total_memory(self, device_index: Optional[int] = None) -> int:
+        return self._memory()[1] if not self._gpu else torch.cuda.get_device_properties(device_index or self.current_device()).total_memory
+
+    def available_memory(self, device_index: Optional[int] = None) -> int:
+        return self._memory()[0]
+
+    def _memory(self) -> Any:
+        if self._gpu:
+            return torch.cuda.mem_get_info()
+        with open("/proc/meminfo") as file:
+            named = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
+        return named["MemAvailable"], named["MemTotal"]
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        return tensor.pin_memory() if self._gpu else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned() if self._gpu else False
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device_name()
+
+    def range_push(self, message: str) -> None:
+        """Marks are not kept."""
+
+    def range_pop(self) -> None:
+        """Marks are not kept."""
+
+    # memory_allocated, synchronize, Stream, Event, FloatTensor and the others: torch.cuda's, or what holds where there is no GPU.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name in _TENSORS:
+            return getattr(torch.cuda if self._gpu else torch, name)
+        if name in _OF_GPU:
+            return getattr(torch.cuda, name) if self._gpu else _nothing(_OF_GPU[name])
+        raise AttributeError(f"get_accelerator().{name} is not served by Penstock: torch.cuda and torch have their own")
+
     # Ranks meet in host memory.
     def communication_backend_name(self) -> str:
         return "gloo"
@@ -33,3 +127,7 @@ class _Accelerator:
 
 def get_accelerator() -> _Accelerator:
     return _Accelerator()
+
+
+def set_accelerator(accelerator: Any) -> None:
+    raise NotImplementedError("set_accelerator is not served: the device is penstock.initialize(device=...), or CUDA_VISIBLE_DEVICES")

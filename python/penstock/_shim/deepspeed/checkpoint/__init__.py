@@ -1,1 +1,4 @@
 from . import utils as utils
+from penstock._deepspeed import absent
+
+DeepSpeedCheckpoint = absent("deepspeed.checkpoint.DeepSpeedCheckpoint", "engine.load_checkpoint reads checkpoints of any number of ranks")

@@ -1,5 +1,6 @@
-from typing import Any, List, Optional, Sequence
+from typing import Any, Iterator, List, Optional, Sequence
 
+from penstock._deepspeed import absent
 from penstock._deepspeed import logger as logger
 from penstock._deepspeed import safe_get_full_fp32_param as safe_get_full_fp32_param
 from penstock._deepspeed import safe_get_full_grad as safe_get_full_grad
@@ -9,6 +10,39 @@ from penstock._deepspeed import safe_set_full_optimizer_state as safe_set_full_o
 
 from ..comm import get_rank
 from . import groups as groups
+
+OnDevice = absent("deepspeed.utils.OnDevice", "penstock.init_on_disk builds a model that does not fit into memory")
+safe_set_full_grad = absent("deepspeed.utils.safe_set_full_grad", "gradients are the engine's: clip them by gradient_clipping, scale the loss")
+_FULL = "each process reads and writes whole values: the safe_get_full_ and safe_set_full_ of the same name"
+safe_get_local_fp32_param = absent("deepspeed.utils.safe_get_local_fp32_param", _FULL)
+safe_get_local_grad = absent("deepspeed.utils.safe_get_local_grad", _FULL)
+safe_get_local_optimizer_state = absent("deepspeed.utils.safe_get_local_optimizer_state", _FULL)
+safe_set_local_fp32_param = absent("deepspeed.utils.safe_set_local_fp32_param", _FULL)
+safe_set_local_grad = absent("deepspeed.utils.safe_set_local_grad", _FULL)
+safe_set_local_optimizer_state = absent("deepspeed.utils.safe_set_local_optimizer_state", _FULL)
+
+
+class RepeatingLoader:
+    """A loader that begins again when it is over."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+def instrument_w_nvtx(function: Any) -> Any:
+    """The function itself."""
+    return function
 
 
 def is_initialized() -> bool:
@@ -21,6 +55,22 @@ def log_dist(message: str, ranks: Optional[Sequence[int]] = None, level: int = 2
         logger.log(level, message)
 
 
-def set_z3_leaf_modules(model: Any, leaf_module_classes: Any) -> List[Any]:
+def set_z3_leaf_modules(model: Any, leaf_module_classes: Any, *_: Any, **__: Any) -> List[Any]:
     """Nothing to do: blocks are fetched whole, with the experts in them."""
     return []
+
+
+def unset_z3_leaf_modules(model: Any, leaf_module_classes: Any, *_: Any, **__: Any) -> List[Any]:
+    return []
+
+
+def get_z3_leaf_modules(model: Any) -> List[Any]:
+    return []
+
+
+def z3_leaf_module(model: Any) -> bool:
+    return False
+
+
+def z3_leaf_parameter(model: Any) -> bool:
+    return False

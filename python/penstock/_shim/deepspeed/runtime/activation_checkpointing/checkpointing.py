@@ -3,6 +3,12 @@
 import warnings
 from typing import Any, Callable, Optional
 
+from penstock._deepspeed import absent
+
+_INSTEAD = "there is no model parallelism, so random numbers need no tracker: torch.manual_seed"
+get_cuda_rng_tracker = absent("deepspeed.checkpointing.get_cuda_rng_tracker", _INSTEAD)
+model_parallel_cuda_manual_seed = absent("deepspeed.checkpointing.model_parallel_cuda_manual_seed", _INSTEAD)
+
 
 def configure(
     mpu_: Any = None,
@@ -28,3 +34,7 @@ def is_configured() -> bool:
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
+
+
+def reset() -> None:
+    """Nothing is kept that a reset would drop."""

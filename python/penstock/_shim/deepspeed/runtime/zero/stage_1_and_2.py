@@ -1,2 +1,5 @@
+from penstock._deepspeed import absent
 from penstock._deepspeed import estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold
 from penstock._deepspeed import estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live
+
+DeepSpeedZeroOptimizer = absent("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer", "deepspeed.initialize makes the engine, and its optimizer")
