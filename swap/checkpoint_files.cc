@@ -26,7 +26,7 @@ namespace {
 constexpr const char* kLatest = "latest";
 constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kPartial = ".partial";
-constexpr std::string_view kReplaced = ".replaced";
+constexpr std::string_view kReplaced = ".superseded";  // (.replaced is of the Python package)
 constexpr int kLeftoverPatienceMs = 1000;
 
 // The names in a directory; none where nothing or something else has its name.

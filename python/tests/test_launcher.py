@@ -105,3 +105,10 @@ def test_the_hostfile_of_one_machine_and_the_missing_default_are_no_matter(tmp_p
     hosts.write_text("localhost slots=1\n")
     for given in (hosts, tmp_path / "none"):
         assert run(tmp_path, "--hostfile", given, "--num_gpus", 1, script(tmp_path, TELLS)).returncode == 0
+
+
+def test_the_launchers_own_module_is_the_command(tmp_path):
+    start = [sys.executable, "-m", "penstock.run", "-m", "deepspeed.launcher.runner", "--num_gpus", "1", str(script(tmp_path, TELLS)), "x"]
+    ran = subprocess.run(start, env=dict(os.environ, OUT=str(tmp_path)), capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads((tmp_path / "0").read_text())["arguments"] == ["--local_rank=0", "x"]

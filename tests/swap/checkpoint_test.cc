@@ -366,7 +366,7 @@ TEST_F(CheckpointTest, OneThatLostItsNameToNobodyHasItAgain) {
   Step(1);
   ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
   const std::string place = checkpoints_.parent + "/step-00000001";
-  const std::string aside = checkpoints_.parent + "/.step-00000001.replaced";
+  const std::string aside = checkpoints_.parent + "/.step-00000001.superseded";
   fs::rename(place, aside);
   ASSERT_TRUE(RemovePartialCheckpoints(checkpoints_.parent).ok());
   ExpectCheckpoint(place, 1);

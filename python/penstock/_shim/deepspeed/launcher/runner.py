@@ -1,7 +1,17 @@
-"""What `accelerate launch` asks for before it starts torchrun's processes; there is no launcher of several hosts."""
+"""The command `deepspeed` on one machine, and what `accelerate launch` asks for before it starts torchrun's processes."""
+
+import sys
+from typing import Optional, Sequence
+
+from penstock._launcher import launch
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 
-def main(*_: object, **__: object) -> None:
-    raise NotImplementedError("the command deepspeed is not served: torchrun --nproc-per-node N script.py, or python -m penstock.run script.py")
+def main(args: Optional[Sequence[str]] = None) -> None:
+    """The command deepspeed, on one machine: ends the process with its status. args: of the command [sys.argv's]."""
+    sys.exit(launch(sys.argv[1:] if args is None else args))
+
+
+if __name__ == "__main__":
+    main()
