@@ -159,7 +159,7 @@ def optimizer_of(config):
     if block is None:
         return None
     name = block["type"].lower()
-    params = {k: v for k, v in block.get("params", {}).items()}
+    params = dict(block.get("params", {}))
     cls = CLASSES[name]
     if params.pop("torch_adam", False):
         cls = torch.optim.AdamW if name == "adamw" or params.get("adam_w_mode", True) else torch.optim.Adam
@@ -219,7 +219,7 @@ def config_texts():
                 "Lion": "lr betas weight_decay", "SGD": "lr weight_decay"}[kind]
         yield f"{kind}, all auto", json.dumps({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
                                                "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-                                               "optimizer": {"type": kind, "params": {k: "auto" for k in keys.split()}}})
+                                               "optimizer": {"type": kind, "params": dict.fromkeys(keys.split(), "auto")}})
     yield "LibTorch's AdamW", '{"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"torch_adam": true}}}'
     yield "LibTorch's Adam", ('{"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"torch_adam": true, '
                               '"adam_w_mode": false}}}')
@@ -251,7 +251,7 @@ def config_texts():
     for kind in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
         keys = [k for k in parameters[kind] if k not in ("warmup_type", "warmup_min_ratio", "cos_min_ratio")]
         for rate in ("auto", 0.002):
-            yield f"{kind}, all auto, rate {rate}", scheduled(kind, {k: "auto" for k in keys}, lr=rate)
+            yield f"{kind}, all auto, rate {rate}", scheduled(kind, dict.fromkeys(keys, "auto"), lr=rate)
     yield "fp16 off", '{"train_batch_size": 4, "fp16": {"enabled": false}}'
     yield "fp16 auto, bf16 auto", '{"train_batch_size": 4, "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}'
     yield "bf16", '{"train_batch_size": 4, "bf16": {"enabled": true}}'

@@ -5,6 +5,7 @@
 With accumulation, clipping and a schedule; the losses are compared with torch.optim's.
 """
 
+import functools
 import sys
 
 import torch
@@ -52,7 +53,7 @@ def main(directory):
     }
     worst = 0.0
     for name, own in ways.items():
-        losses = train(lambda parameters: penstock.optim.AdamW(parameters, **options, **own))
+        losses = train(functools.partial(penstock.optim.AdamW, **options, **own))
         worst = max(worst, *[abs(a - b) / b for a, b in zip(losses, expected)])
         print(f"{name}: losses {losses[0]:.4f} to {losses[-1]:.4f}")
     print(f"at most {worst:.1e} from torch.optim's")

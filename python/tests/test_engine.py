@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import warnings
 
@@ -190,17 +189,18 @@ def test_evaluation_between_steps_changes_nothing(tmp_path):
     assert losses == expected
 
 
-def test_parameters_keep_their_shape_and_have_no_values(tmp_path):
+def test_parameters_keep_their_shape_and_take_no_memory(tmp_path):
     model, data = net(), batches(2)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     with make(model, tmp_path) as engine:
         run(engine, data)
         for name, p in model.named_parameters():
             assert p.shape == shapes[name] and p.numel() == shapes[name].numel() and p.grad is None
-            assert torch.isnan(p).all() and p.untyped_storage().nbytes() == 4 if hasattr(p, "untyped_storage") else True
+            assert p.untyped_storage().nbytes() == 4 if hasattr(p, "untyped_storage") else True
+            assert torch.isfinite(p.detach()).all(), "its value is read for that"
         with engine.gathered():
             assert not any(torch.isnan(p).any() for p in model.parameters())
-        assert all(torch.isnan(p).all() for p in model.parameters())
+        assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters() if hasattr(p, "untyped_storage"))
 
 
 def test_a_value_that_is_written_is_trained_on(tmp_path):
@@ -227,15 +227,16 @@ def test_a_value_that_is_written_is_trained_on(tmp_path):
 class Interrupting(nn.Module):
     """Raises where it is told to: in forward, when it is computed again, or in backward."""
 
+    calls = 0  # of the class: an attribute of the module would be what it was when it is computed again
+
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
         self.raises = None
-        self.calls = 0
 
     def forward(self, x):
-        self.calls += 1
-        if self.raises == self.calls:
+        Interrupting.calls += 1
+        if self.raises == Interrupting.calls:
             raise KeyError("the model's own")
         out = self.inner(x)
         if self.raises == "backward" and out.requires_grad:
@@ -252,7 +253,7 @@ def test_an_exception_gives_up_its_step_and_no_more(tmp_path, when, layer):
     model.layers[layer] = Interrupting(model.layers[layer])
     with make(model, tmp_path) as engine:
         losses = run(engine, data[:2])
-        model.layers[layer].calls, model.layers[layer].raises = 0, when
+        Interrupting.calls, model.layers[layer].raises = 0, when
         # torch 1.13 makes a RuntimeError of what is raised while a block is computed again.
         with pytest.raises(ZeroDivisionError if when == "backward" else (KeyError, RuntimeError)):
             engine.backward(engine(**data[3]))
@@ -270,13 +271,18 @@ def test_a_forward_without_backward_is_given_up(tmp_path):
         losses += run(engine, data[1:2])
         with pytest.raises(RuntimeError, match="no training forward is open"):
             engine.backward(abandoned)
-        first = engine(**data[2])
-        engine(**data[2])
-        with pytest.raises(RuntimeError, match="another one began"):
-            engine.backward(first)
         with pytest.raises(RuntimeError, match="no step is open"):
             engine.step()
-        losses += run(engine, data[2:])
+        first = engine(**data[2])
+        engine(**data[3])
+        if hasattr(torch.autograd.graph, "get_gradient_edge"):  # torch 2.1 and newer: it is computed again
+            engine.backward(first)
+            engine.step()
+            losses += [first.item()] + run(engine, data[3:])
+        else:
+            with pytest.raises(RuntimeError, match="another forward began"):
+                engine.backward(first)
+            losses += run(engine, data[2:])
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
@@ -808,7 +814,8 @@ def test_a_gradient_that_backward_would_leave_out_is_refused(tmp_path):
         with pytest.raises(RuntimeError, match="backward ends at"):
             engine.train_batch([batch, asking])
         engine.eval()
-        engine(**asking)
+        with torch.no_grad():
+            engine(**asking)
         engine.train()
         engine.train_batch([batch, batch])
 
@@ -1028,9 +1035,9 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path):
     seen = {}
     for most in (1, 5, 9, 13, None):
         process = program(tmp_path / "killed")
-        for step, loss in lines(process, most).items():
-            assert expected[step] == loss, f"step {step}"
-            seen[step] = loss
+        for number, loss in lines(process, most).items():
+            assert expected[number] == loss, f"step {number}"
+            seen[number] = loss
     assert process.returncode == 0 and seen == expected
 
 

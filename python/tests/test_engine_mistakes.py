@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import penstock  # noqa: E402
-from engine_models import Net, all_names, batches, make, net, plain_losses, step  # noqa: E402
+from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
 from torch import nn  # noqa: E402
 
 

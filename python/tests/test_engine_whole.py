@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import engine_models  # noqa: E402
 import penstock  # noqa: E402
-import torch.utils.checkpoint  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402, F811
 from engine_models import Layer, all_names, batches, make, net, plain_losses  # noqa: E402
 from torch import nn  # noqa: E402
 

@@ -6,7 +6,6 @@ import gc
 import io
 import os
 import pickle
-import resource
 import subprocess
 import sys
 

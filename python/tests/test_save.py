@@ -214,7 +214,7 @@ def test_files_that_belong_together_are_never_of_two_states(directory, monkeypat
         if child == 0:
             left = [moment]
 
-            def tampered(real):
+            def tampered(real, left=left):
                 def call(*arguments, **keywords):
                     left[0] -= 1
                     if left[0] == -1:

@@ -18,7 +18,7 @@ WORDS = 99
 SMALL = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 SEEN = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16, "patch_size": 4}
-READ = {**{key: value for key, value in SMALL.items()}, "max_position_embeddings": 32}
+READ = {**SMALL, "max_position_embeddings": 32}
 HEARD = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "conv_dim": (16, 16), "conv_stride": (4, 4),
     "conv_kernel": (8, 8), "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_length": 2, "num_feat_extract_layers": 2,

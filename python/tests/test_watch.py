@@ -116,7 +116,7 @@ def configuration(tmp_path, **keys):
 
 def lines(tmp_path, tag="train_loss"):
     with open(tmp_path / "csv" / "job" / f"Train_Samples_{tag}.csv", newline="") as file:
-        return [row for row in csv.reader(file)]
+        return list(csv.reader(file))
 
 
 def test_monitors_have_deepspeeds_files(tmp_path):

@@ -27,6 +27,8 @@ CHANGED = (
 # Of a tensor that is given, these look at shape and type alone.
 _WITHOUT_VALUES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
+_CPU = torch.device("cpu")
+
 
 @dataclass
 class Use:
@@ -174,7 +176,7 @@ def settled(model: nn.Module, blocks: Sequence[Block], traced: Traced) -> Tuple[
     return made, [Use(nn.Module(), RESIDENT, 0), *uses] if made[0].resident else uses
 
 
-def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], device: torch.device = torch.device("cpu")) -> Traced:
+def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], device: torch.device = _CPU) -> Traced:
     """Runs `forward` and records every call of a block's module. On a device, a block's parameters are there while it computes.
 
     The random state is as before; buffers and attributes that a forward changes (running means, counters) are put back. Raises
