@@ -223,10 +223,10 @@ class DeepSpeedEngine(nn.Module):
     def empty_partition_cache(self) -> None:
         """Nothing to do: between steps no block is in memory but those that the plan keeps."""
 
-    def offload_states(self, *_: Any, **__: Any) -> None:
+    def offload_states(self, include: Any = None, device: Any = None, pin_memory: bool = True, non_blocking: bool = False) -> None:
         """Nothing to do: states are on the drive, or in the host memory of the plan."""
 
-    def reload_states(self, *_: Any, **__: Any) -> None:
+    def reload_states(self, non_blocking: bool = False) -> None:
         """Nothing to do, as for offload_states."""
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Mapping[str, torch.Tensor]:

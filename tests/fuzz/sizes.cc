@@ -14,9 +14,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
     Accepted();
     FUZZ_CHECK(*io < uint64_t{1} << 63);
     FUZZ_CHECK(!penstock::aio::FormatBytes(*io).empty());
-    // What both take, both understand alike; only "KB" and its kin mean something else to disk makers.
-    const bool decimal = text.size() > 1 && (text.back() == 'B' || text.back() == 'b') &&
-                         std::string_view("KMGTkmgt").find(text[text.size() - 2]) != std::string_view::npos;
+    // What both take, both understand alike, but for "K" and "KB" and their kin: powers of 1024 to DeepSpeed's
+    // flags, and of 1000 elsewhere.
+    const bool decimal = text.find_first_of("KMGTkmgt") != std::string_view::npos &&
+                         text.find_first_of("iI") == std::string_view::npos;
     if (size.ok() && !decimal) FUZZ_CHECK(static_cast<uint64_t>(*size) == *io);
   } else {
     Refused(io.status());

@@ -200,6 +200,7 @@ TEST_F(KeepingTest, TheBudgetOfWearCountsWhatAKilledRunWroteBeforeItsFirstCheckp
   EXPECT_EQ(damaged.code, 1);
   EXPECT_THAT(damaged.err, AllOf(HasSubstr(".penstock.written"), HasSubstr("remove it")));
   // Another run has a count of its own.
+  budget(1);
   const Ran anew = Run(Small(state, {"--config", dir_ + "/config.json", "--steps", "1", "--overwrite"}));
   EXPECT_EQ(anew.code, 0) << anew.err;
   // A start that is refused leaves the count of the run that it was to replace.

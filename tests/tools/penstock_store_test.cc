@@ -278,7 +278,8 @@ int ExportedStep(const std::string& directory) {
   std::set<std::string> files;
   const std::string index = directory + "/model.safetensors.index.json";
   if (std::filesystem::exists(index)) {
-    for (const json& file : json::parse(ReadFile(index))["weight_map"]) files.insert(file);
+    const json map = json::parse(ReadFile(index))["weight_map"];
+    for (const json& file : map) files.insert(file);
   } else if (std::filesystem::exists(directory + "/model.safetensors")) {
     files.insert("model.safetensors");
   }

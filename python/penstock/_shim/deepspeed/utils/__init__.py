@@ -55,12 +55,12 @@ def log_dist(message: str, ranks: Optional[Sequence[int]] = None, level: int = 2
         logger.log(level, message)
 
 
-def set_z3_leaf_modules(model: Any, leaf_module_classes: Any, *_: Any, **__: Any) -> List[Any]:
+def set_z3_leaf_modules(model: Any, leaf_module_classes: Any, raise_if_not_found: bool = True) -> List[Any]:
     """Nothing to do: blocks are fetched whole, with the experts in them."""
     return []
 
 
-def unset_z3_leaf_modules(model: Any, leaf_module_classes: Any, *_: Any, **__: Any) -> List[Any]:
+def unset_z3_leaf_modules(model: Any, leaf_module_classes: Any, raise_if_not_found: bool = True) -> List[Any]:
     return []
 
 
