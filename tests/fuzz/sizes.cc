@@ -14,8 +14,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
     Accepted();
     FUZZ_CHECK(*io < uint64_t{1} << 63);
     FUZZ_CHECK(!penstock::aio::FormatBytes(*io).empty());
-    // What both take, both understand alike, but for "K" and "KB" and their kin: powers of 1024 to DeepSpeed's
-    // flags, and of 1000 elsewhere.
+    // What both take, both understand alike, but for "K" and "KB" and their kin: powers of 1024 to
+    // DeepSpeed's flags, and of 1000 elsewhere.
     const bool decimal = text.find_first_of("KMGTkmgt") != std::string_view::npos &&
                          text.find_first_of("iI") == std::string_view::npos;
     if (size.ok() && !decimal) FUZZ_CHECK(static_cast<uint64_t>(*size) == *io);
