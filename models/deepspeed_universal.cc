@@ -24,6 +24,7 @@
 #include "base/check.h"
 #include "base/directory.h"
 #include "base/file_lock.h"
+#include "base/io_error.h"
 #include "base/read_ahead.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
@@ -113,6 +114,9 @@ class UniversalWriter {
     RETURN_IF_ERROR(Lock());
     RETURN_IF_ERROR(MakeStreams());
     RETURN_IF_ERROR(Clear());
+    ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(Latest()));
+    if (kind == PathKind::kDirectory)
+      return MakeIoError({.op = "replace", .path = Latest(), .error = EISDIR});
     absl::StatusOr<std::string> latest = ReadSmallFile(Latest());
     if (!latest.ok() && !absl::IsNotFound(latest.status())) return latest.status();
     if (latest.ok()) latest_ = *std::move(latest);
