@@ -389,16 +389,12 @@ absl::Status File::SyncData() const {
 absl::Status File::Lock(int patience_ms, bool shared) {
   RETURN_IF_ERROR(made_in_.Check(path_));
   if (sim_ != nullptr) return sim_->Lock(*sim_file_, this);
-  const auto give_up = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
-  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
-    ASSIGN_OR_RETURN(locked_, TryLockFile(fd_, path_, shared ? LockMode::kShared : LockMode::kExclusive));
-    if (locked_) return absl::OkStatus();
-    if (std::chrono::steady_clock::now() >= give_up) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("lock ", path_, ": held by another process after ", patience_ms,
-                       " ms of trying; let that one end, or use another directory"));
-    }
-  }
+  ASSIGN_OR_RETURN(locked_, TryLockFile(fd_, path_, shared ? LockMode::kShared : LockMode::kExclusive,
+                                        std::chrono::milliseconds(patience_ms)));
+  if (locked_) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("lock ", path_, ": held by another process after ", patience_ms,
+                   " ms of trying; let that one end, or use another directory"));
 }
 
 }  // namespace penstock::aio

@@ -10,7 +10,6 @@
 #include <cstdio>
 #include <random>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -60,6 +59,16 @@ std::string RandomNameBeside(const std::string& path, std::string_view suffix) {
   name = name.substr(0, kNameBytes);
   return absl::StrCat(DirectoryOf(path), "/.", std::string(name), ".",
                       absl::Hex(RandomNumber(), absl::kZeroPad16), std::string(suffix));
+}
+
+std::string_view NameInTemporary(std::string_view name, std::string_view suffix) {
+  constexpr size_t kDigits = 16;
+  if (name.size() < 3 + kDigits + suffix.size() || name.front() != '.' || !name.ends_with(suffix)) return "";
+  name.remove_suffix(suffix.size());
+  const std::string_view digits = name.substr(name.size() - kDigits);
+  if (digits.find_first_not_of("0123456789abcdef") != std::string_view::npos) return "";
+  name.remove_suffix(kDigits);
+  return name.back() == '.' ? name.substr(1, name.size() - 2) : "";
 }
 
 AtomicFile::AtomicFile(std::string path, const AtomicFileOptions& options)
@@ -226,61 +235,15 @@ absl::Status Remove(const std::string& path) {
   return ::unlink(path.c_str()) == 0 || errno == ENOENT ? absl::OkStatus() : Failed("remove", path, errno);
 }
 
-// The one process that replaces files together in a directory, for as long as this lives.
-class DirectoryLock {
- public:
-  DirectoryLock() = default;
-  ~DirectoryLock() {
-    if (fd_ < 0) return;
-    UnlockFile(fd_);
-    ::close(fd_);
-  }
-  DirectoryLock(const DirectoryLock&) = delete;
-  DirectoryLock& operator=(const DirectoryLock&) = delete;
-
-  absl::Status Take(const std::string& directory) {
-    fd_ = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (fd_ < 0) return Failed("open", directory, errno);
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::minutes(1);
-    for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
-      const absl::StatusOr<bool> locked = TryLockFile(fd_, directory);
-      if (!locked.ok()) return CannotBeLocked(locked.status()) ? absl::OkStatus() : locked.status();
-      if (*locked) return absl::OkStatus();
-      if (std::chrono::steady_clock::now() >= deadline) {
-        return absl::UnavailableError(absl::StrCat(
-            "lock ", directory, ": another process has been replacing files there for a minute; try again"));
-      }
-    }
-  }
-
- private:
-  int fd_ = -1;
-};
-
-// Whether `name` is ".X.<16 hex digits>" + `suffix`; X, shortened as RandomNameBeside shortens it.
-bool IsTemporary(std::string_view name, std::string_view suffix, std::string_view* of) {
-  constexpr size_t kDigits = 16;
-  if (name.size() < 3 + kDigits + suffix.size() || name.front() != '.' || !name.ends_with(suffix))
-    return false;
-  name.remove_suffix(suffix.size());
-  const std::string_view digits = name.substr(name.size() - kDigits);
-  if (digits.find_first_not_of("0123456789abcdef") != std::string_view::npos) return false;
-  name.remove_suffix(kDigits);
-  if (name.back() != '.') return false;
-  *of = name.substr(1, name.size() - 2);
-  return true;
-}
-
 // Removes, in a directory that is locked, the old states of `names` that a kill left, and what killed
 // processes were writing. What cannot be removed now is left to the next.
 void RemoveLeftovers(const std::string& directory, const std::set<std::string>& names) {
   const std::vector<std::string> entries = ListDirectory(directory).value_or(std::vector<std::string>());
   for (const std::string& entry : entries) {
     const std::string path = absl::StrCat(directory, "/", entry);
-    std::string_view of;
-    if (IsTemporary(entry, ".old", &of)) {
-      if (names.count(std::string(of)) != 0) (void)::unlink(path.c_str());
-    } else if (IsTemporary(entry, ".new", &of)) {
+    if (names.count(std::string(NameInTemporary(entry, ".old"))) != 0) {
+      (void)::unlink(path.c_str());
+    } else if (!NameInTemporary(entry, ".new").empty()) {
       const int fd = ::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
       if (fd < 0) continue;
       if (TryLockFile(fd, path).value_or(false)) (void)::unlink(path.c_str());
@@ -303,7 +266,11 @@ absl::Status AtomicFile::CommitTogether(std::vector<AtomicFile> files, const std
   }
   const std::string key = files.back().path_, directory = DirectoryOf(key);
   DirectoryLock lock;
-  RETURN_IF_ERROR(lock.Take(directory));
+  ASSIGN_OR_RETURN(const bool locked, lock.Take(directory, std::chrono::minutes(1)));
+  if (!locked) {
+    return absl::UnavailableError(absl::StrCat(
+        "lock ", directory, ": another process has been replacing files there for a minute; try again"));
+  }
   const std::vector<std::string> gone = superseded ? superseded() : std::vector<std::string>();
   std::vector<AtomicFile*> changed;
   for (AtomicFile& file : files) {

@@ -102,6 +102,8 @@ absl::Status CopyFile(const std::string& from, const std::string& to, const Atom
 
 // ".NAME.<16 hex digits>" + `suffix` beside `path`: a name that nobody can guess or already has.
 std::string RandomNameBeside(const std::string& path, std::string_view suffix);
+// Returns NAME of such an entry of a directory, at most its first 200 bytes; empty: it is none.
+std::string_view NameInTemporary(std::string_view entry, std::string_view suffix);
 
 }  // namespace penstock
 

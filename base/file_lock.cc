@@ -1,26 +1,44 @@
 #include "base/file_lock.h"
 
+#include <fcntl.h>
 #include <sys/file.h>
+#include <unistd.h>
 
 #include <cerrno>
+#include <thread>
 
 #include "base/io_error.h"
 
 namespace penstock {
 
-absl::StatusOr<bool> TryLockFile(int fd, const std::string& path, LockMode mode) {
-  while (::flock(fd, (mode == LockMode::kExclusive ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) {
-    if (errno == EWOULDBLOCK) return false;
-    if (errno != EINTR) return MakeIoError({.op = "lock", .path = path, .error = errno});
+absl::StatusOr<bool> TryLockFile(int fd, const std::string& path, LockMode mode,
+                                 std::chrono::milliseconds patience) {
+  const int operation = (mode == LockMode::kExclusive ? LOCK_EX : LOCK_SH) | LOCK_NB;
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  while (::flock(fd, operation) != 0) {
+    if (errno == EINTR) continue;
+    if (errno != EWOULDBLOCK) return MakeIoError({.op = "lock", .path = path, .error = errno});
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
   return true;
 }
 
-bool CannotBeLocked(const absl::Status& status) {
-  const int error = ErrnoOf(status);
-  return error == EBADF || error == EOPNOTSUPP || error == ENOLCK || error == EINVAL;
+void UnlockFile(int fd) { (void)::flock(fd, LOCK_UN); }
+
+DirectoryLock::~DirectoryLock() {
+  if (fd_ < 0) return;
+  UnlockFile(fd_);
+  ::close(fd_);
 }
 
-void UnlockFile(int fd) { (void)::flock(fd, LOCK_UN); }
+absl::StatusOr<bool> DirectoryLock::Take(const std::string& directory, std::chrono::milliseconds patience) {
+  fd_ = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd_ < 0) return MakeIoError({.op = "open", .path = directory, .error = errno});
+  absl::StatusOr<bool> locked = TryLockFile(fd_, directory, LockMode::kExclusive, patience);
+  const int error = ErrnoOf(locked.status());
+  const bool cannot = error == EBADF || error == EOPNOTSUPP || error == ENOLCK || error == EINVAL;
+  return cannot ? true : locked;
+}
 
 }  // namespace penstock

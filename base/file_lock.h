@@ -3,29 +3,42 @@
 #ifndef PENSTOCK_BASE_FILE_LOCK_H_
 #define PENSTOCK_BASE_FILE_LOCK_H_
 
+#include <chrono>
 #include <string>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace penstock {
 
 enum class LockMode { kShared, kExclusive };
 
-// Locks the file of the open descriptor `fd` without waiting; a lock that it has is changed to `mode`. False:
-// another holds one that excludes it. An error, which names `path`: the file system cannot lock it (ENOLCK,
-// EOPNOTSUPP; EBADF of a directory on NFS), or the call failed.
+// Locks the file of the open descriptor `fd`; a lock that it has is changed to `mode`. False: another has
+// held one that excludes it for as long as `patience`. An error, which names `path`: the file system cannot
+// lock it (ENOLCK, EOPNOTSUPP; EBADF of a directory on NFS), or the call failed.
 //
 // The lock belongs to the open file: copies of the descriptor, those of forked children too, have it until
 // UnlockFile or the last close.
-absl::StatusOr<bool> TryLockFile(int fd, const std::string& path, LockMode mode = LockMode::kExclusive);
-
-// Returns whether such an error means that files of this kind cannot be locked there, and not that this call
-// failed.
-bool CannotBeLocked(const absl::Status& status);
+absl::StatusOr<bool> TryLockFile(int fd, const std::string& path, LockMode mode = LockMode::kExclusive,
+                                 std::chrono::milliseconds patience = {});
 
 // Gives the lock up, for forked children's copies of the descriptor too.
 void UnlockFile(int fd);
+
+// An exclusive lock of a directory, given up when this is destroyed.
+class DirectoryLock {
+ public:
+  DirectoryLock() = default;
+  ~DirectoryLock();
+  DirectoryLock(const DirectoryLock&) = delete;
+  DirectoryLock& operator=(const DirectoryLock&) = delete;
+
+  // Must be called once. False: another has held it for as long as `patience`. Where directories cannot be
+  // locked, as on NFS, true: nobody has a lock there.
+  absl::StatusOr<bool> Take(const std::string& directory, std::chrono::milliseconds patience = {});
+
+ private:
+  int fd_ = -1;
+};
 
 }  // namespace penstock
 

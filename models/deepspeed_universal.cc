@@ -104,12 +104,6 @@ class UniversalWriter {
     total_ = static_cast<uint64_t>(layout.parameters()) * kKinds * sizeof(float);
   }
 
-  ~UniversalWriter() {
-    if (directory_fd_ >= 0) ::close(directory_fd_);
-  }
-  UniversalWriter(const UniversalWriter&) = delete;
-  UniversalWriter& operator=(const UniversalWriter&) = delete;
-
   absl::Status Run() {
     RETURN_IF_ERROR(Lock());
     RETURN_IF_ERROR(MakeStreams());
@@ -151,16 +145,11 @@ class UniversalWriter {
   // Of two that write to one directory, the later one is refused. Where a directory cannot be locked, as on
   // NFS, nobody is.
   absl::Status Lock() {
-    const std::string& directory = options_.directory;
-    RETURN_IF_ERROR(MakeDirectory(directory));
-    directory_fd_ = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (directory_fd_ < 0) return absl::ErrnoToStatus(errno, absl::StrCat("open ", directory));
-    const absl::StatusOr<bool> locked = TryLockFile(directory_fd_, directory);
-    if (locked.ok() && !*locked) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(directory, ": another process is writing a checkpoint there"));
-    }
-    return locked.ok() || CannotBeLocked(locked.status()) ? absl::OkStatus() : locked.status();
+    RETURN_IF_ERROR(MakeDirectory(options_.directory));
+    ASSIGN_OR_RETURN(const bool locked, lock_.Take(options_.directory));
+    if (locked) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        absl::StrCat(options_.directory, ": another process is writing a checkpoint there"));
   }
 
   // What a killed one has left goes, or comes back; what may not be replaced is refused.
@@ -518,7 +507,7 @@ class UniversalWriter {
   const ReadMoments& read_;
   const UniversalOptions& options_;
   const std::string whole_, tag_, aside_;
-  int directory_fd_ = -1;              // locked
+  DirectoryLock lock_;                 // of the directory
   bool replaces_ = false;              // a checkpoint has the name
   std::optional<std::string> latest_;  // what latest_universal was before
   uint64_t done_ = 0, total_ = 0;

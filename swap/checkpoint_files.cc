@@ -74,15 +74,6 @@ absl::Status Rename(const std::string& from, const std::string& to) {
   return ::rename(from.c_str(), to.c_str()) == 0 ? absl::OkStatus() : ErrnoError(errno, "rename to", to);
 }
 
-// A new `latest` whose writer was killed before it got its name.
-bool IsUnnamedLatest(std::string_view name) {
-  constexpr std::string_view kBegin = ".latest.", kEnd = ".new";
-  constexpr size_t kDigits = 16;  // as AtomicFile has them
-  if (name.size() != kBegin.size() + kDigits + kEnd.size()) return false;
-  return name.substr(0, kBegin.size()) == kBegin && name.substr(kBegin.size() + kDigits) == kEnd &&
-         name.substr(kBegin.size(), kDigits).find_first_not_of("0123456789abcdef") == std::string_view::npos;
-}
-
 // Where the parts of a checkpoint are: the directories of its ranks, or its own.
 absl::StatusOr<std::vector<std::string>> PartsOf(const std::string& directory) {
   std::vector<std::string> parts;
@@ -312,7 +303,8 @@ absl::StatusOr<std::vector<CheckpointSeen>> SeeCheckpoints(const std::string& pa
 absl::Status RemovePartialCheckpoints(const std::string& parent) {
   ASSIGN_OR_RETURN(const std::vector<std::string> names, Entries(parent));
   for (const std::string& name : names) {
-    if (name == PartialName(kLatest) || IsUnnamedLatest(name))
+    // A new `latest` whose writer was killed before it got its name.
+    if (name == PartialName(kLatest) || NameInTemporary(name, ".new") == kLatest)
       (void)::unlink(absl::StrCat(parent, "/", name).c_str());
     const std::string path = absl::StrCat(parent, "/", name);
     if (const std::string whole = NameWithin(name, kReplaced); !whole.empty()) {

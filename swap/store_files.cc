@@ -182,12 +182,8 @@ absl::StatusOr<std::vector<std::byte>> PlainFile::Read(uint64_t offset, uint64_t
 }
 
 absl::StatusOr<bool> PlainFile::TryLock(bool exclusive, int patience_ms) const {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
-  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
-    ASSIGN_OR_RETURN(const bool locked,
-                     TryLockFile(fd_, path_, exclusive ? LockMode::kExclusive : LockMode::kShared));
-    if (locked || std::chrono::steady_clock::now() >= deadline) return locked;
-  }
+  return TryLockFile(fd_, path_, exclusive ? LockMode::kExclusive : LockMode::kShared,
+                     std::chrono::milliseconds(patience_ms));
 }
 
 absl::Status PlainFile::Cut(uint64_t bytes) const {

@@ -168,7 +168,7 @@ absl::Status Checkpointing::Finish() {
 
 // What is gone is not removed again, should somebody put it back.
 void Checkpointing::ForgetReplaced() {
-  if (!schedule_.replaces.has_value()) return;
+  if (!schedule_.replaces.has_value() || schedule_.replaces->empty()) return;
   const absl::StatusOr<std::vector<swap::CheckpointSeen>> there = swap::SeeCheckpoints(schedule_.parent);
   if (!there.ok()) return;
   std::erase_if(*schedule_.replaces, [&](const swap::CheckpointSeen& each) {
