@@ -403,10 +403,13 @@ absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& p
                                                             std::span<const CheckpointSeen> replaces) {
   RETURN_IF_ERROR(Held(lock));
   RETURN_IF_ERROR(MakeDirectories(parent));
-  const std::string path = absl::StrCat(parent, "/", CheckpointName(step));
-  ASSIGN_OR_RETURN(const bool there, PathExists(path));
-  ASSIGN_OR_RETURN(const bool replaced, IsAmong(replaces, parent, CheckpointName(step)));
-  if (there && !replaced) return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
+  // Of several ranks the first one knows what is replaced, and publishes.
+  if (rank <= 0) {
+    const std::string path = absl::StrCat(parent, "/", CheckpointName(step));
+    ASSIGN_OR_RETURN(const bool there, PathExists(path));
+    ASSIGN_OR_RETURN(const bool replaced, IsAmong(replaces, parent, CheckpointName(step)));
+    if (there && !replaced) return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
+  }
   if (rank < 0) {
     RETURN_IF_ERROR(RemovePartialCheckpoints(parent));
   }

@@ -28,8 +28,8 @@ class PartialCheckpoint {
  public:
   // Makes the parent if it is missing, and, unless other ranks may be writing there as well, removes what
   // killed runs left. `rank`: whose part of it this is, -1 where there is one. kAlreadyExists: a checkpoint
-  // of this step that is not among `replaces`. `lock`: of the parent, checked before anything there changes;
-  // null: there is none. Both outlive this.
+  // of this step that is not among `replaces`, as rank 0 finds. `lock`: of the parent, checked before
+  // anything there changes; null: there is none. Both outlive this.
   static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, uint64_t step, int rank,
                                                   CheckpointLock* lock = nullptr,
                                                   std::span<const CheckpointSeen> replaces = {});

@@ -360,6 +360,20 @@ TEST_F(CheckpointTest, ThoseThatAreReplacedStayUntilTheFirstOfTheNewRunStands) {
   EXPECT_EQ(steps(), (std::set<uint64_t>{4, 5}));
 }
 
+// What is replaced is known to the first rank alone, unless its caller tells the others.
+TEST_F(CheckpointTest, OfSeveralRanksTheFirstJudgesWhetherAStepIsTaken) {
+  Start();
+  Step(1);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  const std::vector<CheckpointSeen> seen = *SeeCheckpoints(checkpoints_.parent);
+  const auto create = [&](int rank, std::span<const CheckpointSeen> replaces) {
+    return PartialCheckpoint::Create(checkpoints_.parent, 1, rank, nullptr, replaces).status();
+  };
+  EXPECT_TRUE(absl::IsAlreadyExists(create(0, {})));
+  EXPECT_TRUE(create(0, seen).ok());
+  EXPECT_TRUE(create(1, {}).ok());
+}
+
 // A kill between the two renames that replace a checkpoint where names cannot be exchanged.
 TEST_F(CheckpointTest, OneThatLostItsNameToNobodyHasItAgain) {
   Start();
