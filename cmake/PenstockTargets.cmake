@@ -140,7 +140,7 @@ function(penstock_program)
 endfunction()
 
 # What `make sanitize` builds and runs (ctest -L sanitize): the programs that handle files, bytes and memory by hand.
-set(PENSTOCK_SANITIZE_JOB "^(aio|optim|swap)_|^base_read_ahead_test$|^tools_deepspeed_universal_test$|^zero_tensor_region_test$|^text_|^fuzz_(profile_json|safetensors_header|store_format|checkpoint_open|tokenizer_json|tokenizer_text)$")
+set(PENSTOCK_SANITIZE_JOB "^(aio|optim|swap)_|^base_(files|json|read_ahead)_test$|^tools_deepspeed_universal_test$|^zero_tensor_region_test$|^text_|^fuzz_(profile_json|safetensors_header|store_format|checkpoint_open|tokenizer_json|tokenizer_text)$")
 add_custom_target(sanitize_job)
 # A test program that is one of these belongs to that job.
 function(penstock_note_for_sanitize_job target)
@@ -190,6 +190,9 @@ function(penstock_test)
   target_link_libraries(${ARG_NAME} PRIVATE penstock_options ${ARG_DEPS} GTest::gmock GTest::gtest GTest::gtest_main)
   penstock_test_options(${ARG_NAME} ${ARG_DEPS})
   add_test(NAME ${ARG_NAME} COMMAND ${ARG_NAME} WORKING_DIRECTORY "${PROJECT_BINARY_DIR}")
+  if("sanitize" IN_LIST ARG_LABELS)
+    message(FATAL_ERROR "${ARG_NAME}: PENSTOCK_SANITIZE_JOB names what `make sanitize` builds and runs; a label alone builds nothing")
+  endif()
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 900)  # minutes more than any needs: the machine may be busy
   endif()
