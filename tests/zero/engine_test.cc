@@ -55,6 +55,8 @@ TEST(Engine, LossesInFp32AgreeWithPlainLibTorchOverTwentySteps) {
   for (const int micro_batches : {1, 2}) {
     RunOptions run;
     run.dtype = kernels::DType::kFp32;
+    run.batch = 4;
+    run.seq = 32;
     run.micro_batches = micro_batches;
     run.steps = 20;
     run.clip = 0.5;
@@ -107,6 +109,8 @@ TEST(Engine, LongSequencesAgreeWithPlainLibTorchAndHaveTheSameBitsInTheLeastMemo
 // A mask is made again in backward, from the seed of its step, micro-batch and stage.
 TEST(Engine, DropoutIsThatOfPlainLibTorchWithTheSameSeeds) {
   RunOptions run;
+  run.batch = 4;
+  run.seq = 32;
   run.dtype = kernels::DType::kFp32;
   run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0.2;
   run.micro_batches = 2;
@@ -130,6 +134,8 @@ TEST(Engine, DropoutIsThatOfPlainLibTorchWithTheSameSeeds) {
 // bound is 0.03, 0.6% of the loss.
 TEST(Engine, LossesInBf16StayWithinTheirBoundOfFp32) {
   RunOptions run;
+  run.batch = 4;
+  run.seq = 32;
   run.steps = 20;
   run.dtype = kernels::DType::kFp32;
   const std::vector<double> exact = PlainLosses(run);
@@ -471,6 +477,8 @@ TEST(Engine, InputsThatGoToTheDriveComeBackWithTheirBits) {
 
 TEST(Engine, AnOrderOfLayersThatChangesBetweenStepsIsAMissAndNoError) {
   RunOptions run;
+  run.batch = 4;
+  run.seq = 32;
   run.steps = 8;
   const TrainedLosses fixed = TrainGpt(run);
   run.shuffles = true;

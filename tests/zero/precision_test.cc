@@ -70,6 +70,8 @@ TEST(Fp16, LossesAgreeWithLibTorchWhereItRoundsAtTheSamePlaces) {
   for (const int micro_batches : {1, 2}) {
     RunOptions run;
     run.dtype = kernels::DType::kFp16;
+    run.batch = 4;
+    run.seq = 32;
     run.micro_batches = micro_batches;
     run.steps = 20;
     run.clip = 0.5;
@@ -272,7 +274,7 @@ TEST(Precision, TheCallsOfAStepHaveTheBitsOfOneWithEveryType) {
 TEST(Precision, CompactStatesLearnWhatFp32StatesLearn) {
   RunOptions run;
   run.model = {2, 32, 2, 16, 256, 0};
-  run.seq = 16;
+  run.batch = 4;
   run.steps = 150;
   const auto mean_of_last = [](const std::vector<double>& losses) {
     double sum = 0;
@@ -323,6 +325,8 @@ void ExpectAsLibTorch(
     int64_t steps = 20, double tolerance = 1e-5) {
   RunOptions run;
   run.dtype = kernels::DType::kFp32;
+  run.batch = 4;
+  run.seq = 32;
   run.steps = steps;
   run.clip = 0.5;
   run.optimizer = ours;
