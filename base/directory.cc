@@ -78,7 +78,7 @@ absl::StatusOr<std::vector<std::string>> ListDirectory(const std::string& direct
   if (fd < 0) return failed("open directory");
   const std::unique_ptr<DIR, CloseDirectory> open(::fdopendir(fd));
   if (open == nullptr) {
-    const absl::Status status = failed("open directory");
+    absl::Status status = failed("open directory");
     ::close(fd);
     return status;
   }

@@ -236,7 +236,7 @@ absl::StatusOr<std::optional<std::string>> NamedBy(const std::string& list) {
   const absl::StatusOr<std::string> text = ReadSmallFile(list, kMostLatestBytes);
   if (absl::IsNotFound(text.status())) return std::nullopt;
   RETURN_IF_ERROR(text.status());
-  const std::string tag(absl::StripAsciiWhitespace(text->substr(0, text->find('\n'))));
+  std::string tag(absl::StripAsciiWhitespace(text->substr(0, text->find('\n'))));
   if (tag.empty() || tag == ".." || tag.find('/') != std::string::npos)
     return absl::InvalidArgumentError(absl::StrCat(list, " names no checkpoint beside it"));
   return tag;

@@ -368,7 +368,7 @@ class Unpickler {
   }
   // A text that stands nowhere in the pickle.
   absl::StatusOr<std::string_view> MakeText(std::string text) {
-    RETURN_IF_ERROR(Spend(sizeof(text) + 2 * text.size()));
+    RETURN_IF_ERROR(Spend(sizeof(std::string) + 2 * text.size()));
     return contents_.texts.emplace_back(std::move(text));
   }
   absl::Status MakeTables() {

@@ -46,7 +46,7 @@ bool HasWeights(const std::string& directory) {
 bool HasOtherWeights(const std::string& directory) { return !OtherWeights(directory).empty(); }
 
 std::string WhyNoWeights(const std::string& directory) {
-  const std::string none = absl::StrCat("neither ", kSingleWeightFile, " nor ", kWeightIndex, " is there");
+  std::string none = absl::StrCat("neither ", kSingleWeightFile, " nor ", kWeightIndex, " is there");
   const std::string other = OtherWeights(directory);
   if (other.empty()) return none;
   return absl::StrCat(none, ", but ", other,
