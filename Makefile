@@ -42,10 +42,11 @@ test-deps: deps
 	@scripts/install-deps tests || echo "make test: goes on without tests of file systems, network namespaces and pages in a browser" >&2
 	@scripts/install-deps python || echo "make test: goes on without the Python package's tests" >&2
 
-# Threads of tests that have nothing to do do not spin: several programs share the processors.
+# Threads of tests that have nothing to do do not spin: several programs share the processors. One test more than there are
+# processors runs at once, because many wait for the drive.
 test: export OMP_WAIT_POLICY ?= passive
 test: test-deps suite
-	@cd $(BUILD) && ctest --output-on-failure -j $(JOBS)
+	@cd $(BUILD) && ctest --output-on-failure -j $$(($(JOBS) + 1))
 
 # The tests that take seconds; what takes longer is labelled slow (tests/CMakeLists.txt).
 check: suite
@@ -100,7 +101,7 @@ wheel: deps
 
 # The Python package's tests in a virtual environment with PyPI's torch, which all clones share (scripts/python-test).
 test-python: deps
-	@scripts/python-test
+	@JOBS=$(JOBS) scripts/python-test
 
 # A reference of the public headers, in build/docs/html.
 docs:

@@ -427,7 +427,7 @@ absl::StatusOr<std::string> PartialCheckpoint::TakeNameOf(const std::string& pat
   if (::renameat2(AT_FDCWD, whole_.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0) return whole_;
   if (errno != EINVAL && errno != ENOSYS) return ErrnoError(errno, "rename to", path);
   // A file system without exchanges, NFS for one.
-  const std::string aside = absl::StrCat(parent_, "/", ReplacedName(name_));
+  std::string aside = absl::StrCat(parent_, "/", ReplacedName(name_));
   RETURN_IF_ERROR(Rename(path, aside));
   if (absl::Status renamed = Rename(whole_, path); !renamed.ok()) {
     renamed.Update(Rename(aside, path));

@@ -49,9 +49,11 @@ absl::StatusOr<uint64_t> BudgetOf(const std::optional<std::string>& text, int th
 
 void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags) {
   app.add_option("--batch", flags.batch, "Texts at once, or auto [auto]");
-  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512MiB or 4GiB [half of what is free]");
-  app.add_option("--device", flags.device, "What computes: cpu or cuda [cpu]");
-  app.add_option("--device-memory", flags.device_memory, "Hard budget of the device [what is free on it]");
+  app.add_option("--host-memory", flags.host_memory,
+                 "Hard host memory budget, such as 512MiB or 4GiB [half of the free memory]");
+  app.add_option("--device", flags.device, "Computing device: cpu or cuda [cpu]");
+  app.add_option("--device-memory", flags.device_memory,
+                 "Hard device memory budget [the free memory of the device]");
   app.add_option("--kv", flags.kv, "Where keys and values live: auto, device, host or nvme [auto]");
   app.add_option("--prompt-lookup", flags.prompt_lookup,
                  "Guess up to so many tokens from what the text repeats, and verify them in one pass [0]");
@@ -72,7 +74,7 @@ absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads
   options->device = chosen.device;
   if (!chosen.device->has_own_memory()) {
     if (!flags.device_memory.has_value()) return absl::OkStatus();
-    return WrongFlag("--device-memory is of --device cuda: without a device host memory is all there is");
+    return WrongFlag("--device-memory requires --device cuda; --host-memory bounds a run on the CPU");
   }
   const int64_t budget = chosen.budget_bytes > 0 ? chosen.budget_bytes : chosen.device->capacity_bytes();
   wish.device = {.budget_bytes = static_cast<uint64_t>(budget), .slack = chosen.device->tensor_slack()};

@@ -64,7 +64,7 @@ absl::Status CheckFlags(const GenerateFlags& flags) {
     return WrongFlag("--stream writes one text as it comes: it goes with one --prompt and without --out");
   if (flags.json && (flags.stream || flags.out.has_value()))
     return WrongFlag("--json writes to stdout: it goes without --out and --stream");
-  if (flags.overwrite && !flags.out.has_value()) return WrongFlag("--overwrite is of --out");
+  if (flags.overwrite && !flags.out.has_value()) return WrongFlag("--overwrite requires --out");
   RETURN_IF_ERROR(CheckWritable("--report", flags.report, /*replaced=*/true));
   std::vector<std::string> read;
   for (const auto* file : {&flags.prompts, &flags.tokenizer}) {
@@ -398,40 +398,44 @@ class Generation {
 
 int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app(
-      "Generates text with a model larger than memory: weights stream from the drive, each once for all "
+      "Generates text with a model larger than memory; a pass reads each weight from the drive once for all "
       "texts",
       kGenerateName);
   GenerateFlags flags;
   app.add_option("DIR", flags.dirs,
                  "Hugging Face directory, packed or not, state directory or checkpoint; all directories of a "
                  "striped run");
-  app.add_option("--prompt", flags.prompt, "What a text begins with; several make several texts")
+  app.add_option("--prompt", flags.prompt, "Prompt; repeat the flag for several prompts")
       ->take_all()
       ->allow_extra_args(false);
   app.add_option("--prompts", flags.prompts,
                  "JSONL: {\"prompt\": ...} or {\"tokens\": [...]}, with an \"id\"");
-  app.add_option("--out", flags.out, "JSONL of finished texts; what is there already is not made again");
-  app.add_flag("--overwrite", flags.overwrite, "Begin --out anew");
-  app.add_option("--tokens", flags.tokens, "Tokens of each text, at most [128]");
-  app.add_option("--stop", flags.stop, "End a text before this; may be given several times")
+  app.add_option("--out", flags.out,
+                 "JSONL file for finished texts; prompts that it already answers are skipped");
+  app.add_flag("--overwrite", flags.overwrite, "Replace --out instead of continuing it");
+  app.add_option("--tokens", flags.tokens, "Maximum number of new tokens of each text [128]");
+  app.add_option("--stop", flags.stop, "Stop string; the text ends before it. Repeat the flag for several")
       ->take_all()
       ->allow_extra_args(false);
   DeclareGenerateMemory(app, flags.memory);
   app.add_option("--weights", flags.weights,
-                 "Bits of a weight: 16 (as they are), 8 or 4 (packed); must be what DIR has [what DIR has]");
-  app.add_option("--kv-dir", flags.kv_dir, "Directory of theirs on a drive [that of --out, or this one]");
-  app.add_option("--temperature", flags.sampling.temperature, "0 takes the likeliest token each time [0]");
-  app.add_option("--top-k", flags.sampling.top_k, "Choose among the likeliest so many, 0 for all [0]");
-  app.add_option("--top-p", flags.sampling.top_p, "Of those, among the likeliest that have this much [1]");
+                 "Bits per weight: 16 (unpacked), 8 or 4 (packed); must match DIR [as in DIR]");
+  app.add_option("--kv-dir", flags.kv_dir,
+                 "Directory for the on-disk KV cache [directory of --out, else the current one]");
+  app.add_option("--temperature", flags.sampling.temperature,
+                 "Softmax temperature; 0 is greedy decoding [0]");
+  app.add_option("--top-k", flags.sampling.top_k, "Sample among the k most likely tokens; 0 disables [0]");
+  app.add_option("--top-p", flags.sampling.top_p, "Top-p (nucleus) sampling threshold; 1 disables [1]");
   app.add_option("--repetition-penalty", flags.sampling.repetition_penalty,
-                 "Makes tokens that were there less likely; 1: does not [1]");
-  app.add_option("--seed", flags.seed, "Of the choices; each prompt has one of its own [1]");
+                 "Repetition penalty; 1 disables [1]");
+  app.add_option("--seed", flags.seed, "Sampling seed; prompt i uses seed + i [1]");
   app.add_option("--tokenizer", flags.tokenizer, "A tokenizer.json or its directory [the model's own]");
-  app.add_option("--report", flags.report, "JSON of what was done and how fast");
-  app.add_flag("--json", flags.json, "Write texts as lines of JSON, as --out and --prompts have them");
-  app.add_flag("--stream", flags.stream, "Write the text as it comes");
-  app.add_flag("--quiet", flags.quiet, "No progress, no plan");
-  app.add_flag("--verbose", flags.verbose, "Say on stderr what the I/O engine falls back to");
+  app.add_option("--report", flags.report, "Write a JSON report of the run: bytes, seconds, tokens/s");
+  app.add_flag("--json", flags.json, "Print texts as JSON lines, in the format of --out");
+  app.add_flag("--stream", flags.stream, "Print the text while it is generated");
+  app.add_flag("--quiet", flags.quiet, "Print neither progress nor plan");
+  app.add_flag("--verbose", flags.verbose,
+               "Print on stderr which I/O features are missing and what replaces them");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Generation(flags, out, err).Run();
   return status.ok() ? kExitOk : Fail(kGenerateName, status, err);

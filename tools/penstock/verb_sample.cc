@@ -270,7 +270,8 @@ int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream
   app.add_option("--seed", flags.seed, "Of the choices [1]");
   app.add_option("--samples", flags.samples, "Texts to generate, with seeds one after the other [1]");
   app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
-  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512MiB or 4GiB [half of what is free]");
+  app.add_option("--host-memory", flags.host_memory,
+                 "Hard host memory budget, such as 512MiB or 4GiB [half of the free memory]");
   app.add_flag("--verbose", flags.verbose, "Say on stderr how memory and drive are used, and fallbacks");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   flags.dirs.insert(flags.dirs.end(), flagged.begin(), flagged.end());
