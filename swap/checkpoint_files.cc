@@ -91,7 +91,7 @@ absl::StatusOr<std::vector<std::string>> PartsOf(const std::string& directory) {
 // The store of a checkpoint, or of its first rank; empty: there is none.
 absl::StatusOr<std::string> StoreIn(const std::string& directory) {
   for (const std::string& part : {directory, RankDirectory(directory, 0)}) {
-    const std::string path = StorePath(part);
+    std::string path = StorePath(part);
     ASSIGN_OR_RETURN(const bool there, PathExists(path));
     if (there) return path;
   }
