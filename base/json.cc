@@ -49,7 +49,7 @@ class Builder : public nlohmann::json_sax<Json> {
   const std::string& refusal() const { return refusal_; }
 
  private:
-  bool Refuse(std::string_view what) {
+  bool Refuse(const std::string& what) {
     refusal_ = absl::StrCat("has ", what);
     return false;
   }
