@@ -193,6 +193,7 @@ int64_t FreeBytes(const std::string& directory) {
 
 // ", 38.6 GiB free", of a run that is not there yet, and whether that is enough.
 std::string RoomText(const zero::EnginePlan& plan, const zero::EngineOptions& options) {
+  if (options.storage.state_dirs.front().empty()) return "";  // of a drive that nobody has named
   const int64_t free = FreeBytes(options.storage.state_dirs.front());
   if (free < 0 || options.resume.enabled) return "";
   // Of one of several directories that is not known: they may lie on one drive.
@@ -246,6 +247,16 @@ absl::StatusOr<std::string> ProcessMemoryText(const zero::EnginePlan& plan,
                     "): a smaller --host-memory, or others must leave");
   }
   return text;
+}
+
+std::string PlanLine(const zero::EnginePlan& plan, const tiering::Prediction& prediction) {
+  return absl::StrFormat(
+      "plan: %d parameters, state %s; host memory %s (the least that works: %s); %.1f bytes per parameter "
+      "and "
+      "step to and from the drive; predicted step %.3g s, bound by %s",
+      plan.parameters, FormatBytes(plan.state_bytes), FormatBytes(plan.plan.host_bytes()),
+      FormatBytes(plan.plan.least_host_memory_bytes), BytesPerParameter(plan), prediction.step_seconds,
+      prediction.bound_by);
 }
 
 std::string PlanText(const PlanFacts& facts) {

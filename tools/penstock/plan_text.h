@@ -32,6 +32,8 @@ absl::StatusOr<std::string> ProcessMemoryText(const zero::EnginePlan& plan,
                                               const zero::EngineOptions& options,
                                               const zero::HostMemory& memory);
 
+// The plan in one line.
+std::string PlanLine(const zero::EnginePlan& plan, const tiering::Prediction& prediction);
 // What a run prints when it starts.
 std::string PlanText(const PlanFacts& facts);
 // The rest of `penstock plan`: tiers by kind, lanes, why, wear, what-ifs.

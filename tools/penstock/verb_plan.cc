@@ -14,6 +14,7 @@
 #include "tools/penstock/plan_generate.h"
 #include "tools/penstock/plan_model.h"
 #include "tools/penstock/plan_text.h"
+#include "tools/penstock/planned_model.h"
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
@@ -47,34 +48,6 @@ absl::Status WriteTrace(const PlanFlags& flags, const zero::EnginePlan& plan,
   absl::Status status = simulated.status();
   status.Update(trace->Close());
   return status;
-}
-
-// The step that the page draws: one that has another before and behind it.
-absl::StatusOr<TraceView> SimulatedStep(const zero::EnginePlan& plan, const tiering::MachineModel& machine) {
-  const SlotSizes sizes(plan.plan);
-  std::vector<TraceEvent> events;
-  RETURN_IF_ERROR(tiering::Simulate(
-                      plan.graph, plan.plan, machine, /*steps=*/3,
-                      [&](tiering::OpId, const tiering::Op& op, double start, double end) {
-                        events.push_back({.lane = std::string(tiering::LaneName(op.lane)),
-                                          .name = std::string(tiering::OpKindName(op.kind)),
-                                          .start_seconds = start,
-                                          .end_seconds = end,
-                                          .step = op.step,
-                                          .block = op.block.value(),
-                                          .tile = op.tile.value(),
-                                          .stage = op.stage.value(),
-                                          .bytes = op.bytes,
-                                          .places = sizes.PlacesOf(op)});
-                      },
-                      [&](tiering::Stall cause, double start, double end) {
-                        events.push_back({.lane = kWaitsTrack,
-                                          .name = std::string(tiering::StallName(cause)),
-                                          .start_seconds = start,
-                                          .end_seconds = end});
-                      })
-                      .status());
-  return StepOf(std::move(events));
 }
 
 std::string VocabularyText(const models::LanguageModel& model) {
