@@ -333,6 +333,17 @@ absl::Status ReplaceFile(const std::string& path, std::string_view text, const A
   return file.Commit();
 }
 
+absl::Status ReplaceLink(const std::string& target, const std::string& path) {
+  const std::string name = RandomNameBeside(path, ".new");
+  if (::symlink(target.c_str(), name.c_str()) != 0) return Failed("create link", path, errno);
+  if (::rename(name.c_str(), path.c_str()) != 0) {
+    const int error = errno;
+    (void)::unlink(name.c_str());
+    return Failed("rename to", path, error);
+  }
+  return SyncDirectory(DirectoryOf(path));
+}
+
 absl::Status CopyFile(const std::string& from, const std::string& to, const AtomicFileOptions& options) {
   // A pipe is refused and not waited for.
   const int fd = ::open(from.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);

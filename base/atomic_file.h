@@ -97,6 +97,10 @@ class AtomicFile {
 absl::Status ReplaceFile(const std::string& path, std::string_view text,
                          const AtomicFileOptions& options = {});
 
+// Makes `path` a symbolic link to `target`, durably and in one step, in place of the link or file that it
+// was. kNotFound: there is no such directory.
+absl::Status ReplaceLink(const std::string& target, const std::string& path);
+
 // Puts a copy of the regular file `from` (links followed) at `to`, as above. kNotFound: there is no `from`.
 absl::Status CopyFile(const std::string& from, const std::string& to, const AtomicFileOptions& options = {});
 

@@ -8,7 +8,7 @@
 // It appears under its name only when it is whole and durable: until then it is `.NAME.partial`. What a
 // killed run left of that kind is removed by the next. Beside the checkpoints, the file `latest` holds the
 // name of the one that was written last: a note for people, which this program never reads and which may be
-// missing where the disk is full.
+// missing where the disk is full. Python's front end reads it, and asks for it (CheckpointNaming).
 //
 // Several ranks write one together: each its own store, in `rank-K/` of the checkpoint, all of the same step.
 // It gets its name when all of them are done, from rank 0; so it is whole or not there, like any other.
@@ -40,6 +40,16 @@ struct CheckpointSeen {
   bool operator==(const CheckpointSeen&) const = default;
 };
 
+// How a checkpoint is found and read by Python's front end.
+struct CheckpointNaming {
+  // What describes the store's parameters (kDescriptionFile), written beside the store before the checkpoint
+  // has its name; of several ranks, in the part of rank 0. Empty: no such file.
+  std::string description;
+  std::string tag;     // name of a symbolic link to it, beside it; empty: none
+  bool latest = true;  // false: `latest` stays as it is
+};
+inline constexpr const char* kDescriptionFile = "parameters.json";
+
 struct CheckpointOptions {
   std::string parent;  // the directory of all checkpoints; made if missing
   // Where tiles pass through, best from an arena: one padded tile.
@@ -52,6 +62,9 @@ struct CheckpointOptions {
   // copy.
   CheckpointLock* lock = nullptr;
   bool allow_unaligned_file_system = false;
+  // Its tag and `latest` are given in this order once the checkpoint is durable under its own name, and one
+  // that cannot be given is an error. Default: `latest` is a note for people.
+  std::optional<CheckpointNaming> naming;
   // Of several ranks: which of them this is, and how their copies meet when this one's part is durable, or
   // could not be made. `meet` runs on the copy's thread; what it returns is the same on all ranks: an error
   // if any of them had one.

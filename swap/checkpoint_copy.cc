@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/atomic_file.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint_files.h"
 
@@ -154,6 +155,11 @@ absl::Status CheckpointCopy::Finish() {
   return status_;
 }
 
+double CheckpointCopy::seconds() const {
+  const auto until = finished() ? ended_ : std::chrono::steady_clock::now();
+  return std::chrono::duration<double>(until - begun_).count();
+}
+
 std::optional<aio::Priority> CheckpointCopy::WaitForLeave() {
   std::unique_lock lock(mutex_);
   leave_there_.wait(lock, [&] { return given_up_ || started_ < allowed_; });
@@ -171,6 +177,7 @@ void CheckpointCopy::Rest(double worked) {
 
 void CheckpointCopy::Run() {
   status_ = Write();
+  ended_ = std::chrono::steady_clock::now();
   finished_.store(true, std::memory_order_release);
 }
 
@@ -179,6 +186,11 @@ absl::Status CheckpointCopy::Write() {
   absl::StatusOr<PartialCheckpoint> partial = PartialCheckpoint::Create(
       options_.parent, source_.step, alone ? -1 : options_.rank, options_.lock, options_.replaces);
   absl::Status status = partial.ok() ? WriteStore(partial->directory()) : partial.status();
+  if (status.ok() && options_.rank == 0 && options_.naming.has_value() &&
+      !options_.naming->description.empty()) {
+    status =
+        ReplaceFile(absl::StrCat(partial->directory(), "/", kDescriptionFile), options_.naming->description);
+  }
   {
     std::lock_guard lock(mutex_);
     tiles_over_ = true;
@@ -187,7 +199,8 @@ absl::Status CheckpointCopy::Write() {
   if (!alone) status = options_.meet(status);
   if (!status.ok() || !partial.ok()) return status;
   if (alone || options_.rank == 0) {
-    return partial->Publish(options_.keep, [this](double worked) { Rest(worked); });
+    return partial->Publish(
+        options_.keep, [this](double worked) { Rest(worked); }, options_.naming);
   }
   partial->HandOver();
   return absl::OkStatus();

@@ -22,6 +22,7 @@
 #define PENSTOCK_SWAP_CHECKPOINT_COPY_H_
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -86,6 +87,7 @@ class CheckpointCopy {
   // nothing behind, and did not touch the run.
   absl::Status Finish();
 
+  double seconds() const;  // since it began, or until it ended
   uint64_t step() const { return source_.step; }
   uint32_t tiles() const { return static_cast<uint32_t>(source_.layout.tiles.size()); }
   uint32_t tiles_done() const { return tiles_done_.load(std::memory_order_relaxed); }
@@ -105,6 +107,8 @@ class CheckpointCopy {
   const CheckpointSource source_;
   Store* held_;  // to be released; null: nothing is held
   const std::string path_;
+  const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point ended_;  // before finished_
   std::atomic<bool> finished_{false};
   std::atomic<uint32_t> tiles_done_{0};
   std::mutex mutex_;

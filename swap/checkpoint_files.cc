@@ -181,6 +181,7 @@ class LockedCheckpoint {
     ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory_));
     if (directories.front() != directory_) directories.push_back(directory_);
     for (const std::string& each : directories) {
+      (void)::unlink(absl::StrCat(each, "/", kDescriptionFile).c_str());
       if (::rmdir(each.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove directory", each);
     }
     if (rest) {
@@ -436,7 +437,8 @@ absl::StatusOr<std::string> PartialCheckpoint::TakeNameOf(const std::string& pat
   return aside;
 }
 
-absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
+absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest,
+                                        const std::optional<CheckpointNaming>& naming) {
   const std::string path = absl::StrCat(parent_, "/", name_);
   if (absl::Status held = Held(lock_); !held.ok()) {
     directory_.clear();  // it went with the directory: what has its name is somebody else's
@@ -451,9 +453,15 @@ absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
   }
   directory_.clear();
   RETURN_IF_ERROR(SyncDirectory(parent_));
+  if (naming.has_value()) {
+    if (!naming->tag.empty() && naming->tag != name_)
+      RETURN_IF_ERROR(ReplaceLink(name_, absl::StrCat(parent_, "/", naming->tag)));
+    if (naming->latest) RETURN_IF_ERROR(ReplaceFile(absl::StrCat(parent_, "/", kLatest), name_));
+  }
   // From here on there is a checkpoint, and those that are kept no longer go. `latest` is a note for people:
   // where there is no room for it, there may be afterwards; none is better than one that names what is gone.
   const auto note = [&] {
+    if (naming.has_value()) return true;
     return ReplaceFile(absl::StrCat(parent_, "/", kLatest), name_ + "\n", {.mode = 0600}).ok();
   };
   const bool noted = note();

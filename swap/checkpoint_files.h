@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -41,7 +42,9 @@ class PartialCheckpoint {
   // Rank 0's, when all parts are there: gives the durable, closed store in directory() its name, makes that
   // durable, writes `latest` if that is possible, and removes those that are replaced and all but the newest
   // `keep` of the others (0: none of these), at the pace of `rest`. On an error nothing has been removed.
-  absl::Status Publish(uint32_t keep, const Rest& rest);
+  // `naming`: CheckpointOptions'; its errors leave the checkpoint under its own name.
+  absl::Status Publish(uint32_t keep, const Rest& rest,
+                       const std::optional<CheckpointNaming>& naming = std::nullopt);
   // The others': rank 0 publishes it.
   void HandOver() { directory_.clear(); }
 

@@ -285,7 +285,11 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         **options: Any,
     ) -> bool:
-        """DeepSpeed's, of Penstock's format. exclude_frozen_parameters=True is refused: a checkpoint is the whole state."""
+        """DeepSpeed's, of Penstock's format. exclude_frozen_parameters=True is refused: a checkpoint is the whole state.
+
+        Callers look at the directory right after, or remove older ones: it is whole when this returns, as with DeepSpeed. With
+        ``"checkpoint": {"writer": {"decoupled": true}}`` it is copied beside the steps that follow; ``wait_for_checkpoint`` waits.
+        """
         if truth(options.pop("exclude_frozen_parameters", False), "exclude_frozen_parameters"):
             raise NotImplementedError(
                 "exclude_frozen_parameters: a checkpoint is the whole state, which is gone on with; without them weights are written by "
@@ -295,9 +299,13 @@ class DeepSpeedEngine(nn.Module):
             raise TypeError(f"save_checkpoint() got an unexpected keyword argument {next(iter(options))!r}")
         # One of the same step that another process has left is replaced, as DeepSpeed does it: Trainer goes over steps again.
         self.engine.save_checkpoint(
-            save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest=save_latest, replaces_others=True
+            save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest=save_latest, replaces_others=True,
+            wait=not _is_decoupled(self._config),
         )
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        self.engine.wait_for_checkpoint()
 
     @functools.wraps(Engine.load_checkpoint)
     def load_checkpoint(self, *args: Any, **options: Any) -> Tuple[Optional[str], Dict[str, Any]]:
@@ -372,6 +380,15 @@ def _config_of(config: Any) -> Dict[str, Any]:
         return dict(config)
     text = config_text(config)
     return dict(json.loads(text)) if text else {}
+
+
+# As DeepSpeed reads it: what is no such section is refused by what reads the whole configuration.
+def _is_decoupled(config: Mapping[str, Any]) -> bool:
+    for key in ("checkpoint", "writer"):
+        config = config.get(key) or {}
+        if not isinstance(config, Mapping):
+            return False
+    return config.get("decoupled") is True
 
 
 def _nvme_path(part: Any, key: str) -> Optional[str]:

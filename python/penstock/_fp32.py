@@ -127,6 +127,7 @@ def _open(checkpoint_dir: Union[PathLike, Sequence[PathLike]], tag: Optional[str
     directories = [os.fspath(directory) for directory in given]
     if len(directories) == 1:
         directory = directories[0]
+        checkpoint_names.settle(directory)
         if tag is not None and not os.path.isdir(os.path.join(directory, str(tag))):
             raise FileNotFoundError(f"no checkpoint {os.path.join(directory, str(tag))}")
         if is_deepspeeds(directory, tag):

@@ -34,6 +34,7 @@
 #include "run_watch.h"
 #include "swap/inspect.h"
 #include "tiering/plan/byte_size.h"
+#include "tools/penstock/planned_model.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
@@ -88,6 +89,58 @@ zero::StateKind StateKindOf(const std::string& name) {
   throw nb::value_error(("no kind of state: " + name).c_str());
 }
 
+// What the options say of the model.
+void Join(GivenModel* model, GivenOptions* given) {
+  model->measured.graph.input_gradients = given->input_gradients;
+  model->measured.graph.fixed_tensor_bytes += given->resident_bytes;
+  given->engine.initial_values = std::move(model->initial_values);
+}
+
+// The plan of an engine with these blocks, stages and options, whose values are not looked at.
+class PyPlan {
+ public:
+  PyPlan(const std::vector<GivenBlock>& blocks, const std::vector<GivenStage>& stages,
+         const std::string& options, int compute_threads, bool probes_drive,
+         const std::vector<std::string>& sources)
+      : planned_(Make(blocks, stages, options, compute_threads, probes_drive, sources)) {}
+
+  std::string Json(bool asks_what_if) {
+    nb::gil_scoped_release release;
+    return planned_.Json(asks_what_if).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  }
+  std::string Text() {
+    nb::gil_scoped_release release;
+    return planned_.Text();
+  }
+  std::string Html(const std::string& title) {
+    absl::StatusOr<std::string> page;
+    {
+      nb::gil_scoped_release release;
+      page = planned_.Html(title);
+    }
+    return ValueOrRaise(std::move(page));
+  }
+
+ private:
+  static tools::PlannedModel Make(const std::vector<GivenBlock>& blocks,
+                                  const std::vector<GivenStage>& stages, const std::string& options,
+                                  int compute_threads, bool probes_drive,
+                                  const std::vector<std::string>& sources) {
+    GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
+    GivenOptions given = ValueOrRaise(MakeOptions(options, nullptr));
+    Join(&model, &given);
+    absl::StatusOr<tools::PlannedModel> planned;
+    {
+      nb::gil_scoped_release release;
+      planned = tools::PlannedModel::Make(std::move(model.measured), std::move(given.engine), compute_threads,
+                                          probes_drive, sources);
+    }
+    return ValueOfEngine(std::move(planned));
+  }
+
+  tools::PlannedModel planned_;
+};
+
 class PyTrainingEngine {
  public:
   PyTrainingEngine(const std::vector<GivenBlock>& blocks, const std::vector<GivenStage>& stages,
@@ -98,6 +151,7 @@ class PyTrainingEngine {
     GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
     for (const auto& layout : model.measured.layouts) layouts_.push_back(layout);
     GivenOptions given = ValueOrRaise(MakeOptions(options, comm()));
+    Join(&model, &given);
     if (comm() != nullptr) {
       absl::Status alike;
       {
@@ -108,10 +162,7 @@ class PyTrainingEngine {
       CheckEngine(alike);
     }
     model_ = model.measured.identity;
-    model.measured.graph.input_gradients = given.input_gradients;
-    model.measured.graph.fixed_tensor_bytes += given.resident_bytes;
     zero::EngineOptions& made = given.engine;
-    made.initial_values = std::move(model.initial_values);
     made.hooks.log = [heard = heard_](const std::string& line) { heard->Line(line); };
     made.hooks.stuck = [heard = heard_, watch = made.watch, rank = made.rank(),
                         alone = made.world() == 1](const zero::StuckOperation& operation) {
@@ -148,7 +199,9 @@ class PyTrainingEngine {
       return PyErr_CheckSignals() != 0;
     });
     Call([&](zero::Engine& of) {
-      watch_->Planned(of, zero::JsonField<std::string>(of.run(), "run_id").value_or(""));
+      const std::string line =
+          watch_->Planned(of, zero::JsonField<std::string>(of.run(), "run_id").value_or(""));
+      if (!line.empty()) heard_->Line(line);
       return absl::OkStatus();
     });
   }
@@ -257,7 +310,11 @@ class PyTrainingEngine {
     if (trains_) {
       Call([&](zero::Engine& engine) -> absl::Status {
         counts.written_bytes = static_cast<double>(engine.io_stats().DeviceWriteBytes());
+        counts.ended_checkpoints = engine.checkpoint_ended() ? 1 : 0;
         RETURN_IF_ERROR(Sum(&counts));
+        // On all ranks with the same step.
+        const int world = comm() == nullptr ? 1 : comm()->world();
+        if (counts.ended_checkpoints == world) checkpoint_error_.Update(engine.FinishCheckpoint());
         watch_->Stepped(engine, step, static_cast<int64_t>(counts.tokens), counts.flops);
         breakdown = watch_->breakdown();
         return absl::OkStatus();
@@ -287,10 +344,33 @@ class PyTrainingEngine {
   void Flush() {
     Call([this](zero::Engine& of) { return CommitDescription(of); });
   }
-  // The checkpoint's path.
-  std::string Checkpoint(const std::string& parent) {
+  // The path that the checkpoint has once it is whole.
+  std::string BeginCheckpoint(const std::string& parent, const std::string& tag, bool latest,
+                              const std::string& description) {
     Flush();
-    return Ask<std::string>([&](zero::Engine& of) { return of.Checkpoint(parent); });
+    zero::Engine::CheckpointRequest request = {
+        .parent = parent,
+        .naming = swap::CheckpointNaming{.description = description, .tag = tag, .latest = latest}};
+    checkpoints_ = parent;
+    return Ask<std::string>([&](zero::Engine& of) { return of.BeginCheckpoint(std::move(request)); });
+  }
+  // Waits for it, and raises its error.
+  void FinishCheckpoint() {
+    SettleCheckpoint();
+    TakeCheckpointError();
+  }
+  // Waits for it. TakeCheckpointError raises its error.
+  void SettleCheckpoint() {
+    absl::Status ended;
+    Call([&](zero::Engine& of) {
+      ended = of.FinishCheckpoint();
+      return absl::OkStatus();
+    });
+    checkpoint_error_.Update(ended);
+  }
+  // Of a checkpoint that has ended: raised once.
+  void TakeCheckpointError() {
+    CheckEngine(std::exchange(checkpoint_error_, absl::OkStatus()), {.path = checkpoints_});
   }
   // Where the parameters of a block begin in its weights, in elements.
   std::vector<int64_t> Offsets(int block) const {
@@ -430,7 +510,8 @@ class PyTrainingEngine {
   // Of a step. Numbers that doubles hold.
   struct Counts {
     double tokens = 0, samples = 0, flops = 0;
-    double written_bytes = 0;  // to drives, by the process
+    double written_bytes = 0;      // to drives, by the process
+    double ended_checkpoints = 0;  // that were begun, and whose end nobody has heard of
   };
   // Over all ranks.
   absl::Status Sum(Counts* counts) const {
@@ -445,6 +526,7 @@ class PyTrainingEngine {
       counts->samples += each.samples;
       counts->flops += each.flops;
       counts->written_bytes += each.written_bytes;
+      counts->ended_checkpoints += each.ended_checkpoints;
     }
     return absl::OkStatus();
   }
@@ -482,7 +564,9 @@ class PyTrainingEngine {
   std::shared_ptr<Heard> heard_;
   std::shared_ptr<RunWatch> watch_;  // the engine's hooks point there: it goes last
   std::shared_ptr<Owned<DrivenEngine>> engine_;
-  bool trains_ = false;  // the pass that is open, or was the last
+  std::string checkpoints_;        // the directory of the last checkpoint
+  absl::Status checkpoint_error_;  // of one that ended within a step, until it is raised
+  bool trains_ = false;            // the pass that is open, or was the last
   std::vector<std::shared_ptr<const zero::FlatLayout>> layouts_;
   nlohmann::json model_;  // as the state's identity has it
   std::mutex mutex_;
@@ -556,6 +640,14 @@ void BindEngine(nb::module_& module) {
       nb::arg("most_buffer_bytes"),
       "Where the run of a checkpoint of DeepSpeed's stood, as JSON. ValueError: it is not of a model with "
       "these parameters, or of a kind that is not served.");
+  nb::class_<PyPlan>(module, "Plan", "The plan of an engine that is not made, and what its step would take.")
+      .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const std::string&, int,
+                    bool, const std::vector<std::string>&>(),
+           nb::arg("blocks"), nb::arg("stages"), nb::arg("options"), nb::arg("compute_threads"),
+           nb::arg("probes_drive"), nb::arg("sources"))
+      .def("json", &PyPlan::Json, nb::arg("asks_what_if"))
+      .def("text", &PyPlan::Text)
+      .def("html", &PyPlan::Html, nb::arg("title"));
   nb::class_<PyTrainingEngine>(
       module, "TrainingEngine", nb::is_weak_referenceable(),
       "Trains a model that its owner drives: enter and leave for each use of a block.")
@@ -571,7 +663,11 @@ void BindEngine(nb::module_& module) {
       .def("finish", &PyTrainingEngine::Finish, nb::arg("tokens") = 0, nb::arg("samples") = 0,
            nb::arg("flops") = 0.0)
       .def("flush", &PyTrainingEngine::Flush)
-      .def("checkpoint", &PyTrainingEngine::Checkpoint, nb::arg("parent"))
+      .def("begin_checkpoint", &PyTrainingEngine::BeginCheckpoint, nb::arg("parent"), nb::arg("tag"),
+           nb::arg("latest"), nb::arg("description"))
+      .def("finish_checkpoint", &PyTrainingEngine::FinishCheckpoint)
+      .def("settle_checkpoint", &PyTrainingEngine::SettleCheckpoint)
+      .def("take_checkpoint_error", &PyTrainingEngine::TakeCheckpointError)
       .def("export_checkpoint", &PyTrainingEngine::Export, nb::arg("what"), nb::arg("names"))
       .def("offsets", &PyTrainingEngine::Offsets, nb::arg("block"))
       .def("arena", &PyTrainingEngine::Arena)

@@ -322,6 +322,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
   given.Take("state_dirs", &options.storage.state_dirs);
   given.Take("overwrite", &options.storage.overwrite);
   given.Take("resume", &options.resume.enabled);
+  options.storage.checkpoints.on_demand = true;
   given.Take("trains", &options.trains);
   given.Take("new_weights", &options.new_weights);
   given.Take("run", &options.resume.run);

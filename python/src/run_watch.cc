@@ -4,6 +4,7 @@
 
 #include "absl/status/status.h"
 #include "aio/profile.h"
+#include "tools/penstock/plan_text.h"
 
 namespace penstock::python {
 
@@ -28,17 +29,23 @@ void RunWatch::Attach(GivenOptions* given) {
   };
 }
 
-void RunWatch::Planned(const zero::Engine& engine, const std::string& run_id) {
+std::string RunWatch::Planned(const zero::Engine& engine, const std::string& run_id) {
   committed_.store(engine.committed_step());
   report_.Identify(run_id);
   aio::DeviceProfile unmeasured;
   // Without a drive there are none in flight.
   unmeasured.saturating_bytes_in_flight = std::max<uint64_t>(1, engine.io_stats().saturating_bytes_in_flight);
-  report_.Planned(engine, unmeasured, {});
   const zero::EnginePlan& plan = engine.plan();
+  // By how long the first forward took.
+  tiering::Prediction at_start;
+  if (plan.plan.trains) {
+    at_start = tiering::Predict(plan.graph, plan.plan, plan.options.machine).value_or(tiering::Prediction());
+  }
+  report_.Planned(engine, unmeasured, at_start);
   prediction_ =
       std::make_unique<tiering::RunPrediction>(plan.graph, plan.plan, plan.options.machine,
                                                static_cast<int64_t>(unmeasured.saturating_bytes_in_flight));
+  return at_start.step_seconds > 0 ? tools::PlanLine(plan, at_start) : "";
 }
 
 void RunWatch::Stepped(const zero::Engine& engine, const zero::StepResult& result, int64_t tokens,

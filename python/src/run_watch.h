@@ -1,6 +1,7 @@
 // What a driven training tells of itself: the report (zero/engine/report.h), with what its own steps predict,
-// and which step was committed last. An engine from Python measures no machine before it begins: there is a
-// prediction when the first steps are over. Also what DeepSpeed's wall_clock_breakdown and comms_logger tell.
+// and which step was committed last. An engine from Python measures no drive before it begins: until the
+// first steps are over the prediction goes by the first forward, and by what is assumed of the drive. Also
+// what DeepSpeed's wall_clock_breakdown and comms_logger tell.
 #ifndef PENSTOCK_PYTHON_RUN_WATCH_H_
 #define PENSTOCK_PYTHON_RUN_WATCH_H_
 
@@ -23,8 +24,9 @@ class RunWatch {
  public:
   // Hooks that call back here: the watch outlives the engine.
   void Attach(GivenOptions* given);
-  // The engine is made. `run_id`: as the run's record has it.
-  void Planned(const zero::Engine& engine, const std::string& run_id);
+  // The engine is made. `run_id`: as the run's record has it. Returns the plan in a line: empty where nothing
+  // trains.
+  std::string Planned(const zero::Engine& engine, const std::string& run_id);
   // A pass begins.
   void Begins(bool trains) { trains_.store(trains); }
   // A training step of `tokens` (0: not known) that computed `flops` in matrix products (0: not known). On

@@ -975,7 +975,7 @@ def test_checkpoints_go_to_another_directory_and_back(tmp_path):
     with make(net(), tmp_path / "run") as engine:
         run(engine, data[:3])
         engine.state_dict()  # the step is committed before the client has said what it is
-        path = engine.save_checkpoint(tmp_path / "kept", tag="good", client_state={"epoch": 2})
+        path = engine.save_checkpoint(tmp_path / "kept", tag="good", client_state={"epoch": 2}, wait=True)
         assert os.path.isdir(path)
         expected = run(engine, data[3:])
     model = net(seed=9)

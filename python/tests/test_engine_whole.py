@@ -181,23 +181,22 @@ def test_a_checkpoint_that_could_not_be_replaced_stands(tmp_path, monkeypatch):
     with make(net(), tmp_path / "run") as engine:
         step(engine, batches(1)[0])
         path = engine.save_checkpoint(tmp_path / "kept", client_state={"which": 1})
+        engine.wait_for_checkpoint()
         real, calls = engine._core, []
 
         class Full:
             def __getattr__(self, name):
                 return getattr(real, name)
 
-            def checkpoint(self, parent):
+            def begin_checkpoint(self, parent, *_):
                 calls.append(parent)
-                if len(calls) == 1:
-                    return real.checkpoint(parent)
                 raise OSError(28, "No space left on device", parent)
 
         engine._core = Full()
         with pytest.raises(OSError, match="No space"):
             engine.save_checkpoint(tmp_path / "kept", client_state={"which": 2})
         engine._core = real
-        assert len(calls) == 2
+        assert len(calls) == 1
     other = make(net(seed=5), tmp_path / "other")
     with other:
         assert other.load_checkpoint(tmp_path / "kept")[0] == path
@@ -209,13 +208,13 @@ def test_what_a_kill_has_left_of_a_checkpoint_that_was_replaced_goes_with_the_ne
     kept = tmp_path / "kept"
     with make(net(), tmp_path / "run") as engine:
         step(engine, batches(1)[0])
-        path = engine.save_checkpoint(kept, client_state={"which": 1})
+        path = engine.save_checkpoint(kept, client_state={"which": 1}, wait=True)
         os.rename(path, kept / ".step-00000001.replaced")  # and killed
     with make(net(seed=5), tmp_path / "other") as other:
         assert other.load_checkpoint(kept) == (str(kept / ".step-00000001.replaced"), {"which": 1})
         with torch.no_grad():
             other(**batches(1)[0])
-        other.save_checkpoint(kept)
+        other.save_checkpoint(kept, wait=True)
         assert sorted(each.name for each in kept.iterdir()) == ["latest", "step-00000001"]
 
 

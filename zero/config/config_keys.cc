@@ -475,9 +475,9 @@ constexpr auto kCheckpointWriter = std::to_array<KeySpec>({
      .type = KeyType::kChoice,
      .why = kWriterIsOne,
      .choices = "mock|python|fast"},
-    Needless(
-        "decoupled", KeyType::kBool,
-        "penstock train writes checkpoints while training goes on; from Python the caller waits for them"),
+    Needless("decoupled", KeyType::kBool,
+             "checkpoints are copied while training goes on, from Python under DeepSpeed's name where this "
+             "is true"),
     {.name = "io_buffer_size", .use = kNeedless, .type = KeyType::kWhole, .why = kWriterIsOne, .least = 1},
     Needless("io_buffer_double", KeyType::kBool, kWriterIsOne),
     {.name = "io_multiplier", .use = kNeedless, .type = KeyType::kWhole, .why = kWriterIsOne, .least = 1},

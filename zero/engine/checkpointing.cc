@@ -54,8 +54,12 @@ absl::Status HandOn(const DeviceState* device, tiering::BlockIndex block, tierin
 }  // namespace
 
 Checkpointing::Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Comm* comm,
-                             Report report)
-    : schedule_(std::move(schedule)), tile_memory_(tile_memory), comm_(comm), report_(std::move(report)) {}
+                             Report report, CheckpointTotals* totals)
+    : schedule_(std::move(schedule)),
+      tile_memory_(tile_memory),
+      comm_(comm),
+      report_(std::move(report)),
+      totals_(totals) {}
 
 absl::Status Checkpointing::CleanUp() const {
   if (comm_ != nullptr && comm_->rank() > 0) return absl::OkStatus();
@@ -70,6 +74,7 @@ swap::CheckpointOptions Checkpointing::Options(uint64_t step) const {
   options.memory = tile_memory_;
   options.keep = static_cast<uint32_t>(std::max<int64_t>(0, schedule_.keep));
   if (schedule_.replaces.has_value()) options.replaces = *schedule_.replaces;
+  options.naming = naming_;
   if (comm_ != nullptr) {
     options.rank = comm_->rank();
     options.id = series_;
@@ -147,15 +152,26 @@ void Checkpointing::BeforeUpdate(int64_t step) {
 }
 
 void Checkpointing::FinishTiles() {
-  if (copy_ != nullptr) copy_->FinishTiles();
+  if (copy_ == nullptr) return;
+  const double begun = copy_->seconds();
+  copy_->FinishTiles();
+  totals_->waited_seconds += std::max(0.0, copy_->seconds() - begun);
+}
+
+std::optional<double> Checkpointing::under_way() const {
+  return copy_ == nullptr || copy_->finished() ? std::nullopt : std::optional(copy_->seconds());
 }
 
 absl::Status Checkpointing::Finish() {
   if (copy_ == nullptr) return absl::OkStatus();
   const std::unique_ptr<swap::CheckpointCopy> copy = std::move(copy_);
+  const double begun = copy->seconds();
   const absl::Status status = copy->Finish();
+  totals_->waited_seconds += std::max(0.0, copy->seconds() - begun);
+  totals_->seconds += copy->seconds();
   last_status_ = status;
   if (status.ok()) {
+    ++totals_->written;
     kept_step_ = static_cast<int64_t>(copy->step());
     kept_path_ = copy->path();
     ForgetReplaced();

@@ -25,6 +25,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -51,13 +52,16 @@ class Checkpointing {
   // `report` hears how each checkpoint ended. Everything passed in outlives this. `tile_memory`: for one
   // padded tile, where a store is copied. `comm`: the other ranks, each of which writes its part of every
   // checkpoint; null: there are none. A checkpoint gets its name when all parts are there, which training
-  // does not wait for before the next one is due.
-  Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Comm* comm, Report report);
+  // does not wait for before the next one is due. `totals` is added to.
+  Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Comm* comm, Report report,
+                CheckpointTotals* totals);
   // Gives up what is not finished.
   ~Checkpointing() = default;
   // Of several ranks, before the first checkpoint: a number that all of them have, and no other run or object
   // of this one. Each checkpoint's own is made of it and of the step, so that its parts know each other.
   void set_series(const swap::Uuid& series) { series_ = series; }
+  // Of every checkpoint from here on.
+  void set_naming(swap::CheckpointNaming naming) { naming_ = std::move(naming); }
 
   // Removes what killed runs left in the directory, and more than are to be kept. Of several ranks, rank 0
   // does.
@@ -80,6 +84,10 @@ class Checkpointing {
   // where the directory was moved away, training goes on: that is reported and no error here. Damage in the
   // run is.
   absl::Status Finish();
+  // Seconds since the checkpoint that is being written began; none: there is none.
+  std::optional<double> under_way() const;
+  // Finish would not wait.
+  bool ended() const { return copy_ == nullptr || copy_->finished(); }
   // Of this process: the newest that was written, and how the last one ended. Step 0: none.
   int64_t kept_step() const { return kept_step_; }
   const std::string& kept_path() const { return kept_path_; }
@@ -94,7 +102,9 @@ class Checkpointing {
   const std::span<std::byte> tile_memory_;
   Comm* const comm_;
   swap::Uuid series_{};
+  std::optional<swap::CheckpointNaming> naming_;
   const Report report_;
+  CheckpointTotals* const totals_;
   std::unique_ptr<swap::CheckpointCopy> copy_;
   int64_t last_step_ = 0;   // whose update must wait for the copy; 0: none
   int64_t begun_step_ = 0;  // whose update has begun or may begin any time

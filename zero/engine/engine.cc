@@ -183,12 +183,28 @@ absl::Status Engine::CommitDescription(nlohmann::json description) {
   return impl_->BroadcastError(impl_->CommitDescription(std::move(description)));
 }
 
-absl::StatusOr<std::string> Engine::Checkpoint(const std::string& parent) {
+absl::StatusOr<std::string> Engine::BeginCheckpoint(CheckpointRequest request) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   const TensorScope scope(impl_->tensors_.pool());
+  RETURN_IF_ERROR(FinishCheckpoint());
   impl_->Enter(absl::StrCat("a checkpoint of step ", impl_->step_));
-  return impl_->Checkpoint(parent);
+  return impl_->BeginCheckpoint(std::move(request));
 }
+absl::Status Engine::FinishCheckpoint() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
+  if (!impl_->has_begun_checkpoint()) return absl::OkStatus();
+  impl_->Enter("the end of a checkpoint");
+  return impl_->FinishCheckpoint();
+}
+bool Engine::checkpoint_ended() const { return impl_->checkpoint_ended(); }
+absl::StatusOr<std::string> Engine::Checkpoint(const std::string& parent) {
+  ASSIGN_OR_RETURN(std::string path, BeginCheckpoint({.parent = parent, .naming = std::nullopt}));
+  RETURN_IF_ERROR(FinishCheckpoint());
+  return path;
+}
+CheckpointTotals Engine::checkpoint_totals() const { return impl_->checkpoint_totals(); }
+bool Engine::copies_checkpoint() const { return impl_->checkpoint_seconds() > 0; }
 
 absl::StatusOr<std::string> Engine::Keep() {
   RETURN_IF_ERROR(made_in_.Check("this engine"));

@@ -113,6 +113,13 @@ struct EnginePlan {
 
 enum class Next : uint8_t { kUnknown, kTrain };
 
+// Of an engine's checkpoints, all that this process wrote.
+struct CheckpointTotals {
+  int64_t written = 0;
+  double seconds = 0;         // from the beginning of each to its end, written or not
+  double waited_seconds = 0;  // of these, training stood still
+};
+
 // What a step is made with.
 struct StepOptions {
   StepOptions(Next ahead = Next::kUnknown) : next(ahead) {}  // NOLINT(google-explicit-constructor)
@@ -195,17 +202,37 @@ class Engine {
   // Flush, and `description` in the place of what the last commit says, whichever process made it: where a
   // run was resumed, or made, and no step since. Without a drive nothing.
   absl::Status CommitDescription(nlohmann::json description);
-  // The same, and a checkpoint of the last step in the directory `parent`, now: written by this thread, at
-  // the drive's speed. Memory: one tile beyond the budget. Returns its path. kAlreadyExists: one of this step
-  // is there; kFailedPrecondition: another run has `parent`, or nothing was committed yet.
+  // Flush and CommitDescription, and begins a checkpoint of the last step: a thread copies the commit while
+  // the steps that follow are made, which wait where they would change what is not copied yet
+  // (zero/engine/checkpointing.h). What it says is what the commit said when this was called. Returns the
+  // path that it has once it is whole. There is one at a time: one that is being copied is waited for, and
+  // its error returned in the place of a new one. Memory: with CheckpointSchedule::on_demand in the plan,
+  // else one tile beyond the budget. kFailedPrecondition: another run has the directory, or nothing was
+  // committed yet.
+  struct CheckpointRequest {
+    std::string parent;                            // the directory of all checkpoints
+    std::optional<swap::CheckpointNaming> naming;  // default: `latest` is a note for people
+  };
+  absl::StatusOr<std::string> BeginCheckpoint(CheckpointRequest request);
+  // Blocks until the checkpoint that BeginCheckpoint began has ended, copied at the drive's speed, and
+  // returns how; OK where there is none. An error left nothing of it behind, and did not touch the run:
+  // kAlreadyExists: one of this step is there; kResourceExhausted: no space; kDataLoss: damage in the run.
+  absl::Status FinishCheckpoint();
+  // One was begun, and FinishCheckpoint, which all ranks call, would not wait for this rank.
+  bool checkpoint_ended() const;
+  // Both: it is whole when this returns.
   absl::StatusOr<std::string> Checkpoint(const std::string& parent);
+  // Of all checkpoints of this process, with that which is being copied.
+  CheckpointTotals checkpoint_totals() const;
+  bool copies_checkpoint() const;  // just now
 
   // Another plan for the same run, where batches become larger or smaller: from here on the engine is as one
   // that was created for this example and has resumed, and so are its bits. Step, rates, order of the stages,
   // description and what is counted go on; gradients of the last step are gone, and its time is no step's.
   // What is pending is committed first, as by CommitDescription. Then all memory is given back, the model is
   // measured and planned, and state comes from its drive again, whose speed is not measured anew; no other
-  // process gets at the run meanwhile. EngineHooks::planned is asked. Between steps: one that was announced
+  // process gets at the run meanwhile. A checkpoint that was begun is waited for, and its error returned.
+  // EngineHooks::planned is asked. Between steps: one that was announced
   // starts over. kFailedPrecondition: the budget is too small, and says the least that works; the state is
   // not on a drive; this engine only reads; or calls of a step are still to come. With one rank the engine
   // then goes on as it was; where even that fails, usable() says why, and the last commit stands. Over

@@ -10,6 +10,7 @@
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
+#include "swap/checkpoint_lock.h"
 #include "tiering/program/program.h"
 #include "zero/engine/checkpointing.h"
 #include "zero/engine/engine_impl.h"
@@ -24,12 +25,14 @@ using tiering::Pass;
 absl::Status Engine::Impl::Decide(const Op& op) {
   if (abandoned_step_ != 0 && op.step >= abandoned_step_) return absl::OkStatus();
   if (op.kind == OpKind::kBatch && !op.evaluates) {
-    if (checkpointing_ != nullptr && decisions_.speculates(op.step)) checkpointing_->BeforeUpdate(op.step);
+    if (decisions_.speculates(op.step)) {
+      ForCheckpointing([&](Checkpointing& each) { each.BeforeUpdate(op.step); });
+    }
     lanes_->set_assumption(decisions_.Assume(op.step));
     return absl::OkStatus();
   }
   if (op.kind != OpKind::kNorm && op.kind != OpKind::kSummed) return absl::OkStatus();
-  if (op.kind == OpKind::kNorm && checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
+  if (op.kind == OpKind::kNorm) ForCheckpointing([&](Checkpointing& each) { each.BeforeUpdate(op.step); });
   totals_ = lanes_->totals();
   if (!totals_.failure.ok()) return PassFailed(op, totals_.failure) ? absl::OkStatus() : totals_.failure;
   absl::StatusOr<nlohmann::json> buffers = compute_->Buffers();
@@ -69,10 +72,11 @@ absl::Status Engine::Impl::Applied(const Op& op) {
       RETURN_IF_ERROR(options_.hooks.committed(decisions_.applied().result));
     }
   }
-  if (!lasts || checkpointing_ == nullptr) return absl::OkStatus();
+  if (!lasts) return absl::OkStatus();
   // What the last checkpoint still holds is written to from here on.
-  if (!plan_.plan.commits_every_step) checkpointing_->FinishTiles();
-  if (!checkpointing_->Due(step)) return absl::OkStatus();
+  if (!plan_.plan.commits_every_step) ForCheckpointing([](Checkpointing& each) { each.FinishTiles(); });
+  if (checkpointing_ == nullptr || !checkpointing_->Due(step)) return absl::OkStatus();
+  if (asked_ != nullptr) asked_->checkpointing->FinishTiles();  // a store holds one commit at a time
   if (store() != nullptr) return checkpointing_->BeginOfStore(*store(), plan_.plan.commits_every_step);
   if (decisions_.has(step + 1)) {
     return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
@@ -140,55 +144,84 @@ absl::Status Engine::Impl::CommitDescription(nlohmann::json description) {
   return CommitAgainWhereItDiffers(payload.dump());
 }
 
-absl::StatusOr<std::string> Engine::Impl::Checkpoint(const std::string& parent) {
+absl::StatusOr<std::string> Engine::Impl::BeginCheckpoint(CheckpointRequest request) {
   if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
   RETURN_IF_ERROR(BroadcastError(CommitDescription()));
   if (store() == nullptr && last_result_.step == 0) {
     return absl::FailedPreconditionError(
         "no step has been made since the run was opened: what it was opened from is the checkpoint");
   }
-  std::shared_ptr<swap::CheckpointLock> lock = options_.storage.checkpoints.lock;
+  auto asked = std::make_unique<AskedCheckpoint>();
+  const std::string& parent = request.parent;
+  asked->path = absl::StrCat(parent, "/", swap::CheckpointName(static_cast<uint64_t>(step_)));
+  asked->lock = options_.storage.checkpoints.lock;
   absl::Status mine;
-  if (options_.rank() == 0 && (lock == nullptr || parent != options_.storage.checkpoints.parent)) {
+  if (options_.rank() == 0 && (asked->lock == nullptr || parent != options_.storage.checkpoints.parent)) {
     auto taken = swap::CheckpointLock::Take(parent);
     mine = taken.status();
-    if (taken.ok()) lock = *std::move(taken);
+    if (taken.ok()) asked->lock = *std::move(taken);
   }
   // What is wrong with the directory is known to all, and ends nobody.
   RETURN_IF_ERROR(OfAll(mine));
-  aio::ArenaOptions of_tile;
-  of_tile.lock = false;
-  of_tile.bytes = store() != nullptr ? store()->geometry().largest_slot_bytes() : 1;
-  absl::StatusOr<std::unique_ptr<aio::Arena>> tile = aio::Arena::Create(of_tile);
-  RETURN_IF_ERROR(OfAll(tile.status()));
+  std::span<std::byte> tile = resources_->tile_memory();
+  if (store() == nullptr || tile.size() < store()->geometry().largest_slot_bytes()) {
+    aio::ArenaOptions of_tile;
+    of_tile.lock = false;
+    of_tile.bytes = store() != nullptr ? store()->geometry().largest_slot_bytes() : 1;
+    absl::StatusOr<std::unique_ptr<aio::Arena>> made = aio::Arena::Create(of_tile);
+    mine = made.status();
+    if (made.ok()) {
+      asked->tile = *std::move(made);
+      tile = {asked->tile->data(), of_tile.bytes};
+    }
+  }
+  RETURN_IF_ERROR(OfAll(mine));
   // Rank 0 cleans up there, before anybody writes.
-  Checkpointing once({.parent = parent, .lock = lock}, {(*tile)->data(), of_tile.bytes}, options_.comm.get(),
-                     options_.hooks.checkpointed);
-  RETURN_IF_ERROR(OfAll(once.CleanUp()));
+  asked->checkpointing =
+      std::make_unique<Checkpointing>(CheckpointSchedule{.parent = parent, .lock = asked->lock}, tile,
+                                      options_.comm.get(), options_.hooks.checkpointed, &checkpoint_totals_);
+  if (request.naming.has_value()) asked->checkpointing->set_naming(*std::move(request.naming));
+  RETURN_IF_ERROR(OfAll(asked->checkpointing->CleanUp()));
   if (options_.comm != nullptr) {
     RETURN_IF_ERROR(AgreeOnDirectory(*options_.comm, parent));
     if (!checkpoint_uuid_.has_value()) {
       ASSIGN_OR_RETURN(checkpoint_uuid_, AgreeOnUuid(*options_.comm));
     }
     ASSIGN_OR_RETURN(const swap::Uuid series, AgreeOnUuid(*options_.comm));
-    once.set_series(series);
+    asked->checkpointing->set_series(series);
   }
-  std::unique_ptr<aio::Engine> own_io;
-  RETURN_IF_ERROR(BroadcastError(BeginOnce(&once, &own_io)));
-  RETURN_IF_ERROR(BroadcastError(once.Finish()));
-  // Rank 0 gives it its name after the others are done.
-  RETURN_IF_ERROR(OfAll(once.last_status()));
-  return once.kept_path();
+  RETURN_IF_ERROR(BroadcastError(BeginAsked(asked.get())));
+  asked_ = std::move(asked);
+  return asked_->path;
 }
 
-absl::Status Engine::Impl::BeginOnce(Checkpointing* once, std::unique_ptr<aio::Engine>* own_io) {
-  if (store() != nullptr) return once->BeginOfStore(*store(), plan_.plan.commits_every_step);
+absl::Status Engine::Impl::BeginAsked(AskedCheckpoint* asked) {
+  if (store() != nullptr) return asked->checkpointing->BeginOfStore(*store(), plan_.plan.commits_every_step);
   aio::Engine* io = resources_->io();
   if (io == nullptr) {
-    ASSIGN_OR_RETURN(*own_io, aio::Engine::Create({}));
-    io = own_io->get();
+    ASSIGN_OR_RETURN(asked->io, aio::Engine::Create({}));
+    io = asked->io.get();
   }
-  return once->BeginOfMemory(*io, SourceOf(step_));
+  return asked->checkpointing->BeginOfMemory(*io, SourceOf(step_));
+}
+
+absl::Status Engine::Impl::FinishCheckpoint() {
+  (void)asked_->checkpointing->Finish();  // which ends the training where it has to, unlike this one
+  const std::unique_ptr<AskedCheckpoint> asked = std::move(asked_);
+  // Rank 0 gives it its name after the others are done.
+  return OfAll(asked->checkpointing->last_status());
+}
+
+CheckpointTotals Engine::Impl::checkpoint_totals() const {
+  CheckpointTotals totals = checkpoint_totals_;
+  totals.seconds += checkpoint_seconds();
+  return totals;
+}
+
+double Engine::Impl::checkpoint_seconds() const {
+  double seconds = 0;
+  ForCheckpointing([&](const Checkpointing& each) { seconds += each.under_way().value_or(0); });
+  return seconds;
 }
 
 absl::Status Engine::Impl::BeginOfMemory(int64_t step) {

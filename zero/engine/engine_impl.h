@@ -21,7 +21,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "aio/arena.h"
 #include "aio/engine.h"
+#include "swap/checkpoint_lock.h"
 #include "swap/store.h"
 #include "tiering/program/executor.h"
 #include "tiering/program/program.h"
@@ -61,7 +63,12 @@ class Engine::Impl {
   absl::StatusOr<std::string> Keep();
   absl::Status CommitDescription();
   absl::Status CommitDescription(nlohmann::json description);
-  absl::StatusOr<std::string> Checkpoint(const std::string& parent);
+  absl::StatusOr<std::string> BeginCheckpoint(CheckpointRequest request);
+  absl::Status FinishCheckpoint();
+  bool has_begun_checkpoint() const { return asked_ != nullptr; }
+  bool checkpoint_ended() const { return asked_ != nullptr && asked_->checkpointing->ended(); }
+  CheckpointTotals checkpoint_totals() const;
+  double checkpoint_seconds() const;  // of those that are being copied, so far
   absl::Status Replan(Batch example);
   aio::EngineStats io_stats() const;
   Device::Traffic copied() const;
@@ -183,8 +190,20 @@ class Engine::Impl {
   // Where the last commit says something else, on this rank or another: all make the same commits, or a
   // resumed run would not know which belong together.
   absl::Status CommitAgainWhereItDiffers(const std::string& payload) const;
-  // A checkpoint of the last step, by itself. `own_io`: what moves it where the engine has no drive.
-  absl::Status BeginOnce(Checkpointing* once, std::unique_ptr<aio::Engine>* own_io);
+  // A checkpoint that was asked for, from its beginning until somebody hears how it ended.
+  struct AskedCheckpoint {
+    std::shared_ptr<swap::CheckpointLock> lock;
+    std::unique_ptr<aio::Arena> tile;  // null: the plan has room for it
+    std::unique_ptr<aio::Engine> io;   // null: the run's moves it
+    std::unique_ptr<Checkpointing> checkpointing;
+    std::string path;
+  };
+  absl::Status BeginAsked(AskedCheckpoint* asked);
+  // Those that are due, and one that was asked for.
+  void ForCheckpointing(absl::FunctionRef<void(Checkpointing&)> what) const {
+    if (checkpointing_ != nullptr) what(*checkpointing_);
+    if (asked_ != nullptr) what(*asked_->checkpointing);
+  }
   // A checkpoint of `step`, whose updates were the last to be applied.
   absl::Status BeginOfMemory(int64_t step);
   swap::CheckpointSource SourceOf(int64_t step);
@@ -214,6 +233,8 @@ class Engine::Impl {
   bool told_of_misses_ = false;
   std::unique_ptr<Checkpointing> checkpointing_;  // null: none are kept
   std::optional<swap::Uuid> checkpoint_uuid_;  // by which the parts of all ranks know each other, of memory
+  std::unique_ptr<AskedCheckpoint> asked_;     // null: nobody has
+  CheckpointTotals checkpoint_totals_;
   absl::Status checkpoint_status_;
   int64_t operations_ = 1;  // of a training pass
   int64_t gates_ = 0;

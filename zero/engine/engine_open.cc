@@ -46,6 +46,7 @@ Engine::Impl::~Impl() {
 void Engine::Impl::Close() {
   if (executor_ != nullptr) executor_->Quiesce();
   checkpointing_.reset();
+  asked_.reset();
   watched_.reset();
   lanes_.reset();
   executor_.reset();
@@ -177,8 +178,9 @@ absl::Status Engine::Impl::MakeCheckpointing() {
   CheckpointSchedule schedule = options_.storage.checkpoints;
   // A run on a drive replaces them itself, by its first commit.
   if (plan_.plan.on_nvme || options_.resumes()) schedule.replaces.reset();
-  checkpointing_ = std::make_unique<Checkpointing>(std::move(schedule), resources_->tile_memory(),
-                                                   options_.comm.get(), options_.hooks.checkpointed);
+  checkpointing_ =
+      std::make_unique<Checkpointing>(std::move(schedule), resources_->tile_memory(), options_.comm.get(),
+                                      options_.hooks.checkpointed, &checkpoint_totals_);
   if (options_.resumes() || !options_.storage.overwrite) {
     RETURN_IF_ERROR(checkpointing_->CleanUp());
   }

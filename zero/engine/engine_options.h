@@ -59,6 +59,9 @@ struct CheckpointSchedule {
   // State in memory: Engine::Keep makes one of the last step. A place that cannot hold it is refused by
   // Create. Default: no.
   bool at_end = false;
+  // Engine::BeginCheckpoint will be called: the plan has room for the tile that its copy takes. Default: it
+  // takes one beyond the budget.
+  bool on_demand = false;
   // With StorageOptions::overwrite: removed only as long as no others are in `parent`. Default: those that
   // are there when Create is called.
   std::optional<std::vector<swap::CheckpointSeen>> replaces = std::nullopt;

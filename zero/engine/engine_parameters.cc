@@ -60,6 +60,8 @@ absl::Status Engine::Impl::WriteState(std::string_view parameter, StateKind kind
   if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
   absl::Status status = BroadcastError(Flush());
   RETURN_IF_ERROR(status);
+  // A value may be written more often than a step's commit.
+  ForCheckpointing([](Checkpointing& each) { each.FinishTiles(); });
   bool begun = false;
   status = Access().Write(parameter, kind, value, [&] {
     begun = true;

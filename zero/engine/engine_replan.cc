@@ -26,6 +26,7 @@ absl::Status Engine::Impl::Replan(Batch example) {
     return absl::FailedPreconditionError(
         absl::StrCat("step ", step_ + 1, " has more calls to come: a plan is made between steps"));
   }
+  if (asked_ != nullptr) RETURN_IF_ERROR(FinishCheckpoint());
   RETURN_IF_ERROR(BroadcastError(CommitDescription()));
   const swap::CommitSeen last = {store()->uuid(), store()->committed_sequence()};
   earlier_ = {io_stats(),          copied(),           gds_read_bytes(), peak_managed_bytes(),

@@ -244,6 +244,7 @@ absl::Status Engine::Impl::GiveUpStep() {
 void Engine::Impl::Observe(OpId id, const Op& op, double start, double end) {
   if (options_.hooks.observer) options_.hooks.observer(id, op, start, end);
   if (checkpointing_ != nullptr) checkpoint_status_.Update(checkpointing_->Advance(operations_));
+  if (asked_ != nullptr) (void)asked_->checkpointing->Advance(operations_);  // FinishCheckpoint has its error
   if (!options_.hooks.tick || end - last_tick_ < 0.05) return;
   last_tick_ = end;
   options_.hooks.tick(executor_->waiting_for());

@@ -129,7 +129,8 @@ class Preparation {
     plan_options_.update_order = options_.optimizer.order;
     plan_options_.prefer = options_.optimizer.prefer;
     plan_options_.clips = options_.optimizer.clip > 0;
-    plan_options_.copies_checkpoints = options_.trains && options_.storage.checkpoints.every > 0;
+    const CheckpointSchedule& checkpoints = options_.storage.checkpoints;
+    plan_options_.copies_checkpoints = options_.trains && (checkpoints.every > 0 || checkpoints.on_demand);
     return absl::OkStatus();
   }
 

@@ -227,6 +227,11 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
       stalls[std::string(tiering::StallName(stall))] = engine->usage().stall_seconds[static_cast<size_t>(i)];
     }
     io = engine->io_stats();
+    const CheckpointTotals checkpoints = engine->checkpoint_totals();
+    report_["checkpoints"] = {{"written", checkpoints.written},
+                              {"seconds", checkpoints.seconds},
+                              {"waited_seconds", checkpoints.waited_seconds},
+                              {"under_way", engine->copies_checkpoint()}};
   }
   report_["stall_seconds"] = std::move(stalls);
   report_["totals"] = {{"nvme_read_bytes", engine != nullptr ? ReadBytes(*engine) : probe_read_bytes_},

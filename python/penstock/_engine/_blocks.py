@@ -93,7 +93,7 @@ def _given(model: nn.Module, names: Sequence[str]) -> Iterable[Tuple[str, nn.Mod
 def find_blocks(model: nn.Module, names: Optional[Sequence[str]] = None, has_values: bool = True) -> List[Block]:
     """All parameters of the model in blocks, in its own order. Those of no module that is a block are resident.
 
-    names: of the modules that are blocks; None finds them. has_values: False after an engine has had them.
+    names: of the modules that are blocks; None finds them. has_values: False after an engine has had them, and on the meta device.
     Raises ValueError for names that are wrong.
     """
     found = list(_found(model) if names is None else _given(model, names))
@@ -122,9 +122,9 @@ def find_blocks(model: nn.Module, names: Optional[Sequence[str]] = None, has_val
                 seen.add(id(parameter))
                 block.parameters.append((f"{name}.{short}" if name else short, parameter))
     made = _with_residents(model, list(blocks.values()), lambda parameter: id(parameter) not in owner)
-    for block in made:
-        _check(block)
     if has_values:
+        for block in made:
+            _check(block)
         check_memory([each for block in made for each in block.parameters])
     return made
 

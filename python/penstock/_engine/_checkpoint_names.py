@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import os
-from typing import Optional
+import weakref
+from typing import Any, Optional
 
 from .._small_files import read_text
 
 LATEST = "latest"
 #: A checkpoint of this name that another is about to replace.
 REPLACED = ".%s.replaced"
+
+
+# By engine: the directory of the checkpoint that it copied last.
+_directories: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
+
+
+def begun(engine: Any, directory: str) -> None:
+    """The engine copies a checkpoint into this directory from now on."""
+    _directories[engine] = os.path.realpath(directory)
+
+
+def settle(path: str) -> None:
+    """Blocks until no engine of this process, of one rank, copies a checkpoint into the directory, or one in it. Each engine raises its error itself."""
+    real = os.path.realpath(path)
+    for engine, directory in list(_directories.items()):
+        if engine.world_size == 1 and (real == directory or os.path.dirname(real) == directory):
+            engine._settle_checkpoint()
 
 
 def newest(directory: str) -> Optional[str]:

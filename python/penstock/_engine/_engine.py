@@ -25,7 +25,6 @@ from torch import nn
 
 from .. import _core
 from .._buffers import truth, whole_number
-from .._files import replace_link, whole_file
 from . import _checkpoint_names as checkpoint_names
 from . import _deepspeed_checkpoint as deepspeeds
 from . import _parameters
@@ -33,11 +32,12 @@ from ._accumulation import Accumulation, Forward
 from ._attributes import merged
 from ._blocks import Block, check_memory, find_blocks
 from ._device import choose_device, has_own_memory
+from ._handed_over import described_blocks, described_stages, options_of, resident_bytes
 from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
 from ._interrupts import deferred
 from ._json import decode, encode
 from ._modules import counts_no_versions, move_buffers, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
-from ._on_disk import give_back, is_on_disk, tensors_on_disk
+from ._on_disk import give_back, tensors_on_disk
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe, zeros_change
 from ._random import RandomState, restore_text
 from ._ranks import Alone, Meeting, end_group, world_size
@@ -165,6 +165,7 @@ class Engine:
         self._told_of_buffers = False
         self._kept_buffers: Optional[Dict[str, torch.Tensor]] = None  # as the last step left them
         self._written: Set[str] = set()  # checkpoints of this engine
+        self._copied: Optional[str] = None  # the path of one that is being copied, or whose end nobody has heard of
         self._gathered = False
         self._partly_written = False  # values of a program, of which the drive has some
         self._closed = False
@@ -332,24 +333,9 @@ class Engine:
 
     def _make_core(self, uses: Sequence[Any]) -> None:
         self._uses = uses
-        groups = self._group_of()
         settings = self._settings
-        described, marks, held = [], [], []
-        for block in self._blocks:
-            parameters = []
-            for name, parameter in block.parameters:
-                group = groups.get(id(parameter), 0)
-                trains = parameter.requires_grad and id(parameter) in groups and not settings.has_no_optimizer
-                # Where they are gone they are read nowhere.
-                values = parameter if self._values_are_gone else parameter.detach().contiguous()
-                held.append(values)
-                kind = DTYPE_NAMES[values.dtype]
-                parameters.append(
-                    (block.short_name(name), list(values.shape), trains, group, values.data_ptr(), kind, is_on_disk(parameter))
-                )
-            described.append((block.name or type(self.module).__name__, parameters))
-            marks.append([(trains, group) for _, _, trains, group, _, _, _ in parameters])
-        stages = [(use.name or "model", use.block, use.seconds, 3 * use.seconds) for use in uses]
+        described, marks, held = described_blocks(self.module, self._blocks, self._group_of(), settings, self._values_of)
+        stages = described_stages(uses)
         trains = any(each for mark in marks for each, _ in mark)
         if not trains:
             self._check_evaluates()
@@ -374,19 +360,10 @@ class Engine:
         known = self._ranks.texts("the run's name", known)[0]
         run_id = self._ranks.texts("the run's name", known if goes_on and known else f"python-{secrets.token_hex(6)}")[0]
         options = {
+            **options_of(settings, self._described, trains=trains, resident_bytes=resident_bytes(self._blocks, settings, trains)),
             "run": {"run_id": run_id},
             "run_changes": {} if not goes_on or known else {"run_id": run_id},
-            "config": settings.config,
-            "dtype": settings.dtype,
-            "offload": settings.offload,
             "state_dirs": self._own_dirs(),
-            "host_memory": settings.host_memory,
-            "micro_batches": settings.forwards,
-            "clip": settings.clip,
-            "optimizer": self._described,
-            "optimizer_states": settings.optimizer_states,
-            "device_computes": self.device.type != "cpu",
-            "trains": trains,
             "new_weights": not trains and not resume,
             "resume": resume,
             "overwrite": (self._overwrite or self._made) and not resume,
@@ -394,7 +371,6 @@ class Engine:
             "import": self._what_is_imported(),
             "seed": self._seed,
             "input_gradients": self._input_gradients,
-            "resident_bytes": self._resident_bytes(trains),
         }
         self._ranks.agree(self._alike(options, described))
         other = next((each for each in _started if not set(each._places()).isdisjoint(self._places())), None)
@@ -404,13 +380,9 @@ class Engine:
             self._hand_over(described, stages, uses, options, marks, known)
         del held
 
-    # Of what is in this process's memory beside the engine's, as long as a pass is open: values, and gradients.
-    def _resident_bytes(self, trains: bool) -> int:
-        if self.device.type != "cpu":
-            return 0
-        width = 4 if self._settings.dtype == "fp32" else 2
-        of = [parameter for block in self._blocks if block.resident for _, parameter in block.parameters]
-        return width * sum(parameter.numel() * (2 if trains and parameter.requires_grad else 1) for parameter in of)
+    # Where they are gone they are read nowhere.
+    def _values_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        return parameter if self._values_are_gone else parameter.detach().contiguous()
 
     # A checkpoint of DeepSpeed's becomes a run of one commit, which says what Python finds again in any run that is gone on with.
     def _what_is_imported(self) -> Optional[Dict[str, Any]]:
@@ -743,10 +715,21 @@ class Engine:
         """
         if self._runtime is not None:
             self._runtime.check_trains()
+        self._tell_of_checkpoint()
         if not self._made_early and not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
             return
         self._update()
+
+    # One that was copied beside steps could not be written: before anything else is done.
+    def _tell_of_checkpoint(self) -> None:
+        if self._copied is None:
+            return
+        try:
+            self._core.take_checkpoint_error()
+        except BaseException:
+            self._copied = None
+            raise
 
     def _update(self) -> None:
         self.optimizer.step()
@@ -940,6 +923,7 @@ class Engine:
         source = data_iter if batches is None else batches
         if source is None:
             raise TypeError("train_batch needs its micro-batches")
+        self._tell_of_checkpoint()
         count = self._settings.micro_batches
         if isinstance(source, (list, tuple)):
             given = list(source)
@@ -1178,17 +1162,27 @@ class Engine:
         *,
         save_latest: bool = True,
         replaces_others: bool = False,
+        wait: bool = False,
     ) -> str:
         """A whole copy of the run in ``save_dir``, which stays as it is while training goes on. Returns its path.
 
+        It returns when the commit is retained; a thread copies it beside the steps that follow, and the path, the tag and ``latest`` are
+        there once the copy is whole and durable. What it has, client_state, random numbers, scheduler and loss scale too, is of the moment
+        of the call. The next ``save_checkpoint``, ``load_checkpoint``, ``export_checkpoint``, ``wait_for_checkpoint`` and ``close`` wait
+        for it. An error of the copy is raised once, by the first of these and ``step`` and ``train_batch``: ``step`` raises it before
+        it does anything, and may be called again. With state in memory the update of the next step waits for the copy; on a drive with
+        two versions, that of the step after.
+
         tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``. save_latest: False leaves
         ``latest`` as it is, which names the checkpoint that is loaded without a tag. A second one of the same step takes the place of the
-        first; replaces_others: also where another engine has written that. Over several ranks all of them
-        call it, for one directory that all of them see; each writes its part, and each gets its own client_state back.
+        first, and is waited for; replaces_others: also where another engine has written that. wait: it is whole when this returns. Over
+        several ranks all of them call it, for one directory that all of them see; each writes its part, and each gets its own client_state
+        back.
         """
         self._ready()
-        save_latest = truth(save_latest, "save_latest")
-        link = None if tag is None else self._link_of(os.fspath(save_dir), tag)
+        self.wait_for_checkpoint()
+        save_latest, wait = truth(save_latest, "save_latest"), truth(wait, "wait")
+        self._check_tag(os.fspath(save_dir), tag)
         if client_state is not None:
             before, self.client_state = self.client_state, dict(client_state)
             try:
@@ -1197,48 +1191,67 @@ class Engine:
                 self.client_state = before
                 raise
         self._describe()
-        latest = None if save_latest else checkpoint_names.newest(os.fspath(save_dir)) or ""
-        path = self._checkpoint(os.fspath(save_dir), replaces_others)
-        self._ranks.on_first("the checkpoint's name", lambda: self._name_checkpoint(path, link, latest))
-        return str(path)
+        return self._checkpoint(os.fspath(save_dir), tag or "", save_latest, replaces_others, wait)
+
+    def wait_for_checkpoint(self) -> None:
+        """Blocks until the checkpoint of the last ``save_checkpoint`` is whole and durable under its name, and raises its error.
+
+        Returns at once where none is being copied. Between steps. Over several ranks all of them call it.
+        """
+        if self._core is None or self._core.closed or self._copied is None:
+            return
+        path, self._copied = self._copied, None
+        self._core.finish_checkpoint()
+        self._written.add(os.path.realpath(path))
+
+    # For others who read it. Its error is raised as ever. A pass that is open is not waited for.
+    def _settle_checkpoint(self) -> None:
+        if self._copied is not None and self._runtime is not None and not self._closed and not self._runtime.is_open:
+            self._core.settle_checkpoint()
 
     # ValueError: a name that is none, or a checkpoint's own. Before the checkpoint is written, which takes its time.
-    def _link_of(self, save_dir: str, tag: Any) -> str:
+    def _check_tag(self, save_dir: str, tag: Any) -> None:
+        if tag is None:
+            return
         own = _is_own(tag) and tag != _STEP % self.global_steps
         if own or not _is_tag(tag):
             raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot, that no other checkpoint has or will have")
         link = os.path.join(save_dir, tag)
         if os.path.lexists(link) and not os.path.islink(link) and tag != _STEP % self.global_steps:
             raise FileExistsError(errno.EEXIST, "something else than a checkpoint's tag has this name", link)
-        return link
 
-    def _name_checkpoint(self, path: str, link: Optional[str], latest: Optional[str]) -> None:
-        described = _parameters.with_buffers(self._layout, self._buffers)
-        _parameters.write(_core.rank_directories([path], 0)[0] if self._ranks.world > 1 else path, described)
-        _name_checkpoint(os.path.dirname(path), os.path.basename(path), link, latest)
-
-    # One of this engine's that is there already stands until the new one does.
-    def _checkpoint(self, parent: str, replaces_others: bool) -> str:
+    # One of the same step that is there already stands until the new one does, which is waited for then.
+    def _checkpoint(self, parent: str, tag: str, latest: bool, replaces_others: bool, wait: bool) -> str:
         name = _STEP % self.global_steps
         old, aside = os.path.join(parent, name), os.path.join(parent, checkpoint_names.REPLACED % name)
-        try:
-            path = self._core.checkpoint(parent)
-        except FileExistsError as error:
+        description = json.dumps(_parameters.with_buffers(self._layout, self._buffers), allow_nan=False)
+
+        def begin() -> None:
+            self._copied = self._core.begin_checkpoint(parent, tag, latest, description)
+            checkpoint_names.begun(self, parent)
+
+        there = self._ranks.texts("what is there of this step", "".join("yn"[not os.path.lexists(each)] for each in (old, aside)))[0]
+        if there == "nn":
+            begin()
+            if wait:
+                self.wait_for_checkpoint()
+            return old
+        if there[0] == "y":
             if os.path.realpath(old) not in self._written and not replaces_others:
                 raise FileExistsError(
-                    error.errno, "a checkpoint of this step is there that this engine has not written: remove it, or use another directory", old
-                ) from error
+                    errno.EEXIST, "a checkpoint of this step is there that this engine has not written: remove it, or use another directory", old
+                )
             self._ranks.on_first("the old checkpoint", lambda: (shutil.rmtree(aside, ignore_errors=True), os.rename(old, aside)))
-            try:
-                path = self._core.checkpoint(parent)
-            except BaseException:
-                if self._ranks.rank == 0:
-                    os.rename(aside, old)
-                raise
+        try:
+            begin()
+            self.wait_for_checkpoint()
+        except BaseException:
+            if self._ranks.rank == 0 and there[0] == "y" and not os.path.lexists(old):
+                os.rename(aside, old)
+            raise
         if self._ranks.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)  # also where a kill came before this line the last time
-        self._written.add(os.path.realpath(path))
-        return str(path)
+        return old
 
     def load_checkpoint(
         self,
@@ -1252,7 +1265,7 @@ class Engine:
         *,
         names: deepspeeds.Names = None,
     ) -> Tuple[Optional[str], Dict[str, Any]]:
-        """Goes on from a checkpoint. Returns its path and its ``client_state``.
+        """Goes on from a checkpoint. Returns its path and its ``client_state``. Waits for what ``save_checkpoint`` copies into load_dir.
 
         Before the first forward that one reads it; later the run ends, and another one begins in its place. The state directory must hold
         no run, or ``overwrite=True`` was given. The checkpoint may be of any number of ranks.
@@ -1279,6 +1292,8 @@ class Engine:
             )
         takes_scheduler = truth(load_lr_scheduler_states, "load_lr_scheduler_states")
         self._check_may_load(only)
+        self.wait_for_checkpoint()
+        checkpoint_names.settle(directory)
         if deepspeeds.is_deepspeeds(directory, tag):
             path = directory if tag is None else os.path.join(directory, tag)
             if only:
@@ -1428,6 +1443,7 @@ class Engine:
         """
         if self._ready().is_open:
             raise RuntimeError("a step is open: the state is written between step() and the next forward")
+        self.wait_for_checkpoint()
         if self._ranks.world > 1:
             raise ValueError("several ranks do not export: save_checkpoint, load that with one process, and export there")
         deepspeeds.check_served(self._parameters(), self._group_of(), self._described)
@@ -1564,15 +1580,12 @@ class Engine:
             return
         try:
             self._runtime.close()
-            if self._runtime.spoiled:
-                return
             try:
-                self._describe()
+                self._end_run()
             finally:
-                self._core.flush()
-            if self._watch is not None:
-                self._watch.close()
-            self._last_report = self._report_of(self._runtime)
+                self.wait_for_checkpoint()
+            if not self._runtime.spoiled:
+                self._last_report = self._report_of(self._runtime)
         finally:
             if values is None:
                 self.module.forward = _closed_forward  # type: ignore[method-assign]
@@ -1583,6 +1596,16 @@ class Engine:
                     self._weights.lend(parameter, value)
         if self._watch is not None:
             self._watch.complain()
+
+    def _end_run(self) -> None:
+        if self._runtime.spoiled:  # type: ignore[union-attr]
+            return
+        try:
+            self._describe()
+        finally:
+            self._core.flush()
+        if self._watch is not None:
+            self._watch.close()
 
     def _values_to_keep(self) -> List[torch.Tensor]:
         self._ready().give_up("the engine was closed")
@@ -1623,18 +1646,6 @@ def _closed_value(_: nn.Parameter, __: bool) -> torch.Tensor:
 
 def _closed_forward(*_: Any, **__: Any) -> Any:
     raise RuntimeError("this model's engine was closed: its weights are in the state directory; make an engine with resume=True")
-
-
-# link: where the tag is to stand beside the checkpoint's own name. latest: what is loaded without a tag, None: this one; empty: none.
-def _name_checkpoint(directory: str, name: str, link: Optional[str], latest: Optional[str]) -> None:
-    if link is not None and os.path.basename(link) != name:
-        replace_link(name, link)
-    path = os.path.join(directory, checkpoint_names.LATEST)
-    if latest == "":
-        os.unlink(path)
-        return
-    with whole_file(path) as file:
-        file.write((name if latest is None else latest).encode())
 
 
 # Of a checkpoint, within its directory.

@@ -12,21 +12,17 @@ from .. import _core
 from .._files import write_text
 from ._settings import PathLike
 
-# Of a machine that was measured before the run: the engine of a module measures none.
-_UNMEASURED = (
-    "io_read_bandwidth_bytes_per_s",
-    "io_write_bandwidth_bytes_per_s",
-    "predicted_at_start_step_seconds",
-    "predicted_at_start_clipped_step_seconds",
-)
+# Of a drive that was measured before the run: the engine of a module measures none.
+_UNMEASURED = ("io_read_bandwidth_bytes_per_s", "io_write_bandwidth_bytes_per_s")
+_AT_START = ("predicted_at_start_step_seconds", "predicted_at_start_clipped_step_seconds")
 _PREDICTED = ("predicted_step_seconds", "predicted_unclipped_step_seconds", "predicted_clipped_step_seconds", "predicted_floor_seconds", "predicted_clipped_floor_seconds", "prediction_from", "bound_by")
 
 
 class Report(Dict[str, Any]):
     """A dictionary with the keys of ``penstock train --report`` (docs/report.md) that mean something here.
 
-    Bytes, seconds, and for each step of this process loss, norm, bytes, seconds and tokens. What is predicted is None until the first
-    steps are over. A notebook shows it as the page of ``html()``.
+    Bytes, seconds, and for each step of this process loss, norm, bytes, seconds and tokens. What is predicted goes by the first forward and
+    what is assumed of the drive (``prediction_from`` "start") until the first steps are over; None where nothing trains. A notebook shows it as the page of ``html()``.
     """
 
     @staticmethod
@@ -47,8 +43,8 @@ class Report(Dict[str, Any]):
             told["totals"].update({name: device[name] for name in copied})
         for name in _UNMEASURED:
             told.pop(name, None)
-        if told.get("prediction_from") != "steps":
-            told.update(dict.fromkeys(_PREDICTED))
+        if not told.get(_AT_START[0]):
+            told.update(dict.fromkeys((*_PREDICTED, *_AT_START)))
         return Report(told)
 
     def html(self, path: Optional[PathLike] = None, rated_bytes_written: float = 600e12) -> str:

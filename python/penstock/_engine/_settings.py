@@ -170,8 +170,12 @@ def resolve(
     forwards: Optional[int],
     clip: Optional[float],
     world: int = 1,
+    needs_place: bool = True,
 ) -> Settings:
-    """Arguments win over the configuration. Raises ValueError naming what is missing or contradictory."""
+    """Arguments win over the configuration. Raises ValueError naming what is missing or contradictory.
+
+    needs_place: False: where nothing says where state is, it is on a drive without a directory.
+    """
     text, served = _without_served(config_text(config))
     settings = Settings(
         config=text, wandb=served.wandb, managed=served.managed, world=world, blocks=served.blocks, forwards=served.forwards or 1
@@ -219,7 +223,7 @@ def resolve(
             settings.clip = 0.0  # as torch's clip_grad_norm_, which only measures then; the engine does so always
     if not settings.clip >= 0.0:
         raise ValueError(f"gradient_clipping is {settings.clip}: a bound of the norm, or 0 for none")
-    if settings.offload == "nvme" and not settings.state_dirs:
+    if settings.offload == "nvme" and not settings.state_dirs and needs_place:
         raise ValueError(
             "no directory for the states: give state_dir=, or offload_optimizer.nvme_path in the configuration (or offload='none' "
             "to keep all of it in memory)"

@@ -200,7 +200,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
             def before(called: nn.Module, _: Any, name: str = name, number: int = number) -> None:
                 outside.enter_block(number)
                 uses.append(Use(called, name, number))
-                if device.type != "cpu":
+                if device.type not in ("cpu", "meta"):
                     for _, parameter in blocks[number].parameters:
                         if parameter.device != device:
                             in_host.setdefault(number, []).append((parameter, parameter.data))
@@ -210,7 +210,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
 
             def after(called: nn.Module, _: Any, returned: Any) -> None:
                 last = next(use for use in reversed(uses) if use.module is called)
-                if device.type != "cpu":
+                if device.type not in ("cpu", "meta"):
                     torch.cuda.synchronize(device)
                 last.seconds = time.perf_counter() - begun[id(called)]
                 put_back(last.block)

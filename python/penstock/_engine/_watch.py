@@ -18,16 +18,16 @@ from ._ranks import Alone
 from ._settings import DTYPES, Settings
 
 
-def _product_rate(dtype: torch.dtype, size: int, device: torch.device) -> float:
+def product_rate(dtype: torch.dtype, size: int, device: torch.device, settles: float = 0.3, most: float = 2.0) -> float:
     """FLOPs a second of the best product of two matrices of size x size.
 
-    As long as they become faster other work is in their way: a third of a second where nothing is, two at the most.
+    As long as they become faster other work is in their way: `settles` seconds where nothing is, and `most` at the most.
     """
     first, second = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best = settled = math.inf
     start = settled_at = now = time.perf_counter()
     with torch.no_grad():
-        while now - settled_at < 0.3 and now - start < 2:
+        while now - settled_at < settles and now - start < most:
             begin = time.perf_counter()
             torch.mm(first, second)
             if device.type != "cpu":
@@ -94,7 +94,7 @@ class Watch:
     def counts_flops(self, flops: float, units: int) -> None:
         """flops: of a forward's matrix products over `units` (tokens where they are known, else samples)."""
         self.forward_flops = flops / max(1, units)
-        self._rate = self._world * _product_rate(DTYPES[self._settings.dtype], self._size, self._settings.device)
+        self._rate = self._world * product_rate(DTYPES[self._settings.dtype], self._size, self._settings.device)
 
     @property
     def product_flops_per_second(self) -> float:

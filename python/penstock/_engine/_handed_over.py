@@ -1,0 +1,72 @@
+"""A model and its training as the engine, and its planner, are given them."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ._blocks import Block
+from ._on_disk import is_on_disk
+from ._settings import DTYPE_NAMES, Settings
+from ._trace import Use
+
+
+def described_blocks(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    groups: Mapping[int, int],
+    settings: Settings,
+    values_of: Callable[[nn.Parameter], Optional[torch.Tensor]],
+) -> Tuple[List[Any], List[List[Tuple[bool, int]]], List[torch.Tensor]]:
+    """The blocks; of each parameter of each whether it trains, and its group; and what must live until they are handed over.
+
+    groups: by the parameter's id. values_of: contiguous, in host memory; None: nobody reads them.
+    """
+    described, marks, held = [], [], []
+    for block in blocks:
+        parameters = []
+        for name, parameter in block.parameters:
+            trains = parameter.requires_grad and id(parameter) in groups and not settings.has_no_optimizer
+            values = values_of(parameter)
+            if values is not None:
+                held.append(values)
+            address, on_disk = (0, False) if values is None else (values.data_ptr(), is_on_disk(parameter))
+            kind = DTYPE_NAMES[parameter.dtype]
+            parameters.append((block.short_name(name), list(parameter.shape), trains, groups.get(id(parameter), 0), address, kind, on_disk))
+        described.append((block.name or type(model).__name__, parameters))
+        marks.append([(trains, group) for _, _, trains, group, _, _, _ in parameters])
+    return described, marks, held
+
+
+def described_stages(uses: Sequence[Use]) -> List[Tuple[str, int, float, float]]:
+    """Backward computes each once more, and takes twice as long for its gradients."""
+    return [(use.name or "model", use.block, use.seconds, 3 * use.seconds) for use in uses]
+
+
+def options_of(settings: Settings, optimizer: Dict[str, Any], trains: bool, resident_bytes: int) -> Dict[str, Any]:
+    """What settings and optimizer say to the engine (python/src/engine_options.cc)."""
+    return {
+        "config": settings.config,
+        "dtype": settings.dtype,
+        "offload": settings.offload,
+        "state_dirs": settings.state_dirs,
+        "host_memory": settings.host_memory,
+        "micro_batches": settings.forwards,
+        "clip": settings.clip,
+        "optimizer": optimizer,
+        "optimizer_states": settings.optimizer_states,
+        "device_computes": settings.device.type != "cpu",
+        "trains": trains,
+        "resident_bytes": resident_bytes,
+    }
+
+
+def resident_bytes(blocks: Sequence[Block], settings: Settings, trains: bool) -> int:
+    """What is in this process's memory beside the engine's as long as a pass is open: values, and gradients."""
+    if settings.device.type != "cpu":
+        return 0
+    width = 4 if settings.dtype == "fp32" else 2
+    of = [parameter for block in blocks if block.resident for _, parameter in block.parameters]
+    return width * sum(parameter.numel() * (2 if trains and parameter.requires_grad else 1) for parameter in of)
