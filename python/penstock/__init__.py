@@ -1,6 +1,7 @@
 """Penstock: files on NVMe drives, for PyTorch.
 
 ``penstock.initialize``  an engine for any torch module whose weights and states are larger than memory
+``penstock.plan``  where every byte of such a training would live, and what a step would take, before anything is made
 ``penstock.init_on_disk``  builds such a model where it does not fit into memory
 ``penstock.ops.aio``  DeepSpeed's ``aio_handle`` over Penstock's I/O engine
 ``penstock.optim``  torch optimizers whose states live on a drive
@@ -25,6 +26,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".optim", __name__)
     if name in ("Engine", "initialize"):
         return getattr(importlib.import_module("._engine._engine", __name__), name)
+    if name in ("Plan", "plan"):
+        return getattr(importlib.import_module("._engine._plan", __name__), name)
     if name == "init_on_disk":
         return getattr(importlib.import_module("._engine._on_disk", __name__), name)
     if name in ("load", "save"):
