@@ -198,9 +198,9 @@ def llama(**more):
 
 
 def test_a_configuration_of_transformers_is_planned_as_its_model_trains(tmp_path):
+    config = llama(max_position_embeddings=64)
     import transformers
 
-    config = llama(max_position_embeddings=64)
     plan = penstock.plan(config, batch=2, seq=16, dtype="bf16", gradient_clipping=1.0)
     config.save_pretrained(tmp_path / "model")
     for given in (config.to_dict(), tmp_path / "model", str(tmp_path / "model" / "config.json"), transformers.LlamaForCausalLM(config)):
