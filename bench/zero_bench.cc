@@ -20,6 +20,7 @@
 
 #include "aio/program.h"
 #include "models/gpt.h"
+#include "models/stages.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
 #include "tiering/program/program.h"

@@ -1,9 +1,5 @@
 #include "generate/generator.h"
 
-#include <ATen/Parallel.h>
-#include <torch/types.h>
-#include <torch/utils.h>
-
 #include <algorithm>
 #include <future>
 #include <list>
@@ -16,11 +12,11 @@
 #include "generate/clock.h"
 #include "generate/decode.h"
 #include "generate/device_stream.h"
-#include "generate/pass.h"
+#include "generate/host_pass.h"
+#include "generate/matrix_product.h"
 #include "generate/prompt_lookup.h"
 #include "generate/stream.h"
 #include "kernels/cache.h"
-#include "zero/compute/libtorch/tensor_allocator.h"
 #include "zero/memory/tensor_memory.h"
 
 namespace penstock::generate {
@@ -70,7 +66,7 @@ class PinnedForDevice {
 GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayout& layout,
                         const MatrixOrder& order, const WeightSource& source, uint64_t budget) {
   GenerationSizes sizes;
-  sizes.decoder = decoder.shape();
+  sizes.decoder = decoder.shape;
   const DType type = ComputeType(source, order.all);
   sizes.element_bytes = type == DType::kFp32 ? 4 : 2;
   sizes.cache = {.layers = sizes.decoder.layers,
@@ -84,8 +80,8 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
       sizes.largest_part = std::max(sizes.largest_part, part.elements);
       const int64_t rows = stored.turned ? stored.rows : part.elements / stored.columns + 1;
       sizes.largest_part_rows = std::max(sizes.largest_part_rows, rows);
-      if (MultipliesInTiles(type, stored))
-        sizes.largest_tiled_rows = std::max(sizes.largest_tiled_rows, rows);
+      if (MultipliesAllPacked(type, stored))
+        sizes.largest_packed_rows = std::max(sizes.largest_packed_rows, rows);
       if (stored.turned) sizes.turned_elements += part.elements;
       sizes.converts = sizes.converts || stored.type != type;
       sizes.matrix_elements += part.elements;
@@ -106,7 +102,8 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
 
 // How long the products of one row and of a further one take in a whole pass, by those of a piece of a matrix
 // as most of them are stored.
-absl::Status MeasureProducts(const GenerationSizes& sizes, zero::Device* device, GenerationWish* wish) try {
+absl::Status MeasureProducts(const GenerationSizes& sizes, const GeneratorOptions& options,
+                             GenerationWish* wish) {
   constexpr int64_t kMeasuredElements = 4 << 20, kFurther = 16;
   StoredMatrix piece = {.rows = 1,
                         .columns = sizes.decoder.width,
@@ -116,20 +113,19 @@ absl::Status MeasureProducts(const GenerationSizes& sizes, zero::Device* device,
   piece.rows = std::max<int64_t>(1, std::min(kMeasuredElements, sizes.largest_part) / piece.columns);
   const double pieces =
       static_cast<double>(sizes.matrix_elements) / static_cast<double>(piece.rows * piece.columns);
-  if (wish->device.has_value() && !device->tensors_are_host()) {
-    const double block = MeasureProduct(piece, kDeviceRows, device);
-    const double two = MeasureProduct(piece, 2 * kDeviceRows, device);
+  if (zero::Device* const device = options.device.get(); NeedsDeviceCompute(*device)) {
+    ASSIGN_OR_RETURN(const double block, options.compute->MeasureProduct(piece, kDeviceRows, device));
+    ASSIGN_OR_RETURN(const double two, options.compute->MeasureProduct(piece, 2 * kDeviceRows, device));
     wish->product_seconds = block * pieces;
     wish->row_seconds = std::max(0.0, two - block) / kDeviceRows * pieces;
     return absl::OkStatus();
   }
-  ProductScratch scratch(at::get_num_threads());
-  const double one = MeasureProduct(piece, 1, &scratch), more = MeasureProduct(piece, 1 + kFurther, &scratch);
+  ProductScratch scratch(options.threads);
+  ASSIGN_OR_RETURN(const double one, MeasureProduct(piece, 1, &scratch));
+  ASSIGN_OR_RETURN(const double more, MeasureProduct(piece, 1 + kFurther, &scratch));
   wish->product_seconds = one * pieces;
   wish->row_seconds = std::max(0.0, more - one) / kFurther * pieces;
   return absl::OkStatus();
-} catch (const c10::Error& error) {
-  return OutOfMemory(error);
 }
 
 // How fast so much memory is copied to the device's; takes its arena.
@@ -154,7 +150,8 @@ absl::Status MeasureCopies(zero::Device* device, std::span<std::byte> memory, Ge
 
 // How fast the units come, and how long products take.
 absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::span<std::byte> memory,
-                     zero::Device* device, size_t device_bytes, GenerationWish* wish) {
+                     size_t device_bytes, GeneratorOptions* options) {
+  GenerationWish* const wish = &options->wish;
   const size_t units = std::min(kMeasuredUnits, sizes.units.size());
   const uint64_t slot = source->largest_unit_bytes();
   const size_t slots = std::max<size_t>(1, memory.size() / slot);
@@ -175,8 +172,9 @@ absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::sp
   wish->drive_bytes_per_second = static_cast<double>(bytes) / std::max(Now() - begin, 1e-6);
 
   if (wish->device.has_value())
-    RETURN_IF_ERROR(MeasureCopies(device, memory.first(std::min(memory.size(), device_bytes)), wish));
-  return MeasureProducts(sizes, device, wish);
+    RETURN_IF_ERROR(
+        MeasureCopies(options->device.get(), memory.first(std::min(memory.size(), device_bytes)), wish));
+  return MeasureProducts(sizes, *options, wish);
 }
 
 struct Sequence {
@@ -187,7 +185,10 @@ struct Sequence {
   models::TextSampler sampler;
 
   Sequence(GenerationRequest from, int of_slot, const models::SamplingOptions& sampling)
-      : request(std::move(from)), tokens(request.prompt), slot(of_slot), sampler(sampling, request.seed) {}
+      : request(std::move(from)),
+        tokens(request.prompt),
+        slot(of_slot),
+        sampler(request.sampling.value_or(sampling), request.seed) {}
   int64_t prompt() const { return static_cast<int64_t>(request.prompt.size()); }
   int64_t made() const { return static_cast<int64_t>(tokens.size()) - prompt(); }
   bool decodes() const { return past >= prompt(); }
@@ -204,11 +205,12 @@ class Generator::Impl {
   Impl(std::shared_ptr<const models::LanguageModel> model, GeneratorOptions options)
       : model_(std::move(model)),
         options_(std::move(options)),
-        decoder_(model_->MakeDecoder()),
+        decoder_(*model_->decoder()),
         layout_(model_->Layout()),
-        order_(OrderOf(*decoder_, layout_)) {}
+        order_(OrderOf(decoder_, layout_)) {}
 
   absl::Status Open(const OpenWeights& open) {
+    const zero::TensorScope scope(memory_.pool());
     ASSIGN_OR_RETURN(const GenerationSizes surveyed, Generator::Survey(*model_, open, &options_));
     ASSIGN_OR_RETURN(plan_, PlanGeneration(surveyed, options_.wish));
     const uint64_t arena = plan_.ring_bytes + plan_.scratch_bytes + plan_.cache_bytes + plan_.resident_bytes;
@@ -229,7 +231,7 @@ class Generator::Impl {
         next += source_->units()[i].bytes;
       }
     }
-    const GenerationSizes sizes = SizesOf(*decoder_, layout_, order_, *source_, options_.wish.budget_bytes);
+    const GenerationSizes sizes = SizesOf(decoder_, layout_, order_, *source_, options_.wish.budget_bytes);
     if (plan_.cache == CachePlace::kDevice) {
       cache_ =
           KvCache::OnDevice(sizes.cache, TakeOfDevice(plan_.device->cache_bytes), options_.wish.positions);
@@ -241,9 +243,9 @@ class Generator::Impl {
                                         static_cast<int>(plan_.batch), options_.wish.positions));
     }
     ASSIGN_OR_RETURN(kept_,
-                     KeptTensors::Load(*decoder_, layout_, source_.get(), type,
+                     KeptTensors::Load(decoder_, layout_, source_.get(), type,
                                        plan_.keeps_tables ? options_.wish.budget_bytes / kTableShare : 0,
-                                       {scratch_.data(), scratch_.bytes()}, options_.device.get()));
+                                       {scratch_.data(), scratch_.bytes()}));
     stream_ = std::make_unique<Stream>(source_.get(), cache_.get(), engine_.get(),
                                        std::span(ring_.data(), ring_.bytes()), std::move(homes));
     ItemStream* items = stream_.get();
@@ -253,13 +255,25 @@ class Generator::Impl {
                                                       ring, DeviceHomes());
       items = device_stream_.get();
     }
-    runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
-                                           items, cache_.get(), options_.device.get(),
-                                           ProductsOf(*options_.device), at::get_num_threads());
+    const PassParts parts = {.model = model_.get(),
+                             .decoder = &decoder_,
+                             .layout = &layout_,
+                             .order = &order_,
+                             .source = source_.get(),
+                             .kept = kept_.get(),
+                             .stream = items,
+                             .cache = cache_.get(),
+                             .device = options_.device.get()};
+    if (!NeedsDeviceCompute(*options_.device)) {
+      runner_ = MakeHostPass(parts, options_.threads);
+      return absl::OkStatus();
+    }
+    ASSIGN_OR_RETURN(runner_, options_.compute->MakePass(parts));
     return absl::OkStatus();
   }
 
   absl::Status Run(const GenerationCallbacks& callbacks) {
+    const zero::TensorScope scope(memory_.pool());
     const double begin = Now() - stats_.seconds;
     while (true) {
       if (callbacks.cancelled && callbacks.cancelled()) return absl::CancelledError("generate: interrupted");
@@ -289,7 +303,7 @@ class Generator::Impl {
     stats.cache_read_bytes = cache_->read_bytes();
     stats.cache_written_bytes = cache_->written_bytes();
     stats.wait_seconds = stream_->stats().wait_seconds;
-    stats.peak_tensor_bytes = zero::TensorMemory::Stats().peak_bytes;
+    stats.peak_tensor_bytes = memory_.Stats().peak_bytes;
     if (device_stream_ != nullptr) {
       const zero::Device::Traffic traffic = options_.device->traffic();
       stats.h2d_bytes = traffic.h2d_bytes - traffic_before_.h2d_bytes;
@@ -305,7 +319,7 @@ class Generator::Impl {
   std::string backend_name() const { return engine_->backend_name(); }
 
  private:
-  // Its memory, and the bounds of LibTorch's.
+  // Its memory, and the bounds of tensors.
   absl::Status OpenDevice() {
     auto tensors = static_cast<int64_t>(plan_.tensor_bytes);
     if (plan_.device.has_value()) {
@@ -325,7 +339,7 @@ class Generator::Impl {
       }
       traffic_before_ = device.traffic();
     }
-    limit_.emplace(tensors);
+    zero::TensorMemory::SetLimit(tensors);
     zero::TensorMemory::ResetPeak();
     return absl::OkStatus();
   }
@@ -352,9 +366,8 @@ class Generator::Impl {
   // Fills the places that are free with sequences that wait.
   absl::Status Admit(const GenerationCallbacks& callbacks) {
     while (static_cast<int64_t>(active_.size()) < plan_.batch) {
-      if (!waiting_.has_value() && !exhausted_) {
+      if (!waiting_.has_value()) {
         ASSIGN_OR_RETURN(waiting_, callbacks.next());
-        exhausted_ = !waiting_.has_value();
         if (waiting_.has_value()) RETURN_IF_ERROR(Check(*waiting_));
       }
       if (!waiting_.has_value()) return absl::OkStatus();
@@ -431,10 +444,9 @@ class Generator::Impl {
     // the tokens that this one makes.
     start_appended_ = GoesOn(of, shares);
     if (start_appended_) runner_->AppendStart();
-    ASSIGN_OR_RETURN(torch::Tensor logits, runner_->Run(shares));
-    logits = logits.contiguous();
-    const auto vocabulary = static_cast<size_t>(logits.size(1));
-    const float* row = logits.data_ptr<float>();
+    ASSIGN_OR_RETURN(const std::span<const float> logits, runner_->Run(shares));
+    const auto vocabulary = static_cast<size_t>(decoder_.shape.vocab);
+    const float* row = logits.data();
     ++stats_.passes;
     for (size_t i = 0; i < shares.size(); ++i) {
       const Share& share = shares[i];
@@ -492,14 +504,14 @@ class Generator::Impl {
   // Destroyed from the last to the first.
   const std::shared_ptr<const models::LanguageModel> model_;
   GeneratorOptions options_;
-  const std::unique_ptr<const models::Decoder> decoder_;
+  const models::Decoder decoder_;
   const models::ModelLayout layout_;
   const MatrixOrder order_;
   GenerationPlan plan_;
   std::unique_ptr<aio::Arena> arena_;
   std::unique_ptr<aio::Engine> engine_;
   std::unique_ptr<WeightSource> source_;
-  std::optional<zero::TensorMemoryLimit> limit_;
+  zero::TensorAccount memory_;             // what passes compute in
   std::optional<PinnedForDevice> pinned_;  // the arena
   std::span<std::byte> device_left_;       // of the device's, not given to anybody yet
   zero::Device::Traffic traffic_before_;
@@ -512,7 +524,6 @@ class Generator::Impl {
 
   std::list<Sequence> active_;
   std::optional<GenerationRequest> waiting_;
-  bool exhausted_ = false;
   bool start_appended_ = false;
   GenerationStats stats_;
 };
@@ -520,8 +531,8 @@ class Generator::Impl {
 Generator::Generator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Generator::~Generator() = default;
 
-absl::Status PlanAsPacked(const kernels::WeightCode& code, zero::Device* device, GenerationSizes* sizes,
-                          GenerationWish* wish) {
+absl::Status PlanAsPacked(const kernels::WeightCode& code, const GeneratorOptions& options,
+                          GenerationSizes* sizes, GenerationWish* wish) {
   const auto row = static_cast<size_t>(sizes->decoder.width);
   const auto stored =
       static_cast<double>(std::accumulate(sizes->units.begin(), sizes->units.end(), uint64_t{0}));
@@ -532,13 +543,12 @@ absl::Status PlanAsPacked(const kernels::WeightCode& code, zero::Device* device,
   sizes->code = code;
   sizes->coded_elements = sizes->matrix_elements;
   sizes->decoded_elements = DecodedRows(sizes->decoder.width) * sizes->decoder.width;
-  return MeasureProducts(*sizes, device, wish);
+  return MeasureProducts(*sizes, options, wish);
 }
 
 absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& model, const OpenWeights& open,
                                                   GeneratorOptions* options) {
-  zero::InstallTensorAllocator();
-  const std::unique_ptr<const models::Decoder> decoder = model.MakeDecoder();
+  const std::optional<models::Decoder> decoder = model.decoder();
   const models::ModelLayout layout = model.Layout();
   const MatrixOrder order = OrderOf(*decoder, layout);
   // As much as the least ring has, or as much of the budget as measuring may take.
@@ -551,14 +561,18 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
   // Whether the budget holds it at all, before anything is read.
   ASSIGN_OR_RETURN(const GenerationPlan plan, PlanGeneration(sizes, options->wish));
   if (source->largest_unit_bytes() <= arena->bytes()) {
-    RETURN_IF_ERROR(Measure(source.get(), sizes, {arena->data(), arena->bytes()}, options->device.get(),
-                            plan.device.has_value() ? plan.device->arena_bytes() : 0, &options->wish));
+    RETURN_IF_ERROR(Measure(source.get(), sizes, {arena->data(), arena->bytes()},
+                            plan.device.has_value() ? plan.device->arena_bytes() : 0, options));
   }
   return sizes;
 }
 
 absl::StatusOr<std::unique_ptr<Generator>> Generator::Create(
     std::shared_ptr<const models::LanguageModel> model, const OpenWeights& open, GeneratorOptions options) {
+  if (!model->decoder().has_value())
+    return absl::InvalidArgumentError("generate: a model with adapters: export it as one without first");
+  if (NeedsDeviceCompute(*options.device) && options.compute == nullptr)
+    return absl::FailedPreconditionError("generate: this build computes on the processor alone");
   auto impl = std::make_unique<Impl>(std::move(model), std::move(options));
   RETURN_IF_ERROR(impl->Open(open));
   return std::unique_ptr<Generator>(new Generator(std::move(impl)));

@@ -7,14 +7,14 @@
 // A pass takes the next token of each sequence that decodes, and pieces of the prompts of those that begin.
 // Between passes, sequences that ended give their places to those that wait. The tokens of a sequence depend
 // on its prompt, its seed and the options for sampling; not on the budget, on what is resident, on where keys
-// and values live, on what is drafted, or on the others. That holds to the bit (generate/pass.h).
+// and values live, on what is drafted, or on the others. That holds to the bit (generate/host_pass.h).
 //
-// Memory: the budget bounds the arena and LibTorch's tensors together, and so does the device's there. Not
-// counted: code, stacks, scratch of oneDNN and BLAS, what the callbacks hold, the tokens themselves; and what
-// CUDA and its libraries take for themselves.
+// Memory: the budget bounds the arena and what passes compute in together, and so does the device's there.
+// Not counted: code, stacks, what the callbacks hold, the tokens themselves; and what CUDA and its libraries
+// take for themselves.
 //
-// Threads: one; LibTorch's own compute. Errors: kFailedPrecondition: the budget is too small; as
-// generate/weight_source.h and aio/engine.h.
+// Threads: one; `threads` of its own compute, and others of these may run meanwhile. Errors:
+// kFailedPrecondition: the budget is too small; as generate/weight_source.h and aio/engine.h.
 #ifndef PENSTOCK_GENERATE_GENERATOR_H_
 #define PENSTOCK_GENERATE_GENERATOR_H_
 
@@ -29,6 +29,7 @@
 #include "absl/status/statusor.h"
 #include "aio/engine.h"
 #include "generate/memory_plan.h"
+#include "generate/pass.h"
 #include "generate/weight_source.h"
 #include "models/family.h"
 #include "models/text_sampler.h"
@@ -46,6 +47,8 @@ struct GeneratorOptions {
   GenerationWish wish;
   // Computes; with memory of its own, wish.device has its budget, and no other Generator uses it meanwhile.
   std::shared_ptr<zero::Device> device = zero::HostDevice();
+  std::shared_ptr<DeviceCompute> compute;  // where NeedsDeviceCompute(*device)
+  int threads = 1;                         // that compute in host memory, the caller's included
   models::SamplingOptions sampling;
   std::vector<int64_t> ends;  // tokens that end a text
   std::string cache_directory = ".";
@@ -57,6 +60,7 @@ struct GenerationRequest {
   std::vector<int64_t> prompt;  // at least one, at most wish.prompt
   int64_t tokens = 1;           // to be made, at most; prompt and these at most wish.positions
   uint64_t seed = 0;
+  std::optional<models::SamplingOptions> sampling = std::nullopt;  // instead of the generator's
 };
 
 enum class Finish : uint8_t { kEnd, kStop, kLength };  // a token that ends; the caller; as many as asked for
@@ -77,7 +81,7 @@ struct GenerationStats {
 };
 
 struct GenerationCallbacks {
-  // The next sequence; nullopt: there is none any more.
+  // The next sequence; nullopt: there is none now. Asked again before the next pass, if others are under way.
   std::function<absl::StatusOr<std::optional<GenerationRequest>>()> next;
   // A token was made, which is not one of `ends`; true: the text is to end with it.
   std::function<bool(int64_t id, int64_t token)> token;
@@ -88,8 +92,8 @@ struct GenerationCallbacks {
 
 // Makes of weights that are not coded what `penstock pack` would make of them, for a plan: bytes, and the
 // seconds that their products take here.
-absl::Status PlanAsPacked(const kernels::WeightCode& code, zero::Device* device, GenerationSizes* sizes,
-                          GenerationWish* wish);
+absl::Status PlanAsPacked(const kernels::WeightCode& code, const GeneratorOptions& options,
+                          GenerationSizes* sizes, GenerationWish* wish);
 
 class Generator {
  public:
@@ -105,7 +109,8 @@ class Generator {
   const GenerationPlan& plan() const;
   const GenerationWish& wish() const;  // with the rates measured
   std::string backend_name() const;
-  // Until there is no next sequence and all are finished. kCancelled: callbacks.cancelled said so.
+  // Until there is no next sequence and all are finished; it may be called again then. kCancelled:
+  // callbacks.cancelled said so, and those under way are not finished.
   absl::Status Run(const GenerationCallbacks& callbacks);
   GenerationStats stats() const;
 

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "generate/decode.h"
+#include "kernels/many_rows.h"
 #include "tiering/plan/byte_size.h"
 
 namespace penstock::generate {
@@ -26,35 +27,65 @@ uint64_t LargestUnit(const GenerationSizes& s) {
   return s.units.empty() ? 0 : *std::max_element(s.units.begin(), s.units.end());
 }
 
-// What a pass of so many rows takes of LibTorch's memory, from above.
-uint64_t TensorBytes(const GenerationSizes& s, const GenerationWish& wish, int64_t decoded,
-                     int64_t prompted) {
+// Of a pass of so many rows: a layer's input and output, and the most of what lives at once in a norm (in
+// fp32), in attention (queries, keys and values, and as many again while positions turn them) and in the
+// inner network.
+uint64_t RowBytes(const GenerationSizes& s) {
   const models::DecoderShape& d = s.decoder;
   const uint64_t e = U(s.element_bytes);
   const uint64_t mixed = U(d.heads * d.depth), kept = U(d.key_heads * d.depth);
-  // Of a row: a layer's input and output, and the most of what lives at once in a norm (in fp32), in
-  // attention (queries, keys and values, and as many again while positions turn them) and in the inner
-  // network.
   const uint64_t norm = 3 * e * U(d.width) + 12 * U(d.width);
   const uint64_t attend = e * (4 * U(d.width) + 5 * mixed + 6 * kept) + 4 * (mixed + U(d.width));
   const uint64_t inner = e * 5 * (U(d.width) + U(d.inner));
-  const uint64_t row = 2 * e * U(d.width) + std::max({norm, attend, inner});
-  const uint64_t rows = U(decoded + prompted) * row;
-  // In and out of a product, in fp32 where rows decode; where all rows are multiplied with tiles, packed ones
-  // and a part's sums.
-  const uint64_t widest = std::max({U(d.width), U(d.inner), mixed + 2 * kept});
-  const uint64_t tiled = U(RoundUp(decoded + prompted, 16)) *
-                         (2 * U(RoundUp(static_cast<int64_t>(widest), 32)) + 4 * U(s.largest_tiled_rows));
-  const uint64_t product =
-      8 * U(decoded) * widest + (s.largest_tiled_rows > 0 ? tiled : 0) +
-      2 * e * U(std::min(kChunkRows, prompted)) * U(std::max(s.largest_part_rows, d.inner));
-  const uint64_t logits = U(decoded) * (U(d.vocab) * (e + 8) + 2 * e * U(d.width) + 12 * U(d.width));
+  return 2 * e * U(d.width) + std::max({norm, attend, inner});
+}
+uint64_t WidestRow(const GenerationSizes& s) {
+  const models::DecoderShape& d = s.decoder;
+  return U(std::max({d.width, d.inner, d.heads * d.depth + 2 * d.key_heads * d.depth}));
+}
+uint64_t LogitsBytes(const GenerationSizes& s, int64_t decoded) {
+  const models::DecoderShape& d = s.decoder;
+  const uint64_t e = U(s.element_bytes);
+  return U(decoded) * (U(d.vocab) * (e + 8) + 2 * e * U(d.width) + 12 * U(d.width));
+}
+
+// What a pass of so many rows takes in host memory, from above.
+uint64_t TensorBytes(const GenerationSizes& s, int64_t decoded, int64_t prompted) {
+  const uint64_t widest = WidestRow(s), rows = U(RoundUp(decoded + prompted, 16));
+  // In and out of a product, in fp32 where rows decode; where all rows are packed, these and a part's sums;
+  // else a prompt's rows turned, and their sums.
+  const uint64_t packed =
+      s.largest_packed_rows > 0
+          ? rows * 4 * (U(RoundUp(static_cast<int64_t>(widest), 32)) + U(s.largest_packed_rows))
+          : 0;
+  const auto many = static_cast<size_t>(prompted);
+  const uint64_t turned = prompted > 0
+                              ? kernels::ManyRowsScratch(
+                                    many, static_cast<size_t>(std::max(s.largest_part_rows, s.decoder.inner)))
+                              : 0;
+  const uint64_t product = 8 * U(decoded) * widest + packed + turned;
+  const uint64_t angles = 4 * U(decoded + prompted) * U(s.decoder.depth);
+  return (U(decoded + prompted) * RowBytes(s) + product + angles + LogitsBytes(s, decoded)) * 9 / 8 +
+         s.kept_bytes + kTensorSlack;
+}
+
+// The same of LibTorch's tensors, where it computes.
+uint64_t LibTorchBytes(const GenerationSizes& s, const GenerationWish& wish, int64_t decoded,
+                       int64_t prompted) {
+  const models::DecoderShape& d = s.decoder;
+  const uint64_t e = U(s.element_bytes);
+  const uint64_t mixed = U(d.heads * d.depth), kept = U(d.key_heads * d.depth);
+  const uint64_t product = 8 * U(decoded) * WidestRow(s) + 2 * e * U(std::min(kChunkRows, prompted)) *
+                                                               U(std::max(s.largest_part_rows, d.inner));
   const uint64_t attending = U(std::min(kAttentionRows, std::max<int64_t>(prompted, 1)));
   const uint64_t wide = 4;  // scores may be in fp32
   const uint64_t attention = U(wish.positions) * (attending * U(d.heads) * 3 * wide + 2 * kept * (e + wide)) +
                              4 * attending * mixed * 4;
   const uint64_t converted = (s.converts ? 4 * U(s.largest_part) : 0) + e * U(s.decoded_elements);
-  return (rows + product + std::max(logits, attention) + converted) * 9 / 8 + s.kept_bytes + kTensorSlack;
+  return (U(decoded + prompted) * RowBytes(s) + product + std::max(LogitsBytes(s, decoded), attention) +
+          converted) *
+             9 / 8 +
+         s.kept_bytes + kTensorSlack;
 }
 
 // Of a pass that decodes: of each text one, and its drafted tokens.
@@ -81,7 +112,7 @@ uint64_t DeviceTensorBytes(const GenerationSizes& s, const GenerationWish& wish,
   const uint64_t moved = 2 * LargestUnit(s);
   const uint64_t records = U(wish.positions) * 2 * U(s.decoder.key_heads * s.decoder.depth * s.element_bytes);
   const uint64_t tensors =
-      TensorBytes(s, wish, RoundUp(decoded, kDeviceRows), RoundUp(prompted, kDeviceRows)) + coded + moved +
+      LibTorchBytes(s, wish, RoundUp(decoded, kDeviceRows), RoundUp(prompted, kDeviceRows)) + coded + moved +
       records;
   return tensors + U(wish.device->slack.Beside(static_cast<int64_t>(tensors)));
 }
@@ -107,7 +138,7 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
     plan.cache_bytes = U(plan.batch) * s.cache.tail_bytes() + KvCache::StagingBytes(s.cache);
   const int64_t decoded = RowsThatDecode(plan, wish);
   plan.tensor_bytes = wish.device.has_value() ? HostTensorBytes(s, decoded, prompt_rows)
-                                              : TensorBytes(s, wish, decoded, prompt_rows);
+                                              : TensorBytes(s, decoded, prompt_rows);
   // Tables are loaded before there is a pass.
   if (plan.keeps_tables)
     plan.tensor_bytes = std::max(plan.tensor_bytes, s.loading_bytes + kTensorSlack) + s.table_bytes;

@@ -25,7 +25,7 @@ namespace penstock::generate {
 
 // Positions of a prompt that are computed at once: a prompt is cut at multiples of this, whatever the budget.
 inline constexpr int64_t kChunkRows = 128;
-// Of those, that attend at once.
+// Of those, that attend at once on a device.
 inline constexpr int64_t kAttentionRows = 32;
 // Where LibTorch's libraries multiply (on a device): rows that decode, so many at once; all that is computed
 // has as many rows, or a multiple. The share of a prompt begins at a multiple of kShareRows, so that it is
@@ -50,14 +50,14 @@ struct GenerationSizes {
   uint64_t scratch_bytes = 0;   // to read rows through
   int64_t largest_part = 0;     // elements of a matrix that are used at once
   int64_t largest_part_rows = 0;
-  int64_t largest_tiled_rows = 0;  // of those that all rows are multiplied with in tiles
-  bool converts = false;           // the compute type is not the stored one
-  int64_t matrix_elements = 0;     // of all units
-  int64_t turned_elements = 0;     // of those, stored column by column
-  int64_t coded_elements = 0;      // of those, coded
-  kernels::WeightCode code;        // in which most of them are
-  int64_t decoded_elements = 0;    // that are decoded at once, at most
-  uint64_t loading_bytes = 0;      // of a table as it is stored, where it is kept in another form
+  int64_t largest_packed_rows = 0;  // of those that all rows are multiplied with in packed form
+  bool converts = false;            // the compute type is not the stored one
+  int64_t matrix_elements = 0;      // of all units
+  int64_t turned_elements = 0;      // of those, stored column by column
+  int64_t coded_elements = 0;       // of those, coded
+  kernels::WeightCode code;         // in which most of them are
+  int64_t decoded_elements = 0;     // that are decoded at once, at most
+  uint64_t loading_bytes = 0;       // of a table as it is stored, where it is kept in another form
 };
 
 // A device that computes, with memory of its own.

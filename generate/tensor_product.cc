@@ -1,3 +1,5 @@
+#include "generate/tensor_product.h"
+
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -7,7 +9,6 @@
 #include "base/check.h"
 #include "generate/clock.h"
 #include "generate/decode.h"
-#include "generate/matrix_product.h"
 #include "generate/memory_plan.h"
 #include "zero/compute/libtorch/tensors.h"
 
@@ -80,8 +81,10 @@ void TensorProduct::AddCodedRows(const std::byte* memory, int64_t first_row, int
   for (int64_t row = 0; row < rows; row += at_once) {
     const int64_t count = std::min(at_once, rows - row);
     const Tensor weights = torch::empty({count, matrix_.columns}, x_.options());
-    device_.DecodeWeights(code, memory + row * row_bytes, count, matrix_.columns, TypeOf(x_),
-                          weights.data_ptr());
+    device_.DecodeWeights(
+        code, memory + row * row_bytes, count, matrix_.columns,
+        x_.scalar_type() == torch::kBFloat16 ? kernels::DType::kBf16 : kernels::DType::kFp32,
+        weights.data_ptr());
     AddRows(weights, first_row + row);
   }
 }
@@ -95,7 +98,7 @@ void TensorProduct::AddRows(const Tensor& weights, int64_t first_row) {
   for (const auto& [first, rows] : rows_.chunks) multiply(first, rows);
 }
 
-double MeasureProduct(const StoredMatrix& matrix, int64_t rows, zero::Device* device) {
+double MeasureTensorProduct(const StoredMatrix& matrix, int64_t rows, zero::Device* device) {
   constexpr int kTurns = 4;      // the first loads the library
   constexpr int kProducts = 16;  // one after the other, as in a pass: it takes longer to hear of their end
   const torch::TensorOptions there = torch::TensorOptions().device(zero::TorchDeviceOf(*device));

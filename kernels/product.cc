@@ -133,6 +133,14 @@ void MultiplyRowsTurned(const ProductInput& x, DType type, const void* weights, 
 
 PackedOrder FastPackedOrder() { return HasTileProduct() ? PackedOrder::kTiles : PackedOrder::kPairs; }
 
+bool HasPackedProduct() {
+#if defined(__x86_64__)
+  return HasTileProduct() || UsesBf16Product(kAvx512Kernels);
+#else
+  return false;
+#endif
+}
+
 size_t PackedRows::Bytes(size_t rows, size_t columns, PackedOrder order) {
   return order == PackedOrder::kTiles ? Filled(rows, 16) * Filled(columns, 32) * sizeof(uint16_t)
                                       : rows * Filled(columns, 32) * sizeof(float);

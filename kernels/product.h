@@ -62,6 +62,9 @@ enum class PackedOrder { kPairs, kTiles };
 // which the first call asks for (arch_prctl, Linux 5.16; it is refused where a thread has a signal stack that
 // is too small for tiles). The same for every SIMD level and for as long as the process lives.
 PackedOrder FastPackedOrder();
+// Whether this processor has an instruction for products in that order, which is then faster with any number
+// of rows than products in fp32. The same for every SIMD level.
+bool HasPackedProduct();
 
 // Rows in bf16 with weights in bf16, row by row. The rows are packed first, once for all weights that they
 // are multiplied with.

@@ -1,28 +1,23 @@
-// What generation computes: a family's function over tokens that come a few at a time. Whoever generates
-// keeps the keys and values of the tokens before (the KV cache), and has the weights only while they are
-// used.
+// What generation computes, as numbers and names: the function of a family whose layers are those of GPT-2 or
+// Llama. Whoever generates keeps the keys and values of the tokens before (the KV cache), and has the weights
+// only while they are used.
 //
-//   x = decoder.Embed(rows of the token table, rows of the position table);
-//   for each layer: x = decoder.Layer(i, layer_access, x, positions);
-//   logits = decoder.Logits(head_access, x);
+//   x = a row of the token table, and of the position table where there is one
+//   for each layer
+//     n = norm(x);  q, k, v = products with n, turned by their positions
+//     x = x + output * attention(q, k, v)
+//     n = norm(x);  x = x + down * (activation(gate n) * up n, or activation(up n) where there is no gate)
+//   logits = head * norm(x)
 //
-// `x` is [rows, width]: one row for each token, of any number of sequences, side by side. A row's result
-// depends on that row and on what Attend gives it, and on nothing else, to the bit. So what may be rounded
-// otherwise at one place of a tensor than at another goes through BlockAccess: products and functions that
-// libraries compute in vectors with an end. Sums over a row, and elementwise +, -, *, /, root may not.
-//
-// Immutable; any number of threads may use one.
+// Between any two of these a value is rounded to the compute type, as transformers has it.
 #ifndef PENSTOCK_MODELS_DECODER_H_
 #define PENSTOCK_MODELS_DECODER_H_
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
-#include <functional>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "kernels/layer.h"
 #include "models/layout.h"
 
 namespace penstock::models {
@@ -38,37 +33,28 @@ struct DecoderShape {
   std::string head;                             // its name there
 };
 
-// The weights of one block and the caches of one layer. A matrix may be asked for once, in the order of the
-// block's description; vectors at any time.
-class BlockAccess {
- public:
-  virtual ~BlockAccess() = default;
-  // A vector, by name.
-  virtual at::Tensor Get(std::string_view name) const = 0;
-  // x times NAME.weight (or NAME, where the block calls it that), plus NAME.bias where there is one.
-  virtual at::Tensor Linear(std::string_view name, const at::Tensor& x) = 0;
-  // f(x), where f computes each element by itself: `x` is [rows, ...].
-  virtual at::Tensor Map(const at::Tensor& x,
-                         const std::function<at::Tensor(const at::Tensor&)>& f) const = 0;
-  // Keeps k and v [rows, key heads, depth] with what is there of their sequences, and attends: q is
-  // [rows, heads, depth], the result [rows, heads * depth]. `wide`: scores and sums in fp32.
-  virtual at::Tensor Attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                            bool wide) = 0;
+// What is computed with which parameters of a block. A matrix or a norm NAME is NAME.weight, with NAME.bias
+// where the block has it; matrices are used in the order of the block's description.
+struct DecoderFunction {
+  enum class Norm : uint8_t { kRootMeanSquare, kLayer };
+  Norm norm = Norm::kLayer;
+  double epsilon = 1e-5;
+  std::string attention_norm, inner_norm, last_norm;  // the last one is in the block of the head
+  std::string joined;                                 // queries, keys and values in one matrix; or
+  std::string query, key, value;                      // one for each
+  std::string query_norm, key_norm;                   // of each head; empty: none
+  std::string output;
+  std::string gate;  // empty: none
+  std::string up, down;
+  kernels::Activation activation = kernels::Activation::kGelu;
+  std::vector<double> scales;      // of the scores, by layer
+  std::vector<float> frequencies;  // by which positions turn the pairs of a head; empty: they do not
 };
 
-class Decoder {
- public:
-  virtual ~Decoder() = default;
-  virtual DecoderShape shape() const = 0;
-  virtual std::vector<BlockDescription> Blocks() const = 0;
-
-  // `tokens`, `positions`: [rows, width] of the tables; `positions` undefined where the model has none.
-  virtual at::Tensor Embed(const at::Tensor& tokens, const at::Tensor& positions) const = 0;
-  // `positions`: [rows], int64, of each row in its sequence.
-  virtual at::Tensor Layer(int64_t layer, BlockAccess& block, const at::Tensor& x,
-                           const at::Tensor& positions) const = 0;
-  // fp32 [rows, vocab].
-  virtual at::Tensor Logits(BlockAccess& block, const at::Tensor& x) const = 0;
+struct Decoder {
+  DecoderShape shape;
+  DecoderFunction function;
+  std::vector<BlockDescription> blocks;
 };
 
 }  // namespace penstock::models

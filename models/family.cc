@@ -12,7 +12,7 @@
 #include "models/gpt.h"
 #include "models/llama.h"
 #include "models/lora.h"
-#include "models/vocabulary_tiles.h"
+#include "models/vocabulary_cut.h"
 #include "zero/config/config_json.h"
 
 namespace penstock::models {

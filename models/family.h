@@ -1,18 +1,20 @@
 // Families of published language models, and one interface to them all: what programs use.
 //
 //   ASSIGN_OR_RETURN(std::shared_ptr<const LanguageModel> model, OpenModel("Llama-3.2-1B", &notes));
-//   engine = zero::CreateEngine(model->Make(), options);
+//   engine = zero::CreateEngine(MakeModel(*model), options);   // models/stages.h
 //
-// A family is one file: models/gpt.cc, models/llama.cc. It reads config.json, describes each parameter once
-// (models/layout.h: name, shape, first values, published name), and computes stages over modules that are
-// made from that description (models/described_module.h). Layout, import, export and plan follow from it. A
-// key of config.json that changes the function is served, or refused by name.
+// A family is two files: models/gpt.cc, models/llama.cc read config.json and describe each parameter once
+// (models/layout.h: name, shape, first values, published name) and what generation computes
+// (models/decoder.h); gpt_stages.cc, llama_stages.cc compute stages, with LibTorch, over modules that are
+// made from that description. Layout, import, export and plan follow from it. A key of config.json that
+// changes the function is served, or refused by name.
 #ifndef PENSTOCK_MODELS_FAMILY_H_
 #define PENSTOCK_MODELS_FAMILY_H_
 
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,12 +22,10 @@
 #include "models/decoder.h"
 #include "models/layout.h"
 
-namespace penstock::zero {
-struct Model;
-}  // namespace penstock::zero
-
 namespace penstock::models {
 
+struct GptConfig;    // models/gpt.h
+struct LlamaConfig;  // models/llama.h
 struct LoraOptions;  // models/lora.h
 
 // Where ToJson says what adapters a model has,
@@ -66,9 +66,8 @@ class LanguageModel {
   // Every parameter, once; the input embedding is block 0, or the first blocks.
   virtual std::vector<BlockDescription> Blocks() const = 0;
   virtual ModelLayout Layout() const = 0;
-  // One of each stage of Make(Head::kLoss), in their order.
+  // One of each stage that trains (MakeModel, Head::kLoss), in their order.
   virtual std::vector<StageProducts> Products() const = 0;
-  virtual zero::Model Make(Head head = Head::kLoss) const = 0;
 
   // What a run's record and identity say of it; ModelFromJson reads it back.
   virtual nlohmann::json ToJson() const = 0;
@@ -83,8 +82,12 @@ class LanguageModel {
   // WithVocabularyTiles.
   virtual std::shared_ptr<const LanguageModel> WithTileRows(int64_t rows) const = 0;
 
-  // The same function, for generation with a cache.
-  virtual std::unique_ptr<const Decoder> MakeDecoder() const = 0;
+  // The same function, for generation with a cache. Of a model with adapters: nullopt.
+  virtual std::optional<Decoder> decoder() const = 0;
+
+  // What it was described by: one of gpt(), llama() and base() is not null.
+  virtual const GptConfig* gpt() const { return nullptr; }
+  virtual const LlamaConfig* llama() const { return nullptr; }
 
   // What adapters go to where nobody says (models/lora.h), as in PEFT.
   virtual std::vector<std::string> AdapterTargets() const = 0;

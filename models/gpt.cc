@@ -1,7 +1,5 @@
 #include "models/gpt.h"
 
-#include <torch/nn/module.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -13,11 +11,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
-#include "models/causal_attention.h"
-#include "models/described_module.h"
 #include "models/model_keys.h"
-#include "models/vocabulary_tiles.h"
-#include "zero/compute/libtorch/model.h"
+#include "models/vocabulary_cut.h"
 
 namespace penstock::models {
 namespace {
@@ -49,24 +44,6 @@ std::string NameOf(GptActivation activation) {
   return "?";
 }
 
-torch::Tensor Activate(GptActivation activation, const torch::Tensor& x) {
-  switch (activation) {
-    case GptActivation::kGelu:
-      return torch::gelu(x);
-    case GptActivation::kGeluNew:
-      return torch::gelu(x, "tanh");
-    case GptActivation::kQuickGelu:
-      return x * torch::sigmoid(x * 1.702);
-    case GptActivation::kRelu:
-      return torch::relu(x);
-    case GptActivation::kSilu:
-      return torch::silu(x);
-    case GptActivation::kTanh:
-      break;
-  }
-  return torch::tanh(x);
-}
-
 const std::map<std::string, GptConfig>& Presets() {
   static const auto* presets = new std::map<std::string, GptConfig>{
       {"gpt-tiny", {4, 64, 4, 128}},     {"gpt-small", {8, 384, 6, 512}},
@@ -77,143 +54,6 @@ const std::map<std::string, GptConfig>& Presets() {
   return *presets;
 }
 
-// LayerNorm over the last dimension in fp32, whatever the type of input and parameters: in bf16 its gradients
-// are sums of thousands of rounded terms.
-torch::Tensor Normalize(const torch::Tensor& x, const torch::Tensor& weight, const torch::Tensor& bias,
-                        double epsilon) {
-  return torch::layer_norm(x.to(torch::kFloat32), {weight.size(0)}, weight.to(torch::kFloat32),
-                           bias.to(torch::kFloat32), epsilon)
-      .to(x.scalar_type());
-}
-
-// NAME.weight and NAME.bias.
-template <typename Block>
-torch::Tensor Norm(const Block& block, const std::string& name, const torch::Tensor& x, double epsilon) {
-  return Normalize(x, block.Get(name + ".weight"), block.Get(name + ".bias"), epsilon);
-}
-
-torch::Tensor AtPositions(const torch::Tensor& tokens, const torch::Tensor& positions, torch::Dtype type) {
-  return (tokens.to(torch::kFloat32) + positions.to(torch::kFloat32)).to(type);
-}
-
-torch::Tensor Embed(const GptConfig& config, const DescribedModule& block, const torch::Tensor& ids) {
-  const torch::Tensor tokens = block.Get("wte"), positions = block.Get("wpe");
-  // In fp32, so that the gradients of a token that occurs often are not summed in bf16.
-  const torch::Tensor rows = torch::embedding(tokens.to(torch::kFloat32), ids);
-  const torch::Tensor x = AtPositions(rows, positions.slice(0, 0, ids.size(1)), tokens.scalar_type());
-  const double dropout = config.embedding_dropout;
-  return dropout > 0 ? torch::dropout(x, dropout, block.is_training()) : x;
-}
-
-torch::Tensor Logits(const GptConfig& config, const DescribedModule& block, const torch::Tensor& x) {
-  return torch::linear(Norm(block, "ln_f", x, config.epsilon), block.Get("wte")).to(torch::kFloat32);
-}
-
-// `index`: of the layer, from 0. One module computes all of them in turn.
-double ScaleOf(const GptConfig& config, int64_t index) {
-  const int64_t depth = config.width / config.heads;
-  const double scale = config.scales_attention ? 1.0 / std::sqrt(static_cast<double>(depth)) : 1.0;
-  return config.scales_attention_by_layer ? scale / static_cast<double>(index + 1) : scale;
-}
-
-// One layer, in training and in generation. `block` has the weights, in the order of their description;
-// `attend` makes [..., width] of the queries, keys and values in [..., 3 * width]; `dropped` is dropout.
-template <typename Block, typename Attend, typename Dropped>
-torch::Tensor Layer(const GptConfig& config, Block& block, const torch::Tensor& x, Attend attend,
-                    Dropped dropped) {
-  const torch::Tensor mixed = attend(block.Linear("attn.c_attn", Norm(block, "ln_1", x, config.epsilon)));
-  const torch::Tensor y = x + dropped(block.Linear("attn.c_proj", mixed));
-  const torch::Tensor inner =
-      block.Map(block.Linear("mlp.c_fc", Norm(block, "ln_2", y, config.epsilon)),
-                [&config](const torch::Tensor& t) { return Activate(config.activation, t); });
-  return y + dropped(block.Linear("mlp.c_proj", inner));
-}
-
-// Of whole sequences: x is [batch, length, width].
-torch::Tensor TrainedLayer(const GptConfig& config, const DescribedModule& block, const torch::Tensor& x,
-                           int64_t index) {
-  const int64_t heads = config.heads;
-  const int64_t batch = x.size(0), length = x.size(1), width = x.size(2), depth = width / heads;
-  const auto attend = [&](const torch::Tensor& joined) {
-    torch::Tensor qkv = joined.view({batch, length, 3, heads, depth});
-    if (config.attention_in_fp32) qkv = qkv.to(torch::kFloat32);
-    const auto head = [&](int64_t i) {
-      return qkv.select(2, i).transpose(1, 2).reshape({batch * heads, length, depth});
-    };
-    const double dropout = block.is_training() ? config.attention_dropout : 0;
-    const torch::Tensor mixed = CausalAttention(head(0), head(1), head(2), ScaleOf(config, index), dropout)
-                                    .view({batch, heads, length, depth});
-    return mixed.to(x.scalar_type()).transpose(1, 2).reshape({batch, length, width});
-  };
-  return Layer(config, block, x, attend, [&](const torch::Tensor& t) {
-    return config.dropout > 0 ? torch::dropout(t, config.dropout, block.is_training()) : t;
-  });
-}
-
-// Every parameter of the model, once.
-std::vector<BlockDescription> Describe(const GptConfig& config) {
-  const int64_t d = config.width;
-  const double drawn = config.deviation;
-  const double projected = config.deviation / std::sqrt(2.0 * static_cast<double>(config.layers));
-  std::vector<BlockDescription> blocks;
-  std::vector<ParameterDescription>* to = nullptr;
-  std::string prefix;
-  const auto add_norm = [&](const std::string& name) {
-    to->push_back({.name = name + ".weight", .published = prefix + name + ".weight", .rows = d, .mean = 1});
-    to->push_back({.name = name + ".bias", .published = prefix + name + ".bias", .rows = d});
-  };
-  // Conv1D has them turned.
-  const auto add_linear = [&](const std::string& name, int64_t in, int64_t out, double deviation) {
-    to->push_back({.name = name + ".weight",
-                   .published = prefix + name + ".weight",
-                   .rows = out,
-                   .columns = in,
-                   .deviation = deviation,
-                   .transposed = true});
-    to->push_back({.name = name + ".bias", .published = prefix + name + ".bias", .rows = out});
-  };
-  const auto add_table = [&](const std::string& name, int64_t rows) {
-    to->push_back({.name = name,
-                   .published = prefix + name + ".weight",
-                   .rows = rows,
-                   .columns = d,
-                   .deviation = drawn});
-  };
-  const VocabularyCut cut(config.vocab, config.tile_rows);
-  prefix = kPrefix;
-  if (cut.tiles() > 1) {
-    AddTiles(cut, "embedding",
-             {.name = "wte",
-              .published = prefix + "wte.weight",
-              .rows = config.vocab,
-              .columns = d,
-              .deviation = drawn},
-             &blocks);
-    // Two stages use it that compute different functions of the same shapes: it is like no other.
-    blocks.push_back({.name = "positions", .kind = "", .parameters = {}});
-    to = &blocks.back().parameters;
-  } else {
-    blocks.push_back({.name = "embedding", .kind = "embedding", .parameters = {}});
-    to = &blocks.back().parameters;
-    add_table("wte", config.vocab);
-  }
-  add_table("wpe", config.context);
-  add_norm("ln_f");
-  for (int64_t i = 0; i < config.layers; ++i) {
-    blocks.push_back({.name = absl::StrCat("h.", i), .kind = "layer", .parameters = {}});
-    to = &blocks.back().parameters;
-    prefix = absl::StrCat(kPrefix, "h.", i, ".");
-    add_norm("ln_1");
-    add_linear("attn.c_attn", d, 3 * d, drawn);
-    add_linear("attn.c_proj", d, d, projected);
-    add_norm("ln_2");
-    add_linear("mlp.c_fc", d, config.Inner(), drawn);
-    add_linear("mlp.c_proj", config.Inner(), d, projected);
-  }
-  return blocks;
-}
-
-// What transformers takes for others of its keys.
 constexpr KeyAlias kAliases[] = {{"hidden_size", "n_embd"},
                                  {"max_position_embeddings", "n_positions"},
                                  {"num_attention_heads", "n_head"},
@@ -267,6 +107,12 @@ const std::vector<std::string_view>& FunctionKeys() {
 }
 
 }  // namespace
+
+double GptConfig::AttentionScale(int64_t layer) const {
+  const int64_t depth = width / heads;
+  const double scale = scales_attention ? 1.0 / std::sqrt(static_cast<double>(depth)) : 1.0;
+  return scales_attention_by_layer ? scale / static_cast<double>(layer + 1) : scale;
+}
 
 int64_t GptConfig::Parameters() const {
   return layers * (4 * width * width + 2 * width * Inner() + Inner() + 9 * width) +
@@ -399,127 +245,81 @@ std::string GptPresetNames() {
                        [](std::string* out, const auto& preset) { out->append(preset.first); });
 }
 
+// Every parameter of the model, once.
+std::vector<BlockDescription> BlocksOfGpt(const GptConfig& config) {
+  const int64_t d = config.width;
+  const double drawn = config.deviation;
+  const double projected = config.deviation / std::sqrt(2.0 * static_cast<double>(config.layers));
+  std::vector<BlockDescription> blocks;
+  std::vector<ParameterDescription>* to = nullptr;
+  std::string prefix;
+  const auto add_norm = [&](const std::string& name) {
+    to->push_back({.name = name + ".weight", .published = prefix + name + ".weight", .rows = d, .mean = 1});
+    to->push_back({.name = name + ".bias", .published = prefix + name + ".bias", .rows = d});
+  };
+  // Conv1D has them turned.
+  const auto add_linear = [&](const std::string& name, int64_t in, int64_t out, double deviation) {
+    to->push_back({.name = name + ".weight",
+                   .published = prefix + name + ".weight",
+                   .rows = out,
+                   .columns = in,
+                   .deviation = deviation,
+                   .transposed = true});
+    to->push_back({.name = name + ".bias", .published = prefix + name + ".bias", .rows = out});
+  };
+  const auto add_table = [&](const std::string& name, int64_t rows) {
+    to->push_back({.name = name,
+                   .published = prefix + name + ".weight",
+                   .rows = rows,
+                   .columns = d,
+                   .deviation = drawn});
+  };
+  const VocabularyCut cut(config.vocab, config.tile_rows);
+  prefix = kPrefix;
+  if (cut.tiles() > 1) {
+    AddTiles(cut, "embedding",
+             {.name = "wte",
+              .published = prefix + "wte.weight",
+              .rows = config.vocab,
+              .columns = d,
+              .deviation = drawn},
+             &blocks);
+    // Two stages use it that compute different functions of the same shapes: it is like no other.
+    blocks.push_back({.name = "positions", .kind = "", .parameters = {}});
+    to = &blocks.back().parameters;
+  } else {
+    blocks.push_back({.name = "embedding", .kind = "embedding", .parameters = {}});
+    to = &blocks.back().parameters;
+    add_table("wte", config.vocab);
+  }
+  add_table("wpe", config.context);
+  add_norm("ln_f");
+  for (int64_t i = 0; i < config.layers; ++i) {
+    blocks.push_back({.name = absl::StrCat("h.", i), .kind = "layer", .parameters = {}});
+    to = &blocks.back().parameters;
+    prefix = absl::StrCat(kPrefix, "h.", i, ".");
+    add_norm("ln_1");
+    add_linear("attn.c_attn", d, 3 * d, drawn);
+    add_linear("attn.c_proj", d, d, projected);
+    add_norm("ln_2");
+    add_linear("mlp.c_fc", d, config.Inner(), drawn);
+    add_linear("mlp.c_proj", config.Inner(), d, projected);
+  }
+  return blocks;
+}
 ModelLayout LayoutOfGpt(const GptConfig& config) {
-  ModelLayout layout = LayoutOf(Describe(config));
+  ModelLayout layout = LayoutOf(BlocksOfGpt(config));
   layout.prefix = kPrefix;
   layout.passed_over = {".attn.bias", ".attn.masked_bias"};  // causal masks
   return layout;
 }
 
-namespace {
-
-// With the vocabulary in tiles: positions are added by a stage of their own.
-void AddTiledEmbedding(const GptConfig& config, const VocabularyCut& cut, zero::Model* model) {
-  AddEmbeddingTiles(cut, "wte", /*padding=*/-1, model);
-  model->AddStage("positions", cut.tiles(),
-                  [config](torch::nn::Module& module, const torch::Tensor& tokens, const zero::TensorBatch&) {
-                    const auto& block = *module.as<DescribedModule>();
-                    const torch::Tensor positions = block.Get("wpe").slice(0, 0, tokens.size(1));
-                    const torch::Tensor x = AtPositions(tokens, positions, tokens.scalar_type());
-                    const double dropout = config.embedding_dropout;
-                    return dropout > 0 ? torch::dropout(x, dropout, block.is_training()) : x;
-                  });
-}
-
-void AddTiledHead(const GptConfig& config, const VocabularyCut& cut, Head head, zero::Model* model) {
-  const auto norm = [config](const DescribedModule& block, const torch::Tensor& x) {
-    return Norm(block, "ln_f", x, config.epsilon);
-  };
-  AddLastNorm(cut.tiles(), norm, head, model);
-  AddHeadTiles(cut, "wte", /*block=*/0, head, model);
-}
-
-void AddHead(const GptConfig& config, Head head, zero::Model* model) {
-  if (head == Head::kLoss) {
-    model->AddStage(
-        "loss", 0,
-        [config](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch& batch) {
-          const torch::Tensor logits = Logits(config, *module.as<DescribedModule>(), x);
-          return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
-                                 batch.targets.view({-1}));
-        });
-  } else {
-    model->AddStage("logits", 0,
-                    [config](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch&) {
-                      const torch::Tensor last = x.slice(1, x.size(1) - 1);
-                      return Logits(config, *module.as<DescribedModule>(), last).squeeze(1);
-                    });
-  }
-}
-
-// Of the first layer.
-int LayerBlock(const VocabularyCut& cut) { return cut.tiles() == 1 ? 1 : cut.tiles() + 1; }
-
-}  // namespace
-
-zero::Model MakeGpt(const GptConfig& config, Head head) {
-  zero::Model model;
-  model.identity = config.ToJson();
-  for (const BlockDescription& block : Describe(config)) AddBlock(block, &model);
-  const VocabularyCut cut(config.vocab, config.tile_rows);
-  if (cut.tiles() > 1) {
-    AddTiledEmbedding(config, cut, &model);
-  } else {
-    model.AddStage("embed", 0,
-                   [config](torch::nn::Module& module, const torch::Tensor&, const zero::TensorBatch& batch) {
-                     return Embed(config, *module.as<DescribedModule>(), batch.inputs);
-                   });
-  }
-  for (int64_t i = 0; i < config.layers; ++i) {
-    model.AddStage(absl::StrCat("h.", i), LayerBlock(cut) + static_cast<int>(i),
-                   [config, i](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch&) {
-                     return TrainedLayer(config, *module.as<DescribedModule>(), x, i);
-                   });
-  }
-  if (cut.tiles() > 1) {
-    AddTiledHead(config, cut, head, &model);
-  } else {
-    AddHead(config, head, &model);
-  }
-  return model;
+int FirstLayerOfGpt(const GptConfig& config) {
+  const int tiles = VocabularyCut(config.vocab, config.tile_rows).tiles();
+  return tiles == 1 ? 1 : tiles + 1;
 }
 
 namespace {
-
-class GptDecoder : public Decoder {
- public:
-  explicit GptDecoder(const GptConfig& config) : config_(config) {}
-
-  DecoderShape shape() const override {
-    return {.layers = config_.layers,
-            .width = config_.width,
-            .inner = config_.Inner(),
-            .vocab = config_.vocab,
-            .heads = config_.heads,
-            .key_heads = config_.heads,
-            .depth = config_.width / config_.heads,
-            .token_table = "wte",
-            .position_table = "wpe",
-            .matrices_before_attention = 1,
-            .head_block = 0,
-            .head = "wte"};
-  }
-  std::vector<BlockDescription> Blocks() const override { return Describe(config_); }
-
-  torch::Tensor Embed(const torch::Tensor& tokens, const torch::Tensor& positions) const override {
-    return AtPositions(tokens, positions, tokens.scalar_type());
-  }
-  torch::Tensor Layer(int64_t layer, BlockAccess& block, const torch::Tensor& x,
-                      const torch::Tensor& /*positions*/) const override {
-    const auto attend = [&](const torch::Tensor& joined) {
-      const torch::Tensor qkv = joined.view({x.size(0), 3, config_.heads, config_.width / config_.heads});
-      return block.Attend(qkv.select(1, 0), qkv.select(1, 1), qkv.select(1, 2), ScaleOf(config_, layer),
-                          config_.attention_in_fp32);
-    };
-    return models::Layer(config_, block, x, attend, [](const torch::Tensor& t) { return t; });
-  }
-  torch::Tensor Logits(BlockAccess& block, const torch::Tensor& x) const override {
-    return block.Linear("wte", Norm(block, "ln_f", x, config_.epsilon)).to(torch::kFloat32);
-  }
-
- private:
-  const GptConfig config_;
-};
 
 // The embedding is looked up first and multiplied with last.
 std::vector<StageProducts> ProductsOf(const GptConfig& config) {
@@ -532,7 +332,7 @@ std::vector<StageProducts> ProductsOf(const GptConfig& config) {
     const int64_t in_attention = 4 * config.width * config.width,
                   in_between = 2 * config.width * config.Inner();
     products.push_back({.stage = absl::StrCat("h.", i),
-                        .block = LayerBlock(cut) + static_cast<int>(i),
+                        .block = FirstLayerOfGpt(config) + static_cast<int>(i),
                         .parameters = in_attention + in_between,
                         .attention_width = config.width});
   }
@@ -544,6 +344,38 @@ std::vector<StageProducts> ProductsOf(const GptConfig& config) {
   return products;
 }
 
+Decoder DecoderOf(const GptConfig& config) {
+  GptConfig whole = config;  // its tensors are the same, wherever they lie
+  whole.tile_rows = 0;
+  Decoder decoder;
+  decoder.shape = {.layers = config.layers,
+                   .width = config.width,
+                   .inner = config.Inner(),
+                   .vocab = config.vocab,
+                   .heads = config.heads,
+                   .key_heads = config.heads,
+                   .depth = config.width / config.heads,
+                   .token_table = "wte",
+                   .position_table = "wpe",
+                   .matrices_before_attention = 1,
+                   .head_block = 0,
+                   .head = "wte"};
+  DecoderFunction& f = decoder.function;
+  f.norm = DecoderFunction::Norm::kLayer;
+  f.epsilon = config.epsilon;
+  f.attention_norm = "ln_1";
+  f.inner_norm = "ln_2";
+  f.last_norm = "ln_f";
+  f.joined = "attn.c_attn";
+  f.output = "attn.c_proj";
+  f.up = "mlp.c_fc";
+  f.down = "mlp.c_proj";
+  f.activation = config.activation;
+  for (int64_t layer = 0; layer < config.layers; ++layer) f.scales.push_back(config.AttentionScale(layer));
+  decoder.blocks = BlocksOfGpt(whole);
+  return decoder;
+}
+
 class Gpt : public LanguageModel {
  public:
   explicit Gpt(const GptConfig& config) : config_(config) {}
@@ -551,15 +383,11 @@ class Gpt : public LanguageModel {
   int64_t vocabulary() const override { return config_.vocab; }
   int64_t context() const override { return config_.context; }
   int64_t usual_length() const override { return config_.context; }
-  std::unique_ptr<const Decoder> MakeDecoder() const override {
-    GptConfig whole = config_;  // its tensors are the same, wherever they lie
-    whole.tile_rows = 0;
-    return std::make_unique<GptDecoder>(whole);
-  }
+  std::optional<Decoder> decoder() const override { return DecoderOf(config_); }
+  const GptConfig* gpt() const override { return &config_; }
   std::vector<std::string> AdapterTargets() const override { return {"c_attn"}; }
-  std::vector<BlockDescription> Blocks() const override { return Describe(config_); }
+  std::vector<BlockDescription> Blocks() const override { return BlocksOfGpt(config_); }
   ModelLayout Layout() const override { return LayoutOfGpt(config_); }
-  zero::Model Make(Head head) const override { return MakeGpt(config_, head); }
   std::vector<StageProducts> Products() const override { return ProductsOf(config_); }
   nlohmann::json ToJson() const override { return config_.ToJson(); }
   nlohmann::ordered_json ToPublished() const override { return config_.ToPublished(); }

@@ -18,20 +18,13 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kernels/layer.h"
 #include "models/family.h"
-#include "zero/compute/libtorch/model.h"
 
 namespace penstock::models {
 
-// What the two linear maps of a layer have between them; Hugging Face's names.
-enum class GptActivation : uint8_t {
-  kGelu,       // "gelu": x times the normal distribution's function
-  kGeluNew,    // "gelu_new": its approximation by tanh, which the published GPT-2 have
-  kQuickGelu,  // "quick_gelu": x * sigmoid(1.702 x)
-  kRelu,
-  kSilu,
-  kTanh,
-};
+// What the two linear maps of a layer have between them.
+using GptActivation = kernels::Activation;
 
 struct GptConfig {
   int64_t layers = 4;
@@ -53,6 +46,8 @@ struct GptConfig {
   int64_t tile_rows = 0;                   // of the vocabulary's blocks; 0: one has all of it
 
   int64_t Inner() const { return inner > 0 ? inner : 4 * width; }
+  // Of the scores of a layer, from 0.
+  double AttentionScale(int64_t layer) const;
   int64_t Parameters() const;
   // Its keys are Hugging Face's; those that are at their defaults here are left out.
   nlohmann::json ToJson() const;
@@ -72,8 +67,9 @@ absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json,
 absl::Status ValidateGptConfig(const GptConfig& config);
 
 // Pure numbers; `config` must pass ValidateGptConfig.
+std::vector<BlockDescription> BlocksOfGpt(const GptConfig& config);  // every parameter, once
+int FirstLayerOfGpt(const GptConfig& config);                        // its block
 ModelLayout LayoutOfGpt(const GptConfig& config);
-zero::Model MakeGpt(const GptConfig& config, Head head = Head::kLoss);
 std::shared_ptr<const LanguageModel> DescribeGpt(const GptConfig& config);
 
 }  // namespace penstock::models

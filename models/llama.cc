@@ -1,7 +1,5 @@
 #include "models/llama.h"
 
-#include <torch/types.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -12,17 +10,14 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
-#include "models/causal_attention.h"
-#include "models/described_module.h"
 #include "models/model_keys.h"
-#include "models/vocabulary_tiles.h"
+#include "models/vocabulary_cut.h"
 #include "zero/config/config_json.h"
 
 namespace penstock::models {
 namespace {
 
 using nlohmann::json;
-using torch::Tensor;
 
 constexpr const char* kPrefix = "model.";
 // Longest sequence of a training where nobody says: the contexts of these models are made for reading.
@@ -240,9 +235,11 @@ absl::Status Validate(const LlamaConfig& c) {
   return absl::OkStatus();
 }
 
-// ---- Parameters.
+}  // namespace
 
-std::vector<BlockDescription> Describe(const LlamaConfig& c) {
+double LlamaConfig::AttentionScale() const { return 1.0 / std::sqrt(static_cast<double>(depth)); }
+
+std::vector<BlockDescription> BlocksOfLlama(const LlamaConfig& c) {
   std::vector<BlockDescription> blocks;
   std::string prefix;
   const auto add = [&](const std::string& name, int64_t rows, int64_t columns, double mean) {
@@ -306,176 +303,60 @@ std::vector<BlockDescription> Describe(const LlamaConfig& c) {
   return blocks;
 }
 
-// Numbers of blocks: the first layer's, the last norm's, and that of the head or its first tile.
-struct BlockNumbers {
-  explicit BlockNumbers(const LlamaConfig& c) {
-    const int tiles = VocabularyCut(c.vocab, c.tile_rows).tiles();
-    const auto layers = static_cast<int>(c.layers);
-    if (tiles == 1) {
-      layer = 1;
-      norm = head = c.tied ? 0 : layers + 1;
-    } else {
-      layer = c.tied ? tiles + 1 : tiles;
-      norm = c.tied ? tiles : tiles + layers;
-      head = c.tied ? 0 : norm + 1;
-    }
+LlamaBlocks::LlamaBlocks(const LlamaConfig& c) {
+  const int tiles = VocabularyCut(c.vocab, c.tile_rows).tiles();
+  const auto layers = static_cast<int>(c.layers);
+  if (tiles == 1) {
+    layer = 1;
+    norm = head = c.tied ? 0 : layers + 1;
+  } else {
+    layer = c.tied ? tiles + 1 : tiles;
+    norm = c.tied ? tiles : tiles + layers;
+    head = c.tied ? 0 : norm + 1;
   }
-  int layer = 0, norm = 0, head = 0;
-};
-
-// ---- What stages compute.
-
-struct Function {
-  LlamaConfig config;
-  std::vector<float> frequencies;
-};
-
-// In fp32, whatever the type of x; the weight is applied to the rounded result, as in transformers.
-Tensor Normalize(const Tensor& x, const Tensor& weight, double epsilon) {
-  const Tensor wide = x.to(torch::kFloat32);
-  const Tensor scale = torch::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + epsilon);
-  return weight * (wide * scale).to(x.scalar_type());
 }
 
-// Cosine and sine of the angles of each position [n]: [n, 1, depth / 2], of x's type.
-template <typename Block>
-std::pair<Tensor, Tensor> Angles(const std::vector<float>& frequencies, const Block& block,
-                                 const Tensor& positions, const Tensor& x) {
-  const auto pairs = static_cast<int64_t>(frequencies.size());
-  Tensor each = torch::empty({1, pairs}, torch::kFloat32);
-  std::copy(frequencies.begin(), frequencies.end(), each.data_ptr<float>());
-  // A few bytes, which CUDA takes at once: nothing waits for what a device computes.
-  const Tensor there = each.to(x.device(), torch::kFloat32, /*non_blocking=*/true);
-  const Tensor angles = positions.to(torch::kFloat32).unsqueeze(1) * there;
-  const Tensor cosine = block.Map(angles, [](const Tensor& t) { return t.cos(); });
-  const Tensor sine = block.Map(angles, [](const Tensor& t) { return t.sin(); });
-  return {cosine.unsqueeze(1).to(x.scalar_type()), sine.unsqueeze(1).to(x.scalar_type())};
-}
+namespace {
 
-// x: [..., n, heads, depth]. The halves of a head are the pairs' first and second elements.
-Tensor Turn(const Tensor& x, const std::pair<Tensor, Tensor>& angles) {
-  const int64_t half = x.size(-1) / 2;
-  const Tensor a = x.narrow(-1, 0, half), b = x.narrow(-1, half, half);
-  const auto& [cosine, sine] = angles;
-  return torch::cat({a * cosine - b * sine, b * cosine + a * sine}, -1);
-}
-
-// One layer, in training and in generation. `block` has the weights, in the order of their description.
-// `arrange` is applied to queries, keys and values [..., heads, depth]; `attend` makes [..., heads * depth]
-// of the three.
-template <typename Block, typename Arrange, typename Attend>
-Tensor Attention(const Function& f, Block& block, const Tensor& x, const Tensor& positions, Arrange arrange,
-                 Attend attend) {
-  const LlamaConfig& c = f.config;
-  const std::pair<Tensor, Tensor> angles = Angles(f.frequencies, block, positions, x);
-  const auto heads = [&](const char* projection, int64_t count, const char* norm) {
-    std::vector<int64_t> sizes = x.sizes().vec();
-    sizes.back() = count;
-    sizes.push_back(c.depth);
-    Tensor y = block.Linear(projection, x).view(sizes);
-    if (norm != nullptr) {
-      if (c.qk_norm) y = Normalize(y, block.Get(norm), c.epsilon);
-      y = Turn(y, angles);
-    }
-    return arrange(y);
-  };
-  const Tensor q = heads("self_attn.q_proj", c.heads, "self_attn.q_norm.weight");
-  const Tensor k = heads("self_attn.k_proj", c.key_heads, "self_attn.k_norm.weight");
-  const Tensor v = heads("self_attn.v_proj", c.key_heads, nullptr);
-  return block.Linear("self_attn.o_proj", attend(q, k, v));
-}
-
-template <typename Block, typename Arrange, typename Attend>
-Tensor Layer(const Function& f, Block& block, const Tensor& x, const Tensor& positions, Arrange arrange,
-             Attend attend) {
-  const double epsilon = f.config.epsilon;
-  const Tensor input = Normalize(x, block.Get("input_layernorm.weight"), epsilon);
-  const Tensor y = x + Attention(f, block, input, positions, arrange, attend);
-  const Tensor z = Normalize(y, block.Get("post_attention_layernorm.weight"), epsilon);
-  // Matrices may come one by one: each is asked for in a statement of its own.
-  Tensor gated = block.Map(block.Linear("mlp.gate_proj", z), [](const Tensor& t) { return torch::silu(t); });
-  gated = gated * block.Linear("mlp.up_proj", z);
-  return y + block.Linear("mlp.down_proj", gated);
-}
-
-double ScaleOf(const LlamaConfig& c) { return 1.0 / std::sqrt(static_cast<double>(c.depth)); }
-
-// Of whole sequences: x is [batch, length, width].
-Tensor TrainedLayer(const Function& f, const DescribedModule& block, const Tensor& x) {
-  const LlamaConfig& c = f.config;
-  const int64_t batch = x.size(0), length = x.size(1);
-  const Tensor positions = torch::arange(length, x.options().dtype(torch::kFloat32));
-  const auto arrange = [&](const Tensor& y) {
-    return y.transpose(1, 2).reshape({batch * y.size(2), length, c.depth});
-  };
-  const auto attend = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
-    const double dropout = block.is_training() ? c.attention_dropout : 0;
-    const Tensor mixed =
-        CausalAttention(q, k, v, ScaleOf(c), dropout).view({batch, c.heads, length, c.depth});
-    return mixed.transpose(1, 2).reshape({batch, length, c.heads * c.depth});
-  };
-  return Layer(f, block, x, positions, arrange, attend);
-}
-
-// The padding token's embedding is not learned, as in transformers; -1: there is none.
-int64_t PaddingOf(const LlamaConfig& c) {
-  const auto id = c.kept.find("pad_token_id");
-  if (id == c.kept.end() || !id->is_number_integer()) return -1;
-  const auto padding = id->get<int64_t>();
-  const int64_t row = padding < 0 ? padding + c.vocab : padding;  // as torch.nn.Embedding counts
-  return row >= 0 && row < c.vocab ? row : -1;
-}
-
-Tensor Embed(const DescribedModule& block, const Tensor& ids, int64_t padding) {
-  const Tensor tokens = block.Get("embed_tokens.weight");
-  // In fp32, so that the gradients of a token that occurs often are not summed in bf16.
-  return torch::embedding(tokens.to(torch::kFloat32), ids, padding).to(tokens.scalar_type());
-}
-
-template <typename Block>
-Tensor Logits(const LlamaConfig& c, Block& block, const Tensor& x) {
-  const Tensor normal = Normalize(x, block.Get("norm.weight"), c.epsilon);
-  return block.Linear(c.tied ? "embed_tokens" : "lm_head", normal).to(torch::kFloat32);
-}
-
-class LlamaDecoder : public Decoder {
- public:
-  explicit LlamaDecoder(const LlamaConfig& config)
-      : function_{config, config.rope.Frequencies(config.depth)} {}
-
-  DecoderShape shape() const override {
-    const LlamaConfig& c = function_.config;
-    return {.layers = c.layers,
-            .width = c.width,
-            .inner = c.inner,
-            .vocab = c.vocab,
-            .heads = c.heads,
-            .key_heads = c.key_heads,
-            .depth = c.depth,
-            .token_table = "embed_tokens.weight",
-            .position_table = "",
-            .matrices_before_attention = 3,
-            .head_block = c.tied ? 0 : static_cast<int>(c.layers) + 1,
-            .head = c.tied ? "embed_tokens.weight" : "lm_head.weight"};
+Decoder DecoderOf(const LlamaConfig& c) {
+  LlamaConfig whole = c;  // its tensors are the same, wherever they lie
+  whole.tile_rows = 0;
+  Decoder decoder;
+  decoder.shape = {.layers = c.layers,
+                   .width = c.width,
+                   .inner = c.inner,
+                   .vocab = c.vocab,
+                   .heads = c.heads,
+                   .key_heads = c.key_heads,
+                   .depth = c.depth,
+                   .token_table = "embed_tokens.weight",
+                   .position_table = "",
+                   .matrices_before_attention = 3,
+                   .head_block = c.tied ? 0 : static_cast<int>(c.layers) + 1,
+                   .head = c.tied ? "embed_tokens.weight" : "lm_head.weight"};
+  DecoderFunction& f = decoder.function;
+  f.norm = DecoderFunction::Norm::kRootMeanSquare;
+  f.epsilon = c.epsilon;
+  f.attention_norm = "input_layernorm";
+  f.inner_norm = "post_attention_layernorm";
+  f.last_norm = "norm";
+  f.query = "self_attn.q_proj";
+  f.key = "self_attn.k_proj";
+  f.value = "self_attn.v_proj";
+  if (c.qk_norm) {
+    f.query_norm = "self_attn.q_norm";
+    f.key_norm = "self_attn.k_norm";
   }
-  std::vector<BlockDescription> Blocks() const override { return Describe(function_.config); }
-
-  Tensor Embed(const Tensor& tokens, const Tensor& /*positions*/) const override { return tokens; }
-  Tensor Layer(int64_t /*layer*/, BlockAccess& block, const Tensor& x,
-               const Tensor& positions) const override {
-    return models::Layer(
-        function_, block, x, positions, [](const Tensor& y) { return y; },
-        [&](const Tensor& q, const Tensor& k, const Tensor& v) {
-          return block.Attend(q, k, v, ScaleOf(function_.config), /*wide=*/false);
-        });
-  }
-  Tensor Logits(BlockAccess& block, const Tensor& x) const override {
-    return models::Logits(function_.config, block, x);
-  }
-
- private:
-  const Function function_;
-};
+  f.output = "self_attn.o_proj";
+  f.gate = "mlp.gate_proj";
+  f.up = "mlp.up_proj";
+  f.down = "mlp.down_proj";
+  f.activation = kernels::Activation::kSilu;
+  f.scales.assign(static_cast<size_t>(c.layers), c.AttentionScale());
+  f.frequencies = c.rope.Frequencies(c.depth);
+  decoder.blocks = BlocksOfLlama(whole);
+  return decoder;
+}
 
 class Llama : public LanguageModel {
  public:
@@ -498,13 +379,10 @@ class Llama : public LanguageModel {
     return DescribeLlama(config);
   }
 
-  std::unique_ptr<const Decoder> MakeDecoder() const override {
-    LlamaConfig whole = config_;  // its tensors are the same, wherever they lie
-    whole.tile_rows = 0;
-    return std::make_unique<LlamaDecoder>(whole);
-  }
+  std::optional<Decoder> decoder() const override { return DecoderOf(config_); }
+  const LlamaConfig* llama() const override { return &config_; }
   std::vector<std::string> AdapterTargets() const override { return {"q_proj", "v_proj"}; }
-  std::vector<BlockDescription> Blocks() const override { return Describe(config_); }
+  std::vector<BlockDescription> Blocks() const override { return BlocksOfLlama(config_); }
   ModelLayout Layout() const override {
     ModelLayout layout = LayoutOf(Blocks());
     layout.prefix = kPrefix;
@@ -515,7 +393,7 @@ class Llama : public LanguageModel {
   std::vector<StageProducts> Products() const override {
     const LlamaConfig& c = config_;
     const VocabularyCut cut(c.vocab, c.tile_rows);
-    const BlockNumbers blocks(c);
+    const LlamaBlocks blocks(c);
     std::vector<StageProducts> products;
     for (int tile = 0; tile < cut.tiles(); ++tile)
       products.push_back({.stage = cut.StageOf("embed", tile), .block = tile});
@@ -536,76 +414,36 @@ class Llama : public LanguageModel {
     return products;
   }
 
-  zero::Model Make(Head head) const override {
-    zero::Model model;
-    model.identity = ToJson();
-    const auto f =
-        std::make_shared<const Function>(Function{config_, config_.rope.Frequencies(config_.depth)});
-    for (const BlockDescription& block : Describe(config_)) AddBlock(block, &model);
-    const VocabularyCut cut(config_.vocab, config_.tile_rows);
-    const BlockNumbers blocks(config_);
-    const char* const embedding = "embed_tokens.weight";
-    if (cut.tiles() > 1) {
-      AddEmbeddingTiles(cut, embedding, PaddingOf(config_), &model);
-    } else {
-      model.AddStage("embed", 0,
-                     [padding = PaddingOf(config_)](torch::nn::Module& module, const Tensor&,
-                                                    const zero::TensorBatch& batch) {
-                       return Embed(*module.as<DescribedModule>(), batch.inputs, padding);
-                     });
-    }
-    for (int64_t i = 0; i < config_.layers; ++i) {
-      model.AddStage(absl::StrCat("layers.", i), blocks.layer + static_cast<int>(i),
-                     [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
-                       return TrainedLayer(*f, *module.as<DescribedModule>(), x);
-                     });
-    }
-    if (cut.tiles() > 1) {
-      const auto norm = [f](const DescribedModule& block, const Tensor& x) {
-        return Normalize(x, block.Get("norm.weight"), f->config.epsilon);
-      };
-      AddLastNorm(blocks.norm, norm, head, &model);
-      AddHeadTiles(cut, config_.tied ? embedding : "lm_head.weight", blocks.head, head, &model);
-    } else if (head == Head::kLoss) {
-      model.AddStage("loss", blocks.head,
-                     [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch& batch) {
-                       const Tensor logits = Logits(f->config, *module.as<DescribedModule>(), x);
-                       return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
-                                              batch.targets.view({-1}));
-                     });
-    } else {
-      model.AddStage(
-          "logits", blocks.head, [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
-            return Logits(f->config, *module.as<DescribedModule>(), x.slice(1, x.size(1) - 1)).squeeze(1);
-          });
-    }
-    return model;
-  }
-
  private:
   const LlamaConfig config_;
 };
 
 }  // namespace
 
-// In LibTorch's fp32, operation by operation as transformers: a last bit of a frequency is a hundredth of a
-// turn at position 100,000.
+// In fp32, rounded where transformers does: a last bit of a frequency is a hundredth of a turn at position
+// 100,000.
 std::vector<float> Rope::Frequencies(int64_t depth) const {
-  const Tensor powers = torch::arange(0, depth, 2, torch::kInt64).to(torch::kFloat32) / depth;
-  Tensor each = 1.0 / torch::pow(theta, powers);
-  if (kind == Kind::kLinear) each = each / factor;
-  if (kind == Kind::kLlama3) {
-    const auto original = static_cast<double>(original_context);
-    const Tensor lengths = 2 * std::numbers::pi / each;
-    const Tensor slowed = torch::where(lengths > original / low, each / factor, each);
-    const Tensor smooth = (original / lengths - low) / (high - low);
-    const Tensor between = (1 - smooth) * slowed / factor + smooth * slowed;
-    const Tensor medium =
-        (lengths < original / high).logical_not() * (lengths > original / low).logical_not();
-    each = torch::where(medium, between, slowed);
+  std::vector<float> all;
+  for (int64_t pair = 0; pair < depth / 2; ++pair) {
+    const float power = static_cast<float>(2 * pair) / static_cast<float>(depth);
+    const auto raised = static_cast<float>(std::pow(theta, static_cast<double>(power)));
+    float each = 1.0F / raised;
+    if (kind == Kind::kLinear) each /= static_cast<float>(factor);
+    if (kind == Kind::kLlama3) {
+      const auto original = static_cast<double>(original_context);
+      const float length = static_cast<float>(2 * std::numbers::pi) / each;
+      const auto longest = static_cast<float>(original / low), shortest = static_cast<float>(original / high);
+      if (length > longest) {
+        each /= static_cast<float>(factor);
+      } else if (length >= shortest) {
+        const float smooth = (static_cast<float>(original) / length - static_cast<float>(low)) /
+                             static_cast<float>(high - low);
+        each = (1.0F - smooth) * each / static_cast<float>(factor) + smooth * each;
+      }
+    }
+    all.push_back(each);
   }
-  each = each.contiguous();
-  return {each.data_ptr<float>(), each.data_ptr<float>() + each.numel()};
+  return all;
 }
 
 bool IsLlamaType(const std::string& model_type) { return DefaultsOf(model_type) != nullptr; }

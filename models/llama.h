@@ -19,7 +19,6 @@
 
 #include "absl/status/statusor.h"
 #include "models/family.h"
-#include "zero/compute/libtorch/model.h"
 
 namespace penstock::models {
 
@@ -55,9 +54,17 @@ struct LlamaConfig {
   // As given, for those who read what is exported: tokens, and which layers look back how far.
   nlohmann::json kept = nlohmann::json::object();
 
+  // Of the scores.
+  double AttentionScale() const;
   int64_t Context() const { return window > 0 && window < positions ? window : positions; }
   nlohmann::json ToJson() const;
   nlohmann::ordered_json ToPublished() const;
+};
+
+// Numbers of blocks: the first layer's, the last norm's, and that of the head or its first tile.
+struct LlamaBlocks {
+  explicit LlamaBlocks(const LlamaConfig& c);
+  int layer = 0, norm = 0, head = 0;
 };
 
 bool IsLlamaType(const std::string& model_type);
@@ -67,6 +74,7 @@ bool IsLlamaType(const std::string& model_type);
 absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json,
                                                 std::vector<std::string>* notes = nullptr);
 
+std::vector<BlockDescription> BlocksOfLlama(const LlamaConfig& config);  // every parameter, once
 std::shared_ptr<const LanguageModel> DescribeLlama(const LlamaConfig& config);
 
 }  // namespace penstock::models

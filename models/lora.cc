@@ -11,7 +11,6 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "base/status_macros.h"
-#include "models/described_module.h"
 #include "zero/compute/seed.h"
 #include "zero/config/config_json.h"
 #include "zero/config/json_field.h"
@@ -216,15 +215,7 @@ class AdaptedModel : public LanguageModel {
     return products;
   }
 
-  zero::Model Make(Head head) const override {
-    zero::Model model = base_->Make(head);
-    model.identity = ToJson();
-    const std::vector<BlockDescription> blocks = Blocks();
-    for (size_t b = 0; b < blocks.size(); ++b) model.blocks[b] = SpecOf(blocks[b]);
-    return model;
-  }
-
-  std::unique_ptr<const Decoder> MakeDecoder() const override { return nullptr; }
+  std::optional<Decoder> decoder() const override { return std::nullopt; }
 
  private:
   const std::shared_ptr<const LanguageModel> base_;

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "models/model_keys.h"
-#include "models/vocabulary_tiles.h"
+#include "models/vocabulary_cut.h"
 
 namespace penstock::models {
 namespace {

@@ -47,6 +47,28 @@ struct ProductArguments {
   size_t outputs, y_stride;
 };
 
+// Of kernels/many_rows.h: outputs [first, end), and columns [first_column, first_column + count) of them.
+inline constexpr size_t kManyRowsStrip = 256;  // a multiple of every code block's
+struct ManyArguments {
+  const float* packed;  // `vectors` of turned rows, [count][16] each
+  size_t vectors, columns, first_column, count;
+  const void* weights;
+  size_t weights_stride, group;  // in bytes; of a code
+  size_t first, end;
+  float* sums;  // [outputs][rows]; what stands there is added to, unless these are the first columns
+  size_t sums_stride;
+};
+
+// Of kernels/layer.h.
+struct NormArguments {
+  const void* x;
+  const void* weight;
+  const void* bias;
+  size_t rows, columns;
+  float epsilon;
+  void* out;
+};
+
 // Of kernels/attention.h.
 struct AttentionArguments {
   const void* queries;
@@ -105,6 +127,21 @@ struct KernelTable {
   void (*amx_product[3])(const ProductArguments& arguments);
   void (*turned_product[kDTypes])(const ProductArguments& arguments);
   void (*attend[kDTypes])(const AttentionArguments& arguments);
+
+  // Up to sixteen rows of `count` columns, column by column; and sums [outputs][rows] back to rows.
+  void (*turn_rows[kDTypes])(const void* x, size_t rows, size_t stride, size_t count, float* out);
+  void (*take_turned[kDTypes])(const float* sums, size_t sums_stride, size_t rows, size_t outputs, void* out,
+                               size_t out_stride);
+  void (*many_product[kDTypes])(const ManyArguments& arguments);
+  void (*coded_many_product[2])(const ManyArguments& arguments);  // [bits 8 or 4]
+  void (*turned_many_product[kDTypes])(const ManyArguments& arguments);
+
+  // Of kernels/layer.h; [Activation] without the last one. Of fp32 and bf16.
+  void (*root_norm[2])(const NormArguments& arguments);
+  void (*layer_norm[2])(const NormArguments& arguments);
+  void (*rotate_heads[2])(void* x, size_t heads, size_t half, const float* cosine, const float* sine);
+  void (*activate[2][5])(const void* x, const void* times, size_t n, void* out);
+  void (*add_elements[2])(const void* a, const void* b, size_t n, void* out);
 
   UpdateFn update[kOptimizers][kParamTypes][kDTypes][kDirectStateTypes];
   LambMomentsFn lamb_moments[kDTypes][kDirectStateTypes];

@@ -3,12 +3,13 @@
 ``penstock.initialize``  an engine for any torch module whose weights and states are larger than memory
 ``penstock.plan``  where every byte of such a training would live, and what a step would take, before anything is made
 ``penstock.init_on_disk``  builds such a model where it does not fit into memory
+``penstock.LLM``  text from language models larger than memory
 ``penstock.ops.aio``  DeepSpeed's ``aio_handle`` over Penstock's I/O engine
 ``penstock.optim``  torch optimizers whose states live on a drive
 ``penstock.save``, ``penstock.load``  torch's files through the I/O engine, whole after any crash
 ``penstock.ops.adam``, ``.adagrad``, ``.lion``  DeepSpeed's CPU optimizers over Penstock's kernels
 
-``penstock`` and ``penstock.ops.aio`` import no torch: who hands over a tensor has imported it.
+``penstock``, ``penstock.LLM`` and ``penstock.ops.aio`` import no torch: who hands over a tensor has imported it.
 """
 
 from typing import Any
@@ -19,9 +20,11 @@ __all__ = ["ShortFileError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # These import torch, so only who asks for one of them does.
+    # Most of these import torch, so only who asks for one of them does.
     import importlib
 
+    if name == "LLM":
+        return importlib.import_module(".llm", __name__).LLM
     if name == "optim":
         return importlib.import_module(".optim", __name__)
     if name in ("Engine", "initialize"):

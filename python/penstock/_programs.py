@@ -16,7 +16,7 @@ def _run(program: Callable[[List[str]], int]) -> None:
 
 
 def penstock() -> None:
-    """report, estimate, inspect, verify, env and zero_to_fp32; what needs LibTorch says so."""
+    """generate, pack, plan --generate, report, estimate, inspect, verify, env and zero_to_fp32; what needs LibTorch says so."""
     if sys.argv[1:2] == ["zero_to_fp32"]:
         sys.exit(_zero_to_fp32(sys.argv[2:]))
     _run(_core.run_penstock)

@@ -14,6 +14,8 @@
 #include "tools/base/cli.h"
 #include "tools/ds/ds_io_bench.h"
 #include "tools/ds/ds_io_tune.h"
+#include "tools/penstock/generate_flags.h"
+#include "tools/penstock/plan_generate.h"
 #include "tools/penstock/verb_env.h"
 #include "tools/penstock/verb_estimate.h"
 #include "tools/penstock/verbs.h"
@@ -30,11 +32,28 @@ struct Verb {
   int (*run)(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 };
 
+int Generate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  return tools::RunGenerateWith(/*open_device=*/nullptr, argc, argv, out, err);
+}
+
+// Of a generation; a training's wants LibTorch.
+int Plan(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  if (tools::AsksForGeneration(argc, argv))
+    return tools::RunPlanGenerate(/*open_device=*/nullptr, argc, argv, out, err);
+  err << "penstock plan: --generate DIR plans `penstock generate`; a training's plan needs LibTorch, which "
+         "the Python "
+         "package does not carry: build penstock from source (make build)\n";
+  return tools::kExitWrong;
+}
+
 int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   return tools::RunEstimate(argc, argv, out, err);
 }
 
 constexpr Verb kVerbs[] = {
+    {"generate", "generate text with a model larger than memory", Generate},
+    {"pack", "code a model's weights in 8 or 4 bit for generate", tools::RunPack},
+    {"plan", "--generate DIR: what generate would take of memory, drive and time", Plan},
     {"report", "draw trainings from report, log and trace as one page", tools::RunReport},
     {"estimate", "DeepSpeed-compatible memory estimates, and the NVMe tier beyond them", Estimate},
     {"inspect", "what a state directory or checkpoint holds", tools::RunInspect},
@@ -42,8 +61,8 @@ constexpr Verb kVerbs[] = {
     {"env", "what this machine offers, and what its lack costs", tools::RunEnv},
 };
 // Verbs of the program that is built with LibTorch.
-constexpr std::string_view kElsewhere[] = {"train",  "plan",   "generate",          "pack",
-                                           "sample", "export", "export-checkpoint", "import-checkpoint"};
+constexpr std::string_view kElsewhere[] = {"train", "sample", "export", "export-checkpoint",
+                                           "import-checkpoint"};
 
 void Help(std::ostream& out) {
   out << "penstock " << PENSTOCK_VERSION << ", of the Python package\n\nusage: penstock VERB [arguments]\n\n";

@@ -11,6 +11,7 @@ namespace penstock::python {
 void BindAio(nb::module_& module);
 void BindEngine(nb::module_& module);
 void BindKernels(nb::module_& module);
+void BindLlm(nb::module_& module);
 void BindOptim(nb::module_& module);
 void BindPrograms(nb::module_& module);
 void BindRanks(nb::module_& module);
@@ -27,6 +28,7 @@ NB_MODULE(_core, module) {
   penstock::python::BindRanks(module);
   penstock::python::BindEngine(module);
   penstock::python::BindKernels(module);
+  penstock::python::BindLlm(module);
   penstock::python::BindOptim(module);
   penstock::python::BindPrograms(module);
   penstock::python::BindState(module);

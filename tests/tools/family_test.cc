@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "models/gpt.h"
+#include "models/stages.h"
 #include "zero/compute/libtorch/block.h"
 
 namespace penstock::models {
@@ -40,7 +41,7 @@ void ExpectLikeModules(const GptConfig& config) {
 // The products of a family are those of its matrices, by another way: all of a layer's, and the head's.
 void ExpectProductsOfMatrices(const LanguageModel& model, const std::string& head) {
   const std::vector<StageProducts> products = model.Products();
-  const zero::Model made = model.Make();
+  const zero::Model made = MakeModel(model);
   ASSERT_EQ(products.size(), made.stages.size());
   const ModelLayout layout = model.Layout();
   for (size_t s = 0; s < products.size(); ++s) {

@@ -8,7 +8,8 @@
 #include <cstring>
 #include <random>
 
-#include "generate/matrix_product.h"
+#include "generate/memory_plan.h"
+#include "generate/tensor_product.h"
 #include "kernels/float16.h"
 #include "kernels/weight_code.h"
 #include "tests/tools/generating.h"

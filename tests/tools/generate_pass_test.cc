@@ -5,7 +5,8 @@
 #include <random>
 
 #include "aio/arena.h"
-#include "generate/pass.h"
+#include "generate/device_pass.h"
+#include "generate/host_pass.h"
 #include "generate/weight_source.h"
 #include "models/family.h"
 #include "tests/tools/golden_models.h"
@@ -17,6 +18,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int64_t kPositions = 400;
+enum class Products { kOwn, kLibTorch };
 
 // Everything that a PassRunner needs, with the cache in host memory and nothing resident.
 class Passes {
@@ -24,9 +26,10 @@ class Passes {
   explicit Passes(const std::string& directory, Products products = Products::kOwn) {
     const auto model = models::OpenModel(directory);
     EXPECT_TRUE(model.ok()) << model.status();
-    decoder_ = (*model)->MakeDecoder();
-    layout_ = (*model)->Layout();
-    order_ = OrderOf(*decoder_, layout_);
+    model_ = *model;
+    decoder_ = *model_->decoder();
+    layout_ = model_->Layout();
+    order_ = OrderOf(decoder_, layout_);
     aio::ArenaOptions memory;
     memory.bytes = uint64_t{96} << 20;
     arena_ = *aio::Arena::Create(memory);
@@ -37,7 +40,7 @@ class Passes {
     EXPECT_TRUE(source.ok()) << source.status();
     source_ = *std::move(source);
     const kernels::DType type = ComputeType(*source_, order_.all);
-    const models::DecoderShape shape = decoder_->shape();
+    const models::DecoderShape& shape = decoder_.shape;
     const int64_t width = type == kernels::DType::kFp32 ? 4 : 2;
     const CacheGeometry geometry = {
         .layers = shape.layers,
@@ -45,14 +48,22 @@ class Passes {
     cache_ = KvCache::InHostMemory(geometry, arena_.get(), uint64_t{64} << 20);
     scratch_ = *arena_->Allocate(source_->scratch_bytes());
     ring_ = *arena_->Allocate(3 * source_->largest_unit_bytes());
-    kept_ = *KeptTensors::Load(*decoder_, layout_, source_.get(), type, /*table_bytes=*/0,
-                               {scratch_.data(), source_->scratch_bytes()}, zero::HostDevice().get());
+    kept_ = *KeptTensors::Load(decoder_, layout_, source_.get(), type, /*table_bytes=*/0,
+                               {scratch_.data(), source_->scratch_bytes()});
     stream_ = std::make_unique<Stream>(source_.get(), cache_.get(), engine_.get(),
                                        std::span(ring_.data(), 3 * source_->largest_unit_bytes()),
                                        std::vector<std::byte*>(source_->units().size(), nullptr));
-    runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
-                                           stream_.get(), cache_.get(), zero::HostDevice().get(), products,
-                                           /*threads=*/2);
+    const PassParts parts = {.model = model_.get(),
+                             .decoder = &decoder_,
+                             .layout = &layout_,
+                             .order = &order_,
+                             .source = source_.get(),
+                             .kept = kept_.get(),
+                             .stream = stream_.get(),
+                             .cache = cache_.get(),
+                             .device = zero::HostDevice().get()};
+    runner_ =
+        products == Products::kOwn ? MakeHostPass(parts, /*threads=*/2) : *LibTorchCompute()->MakePass(parts);
   }
 
   int Slot() { return *cache_->Take(kPositions); }
@@ -63,11 +74,17 @@ class Passes {
     runner_->AppendRest(shares);
     auto logits = runner_->Run(shares);
     EXPECT_TRUE(logits.ok()) << logits.status();
-    return logits.ok() ? logits->contiguous().clone() : at::Tensor();
+    if (!logits.ok()) return {};
+    const int64_t vocabulary = decoder_.shape.vocab;
+    const at::Tensor rows =
+        at::empty({static_cast<int64_t>(logits->size()) / vocabulary, vocabulary}, at::kFloat);
+    std::copy(logits->begin(), logits->end(), rows.data_ptr<float>());
+    return rows;
   }
 
  private:
-  std::unique_ptr<const models::Decoder> decoder_;
+  std::shared_ptr<const models::LanguageModel> model_;
+  models::Decoder decoder_;
   models::ModelLayout layout_;
   MatrixOrder order_;
   std::unique_ptr<aio::Arena> arena_;

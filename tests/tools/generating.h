@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -16,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "generate/device_pass.h"
 #include "generate/generator.h"
 #include "models/family.h"
 #include "models/weight_import.h"
@@ -68,6 +70,8 @@ class GeneratingTest : public tools::testing_support::ProgramTest {
     options.wish.cache = setting.cache;
     options.wish.drafted = setting.drafted;
     options.device = setting.device;
+    options.threads = 2;
+    if (NeedsDeviceCompute(*setting.device)) options.compute = LibTorchCompute();
     if (setting.device->has_own_memory()) {
       options.wish.device = {.budget_bytes = setting.device_budget, .slack = setting.device->tensor_slack()};
     }
@@ -104,7 +108,9 @@ class GeneratingTest : public tools::testing_support::ProgramTest {
     return to;
   }
 
-  std::vector<std::vector<int64_t>> Texts(Generator* generator, const std::vector<Asked>& asked) {
+  // `after_pass`: may be empty.
+  std::vector<std::vector<int64_t>> Texts(Generator* generator, const std::vector<Asked>& asked,
+                                          const std::function<void()>& after_pass = nullptr) {
     std::vector<std::vector<int64_t>> texts(asked.size());
     size_t next = 0;
     std::set<int64_t> finished;
@@ -123,6 +129,7 @@ class GeneratingTest : public tools::testing_support::ProgramTest {
       EXPECT_TRUE(finished.insert(id).second);
       return absl::OkStatus();
     };
+    if (after_pass) callbacks.progress = [&](const GenerationStats&) { after_pass(); };
     const absl::Status status = generator->Run(callbacks);
     EXPECT_TRUE(status.ok()) << status;
     EXPECT_EQ(finished.size(), asked.size());

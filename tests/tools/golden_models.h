@@ -17,6 +17,7 @@
 #include "absl/strings/match.h"
 #include "kernels/float16.h"
 #include "models/family.h"
+#include "models/stages.h"
 #include "swap/safetensors.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/train_settings.h"
@@ -120,7 +121,7 @@ inline std::unique_ptr<zero::Engine> GoldenEngine(const TrainOptions& flags) {
   if (!settings.ok()) return nullptr;
   EXPECT_EQ(settings->model->tile_rows() > 0, flags.vocabulary_tiles.has_value());
   settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.002});
-  auto engine = zero::CreateEngine(settings->model->Make(), settings->engine);
+  auto engine = zero::CreateEngine(models::MakeModel(*settings->model), settings->engine);
   EXPECT_TRUE(engine.ok()) << engine.status();
   return engine.ok() ? *std::move(engine) : nullptr;
 }

@@ -11,6 +11,7 @@
 #include "kernels/optimizer.h"
 #include "models/family.h"
 #include "models/gpt.h"
+#include "models/stages.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/optimizer_flags.h"
@@ -50,7 +51,7 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
     auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
     ASSERT_TRUE(settings.ok()) << settings.status();
     settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.01});
-    auto engine = zero::CreateEngine(settings->model->Make(), settings->engine);
+    auto engine = zero::CreateEngine(models::MakeModel(*settings->model), settings->engine);
     ASSERT_TRUE(engine.ok()) << engine.status();
     const zero::TensorBatch batch =
         testing_support::GoldenTokens(c["batch"], c["length"], c["config"]["vocab_size"]);

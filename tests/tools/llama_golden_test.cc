@@ -9,6 +9,7 @@
 
 #include "models/family.h"
 #include "models/llama.h"
+#include "models/stages.h"
 #include "models/weight_import.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
@@ -30,7 +31,7 @@ using testing_support::Golden;
 class WholeModel {
  public:
   WholeModel(const models::LanguageModel& description, models::Head head)
-      : model_(description.Make(head)), layout_(description.Layout()) {
+      : model_(models::MakeModel(description, head)), layout_(description.Layout()) {
     size_t next = 0;
     for (const zero::BlockSpec& block : model_.blocks) {
       modules_.push_back(zero::BuildWhole(block));
@@ -132,7 +133,7 @@ TEST(LlamaConfigGolden, BothSpellingsAreOneModelAndItIsWrittenForOthers) {
     EXPECT_EQ(description->Layout().parameters(), c["parameters"]);
     // Where the numbers say that a tensor lies, the module has it.
     const models::ModelLayout layout = description->Layout();
-    const zero::Model model = description->Make();
+    const zero::Model model = models::MakeModel(*description);
     size_t next = 0;
     for (size_t b = 0; b < model.blocks.size(); ++b) {
       const zero::FlatLayout run = zero::LayoutOf(*model.blocks[b].build());
@@ -250,7 +251,7 @@ TEST(LlamaConfig, SeventyBillionParametersAreDescribed) {
                                             {"max_position_embeddings", 131072}});
   ASSERT_TRUE(model.ok()) << model.status();
   EXPECT_EQ((*model)->Layout().parameters(), 70'553'706'496);  // as Llama 3.1's model card has them
-  EXPECT_EQ((*model)->Make().blocks.size(), 82u);
+  EXPECT_EQ(models::MakeModel(**model).blocks.size(), 82u);
 }
 
 // train, then export: what nobody changed comes back to the bit, and beside it what others need.

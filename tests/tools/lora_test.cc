@@ -8,6 +8,7 @@
 #include <set>
 
 #include "models/family.h"
+#include "models/stages.h"
 #include "models/weight_import.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
@@ -60,7 +61,7 @@ void WriteAdapter(const std::string& directory, const json& adapter_config, cons
 std::vector<double> LogitsOf(const std::string& directory, const std::vector<int64_t>& tokens) {
   const auto description = models::OpenModel(directory);
   EXPECT_TRUE(description.ok()) << description.status();
-  const zero::Model model = (*description)->Make(models::Head::kLastLogits);
+  const zero::Model model = models::MakeModel(**description, models::Head::kLastLogits);
   auto weights = models::WeightImport::Open(directory, (*description)->Layout());
   EXPECT_TRUE(weights.ok()) << weights.status();
   torch::NoGradGuard no_grad;
@@ -178,7 +179,7 @@ TEST(Lora, EveryBlockLiesWhereItsModuleHasIt) {
     const auto model = models::WithLora(*base, options);
     ASSERT_TRUE(model.ok()) << model.status();
     const models::ModelLayout layout = (*model)->Layout(), of_base = (*base)->Layout();
-    const zero::Model made = (*model)->Make();
+    const zero::Model made = models::MakeModel(**model);
     size_t next = 0;
     for (size_t b = 0; b < made.blocks.size(); ++b) {
       const zero::FlatLayout run = zero::LayoutOf(*made.blocks[b].build());

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "models/narrow_model.h"
+#include "models/stages.h"
 #include "tests/tools/penstock_program.h"
 #include "zero/compute/libtorch/create_engine.h"
 
@@ -37,7 +38,7 @@ class PlanModelTest : public ProgramTest {
     EXPECT_EQ(plan->narrower, narrower);
     EXPECT_THAT(plan->EstimateText(), HasSubstr("compute: estimated"));
     estimated_ = plan->plan;
-    const auto measured = zero::PlanEngine(settings->model->Make(), settings->engine);
+    const auto measured = zero::PlanEngine(models::MakeModel(*settings->model), settings->engine);
     ASSERT_TRUE(measured.ok()) << measured.status();
     measured_ = *measured;
   }

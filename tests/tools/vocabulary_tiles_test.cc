@@ -12,6 +12,7 @@
 #include "models/family.h"
 #include "models/gpt.h"
 #include "models/lora.h"
+#include "models/stages.h"
 #include "models/weight_import.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
@@ -70,7 +71,7 @@ class WholeModel {
  public:
   WholeModel(const models::LanguageModel& description, torch::Dtype type,
              models::Head head = models::Head::kLoss)
-      : model_(description.Make(head)), layout_(description.Layout()) {
+      : model_(MakeModel(description, head)), layout_(description.Layout()) {
     torch::NoGradGuard no_grad;
     for (size_t b = 0; b < model_.blocks.size(); ++b) {
       modules_.push_back(zero::BuildWhole(model_.blocks[b]));
@@ -306,7 +307,7 @@ TEST(VocabularyTiles, EveryElementHasOnePlaceAndTheNamesAreThePublishedOnes) {
         EXPECT_EQ(seen[t], one.tensors[t].elements()) << one.tensors[t].name;
       }
       // What a stage multiplies is what its block has.
-      const zero::Model made = model->Make();
+      const zero::Model made = MakeModel(*model);
       const auto products = model->Products();
       ASSERT_EQ(products.size(), made.stages.size());
       int64_t in_one = 0, in_all = 0;

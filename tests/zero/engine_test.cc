@@ -23,6 +23,7 @@
 
 #include "models/causal_attention.h"
 #include "models/gpt.h"
+#include "models/stages.h"
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/block.h"

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "models/gpt.h"
+#include "models/stages.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/tensor_allocator.h"
 #include "zero/engine/engine.h"

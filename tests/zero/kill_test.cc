@@ -17,6 +17,7 @@
 #include <random>
 #include <sstream>
 
+#include "models/stages.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tests/soak.h"

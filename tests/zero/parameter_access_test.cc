@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "models/stages.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tests/zero/training.h"

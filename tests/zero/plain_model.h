@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "models/gpt.h"
+#include "models/stages.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/initial_values.h"
 #include "zero/compute/seed.h"

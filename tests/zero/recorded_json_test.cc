@@ -10,6 +10,7 @@
 #include <random>
 
 #include "models/family.h"
+#include "models/stages.h"
 #include "swap/store.h"
 #include "tests/zero/training.h"
 #include "tools/penstock/train_settings.h"

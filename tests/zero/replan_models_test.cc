@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "models/stages.h"
 #include "tests/zero/ranks.h"
 #include "tests/zero/training.h"
 #include "tests/zero/wide_training.h"

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "models/gpt.h"
+#include "models/stages.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/seed.h"
 #include "zero/compute/test_device.h"

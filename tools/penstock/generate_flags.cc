@@ -7,7 +7,6 @@
 #include "base/status_macros.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
-#include "tools/penstock/device_flags.h"
 #include "tools/penstock/flag_check.h"
 #include "tools/penstock/run_record.h"
 #include "tools/penstock/state_reader.h"
@@ -61,6 +60,7 @@ void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags) {
 }
 
 absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads,
+                                   const OpenGenerateDevice& open_device,
                                    generate::GeneratorOptions* options) {
   RETURN_IF_ERROR(CheckFlag<int64_t>("--threads", threads, 1, kMostThreads));
   RETURN_IF_ERROR(CheckFlag<int64_t>("--prompt-lookup", flags.prompt_lookup, 0, kMostDrafted));
@@ -69,16 +69,21 @@ absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads
   ASSIGN_OR_RETURN(wish.batch, BatchOf(flags.batch));
   ASSIGN_OR_RETURN(wish.cache, PlaceOf(flags.kv));
   ASSIGN_OR_RETURN(wish.budget_bytes, BudgetOf(flags.host_memory, threads));
-  ASSIGN_OR_RETURN(const ChosenDevice chosen,
-                   ChooseDevice(flags.device, flags.device_memory, /*budget_bytes=*/0, /*local_rank=*/0));
-  options->device = chosen.device;
-  if (!chosen.device->has_own_memory()) {
+  options->threads = threads;
+  if (flags.device == "cpu") {
     if (!flags.device_memory.has_value()) return absl::OkStatus();
+    if (const absl::StatusOr<int64_t> bytes = ParseSize(*flags.device_memory); !bytes.ok()) {
+      return WrongFlag(absl::StrCat("--device-memory ", *flags.device_memory, ": ",
+                                    std::string(bytes.status().message())));
+    }
     return WrongFlag("--device-memory requires --device cuda; --host-memory bounds a run on the CPU");
   }
-  const int64_t budget = chosen.budget_bytes > 0 ? chosen.budget_bytes : chosen.device->capacity_bytes();
-  wish.device = {.budget_bytes = static_cast<uint64_t>(budget), .slack = chosen.device->tensor_slack()};
-  return absl::OkStatus();
+  if (open_device) return open_device(flags, options);
+  if (flags.device != "cuda")
+    return WrongFlag(absl::StrCat("--device ", flags.device, ": must be cpu or cuda"));
+  return WrongFlag(
+      "--device cuda: this program has no LibTorch, which computes there: build penstock from source (make "
+      "build)");
 }
 
 generate::OpenWeights OpenWeightsOf(const TextModel& model) {

@@ -4,8 +4,10 @@
 #define PENSTOCK_TOOLS_PENSTOCK_GENERATE_FLAGS_H_
 
 #include <cstdint>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <ostream>
 #include <string>
 
 #include "absl/status/status.h"
@@ -28,10 +30,20 @@ struct GenerateMemoryFlags {
 
 void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags);
 
-// The device, and of the wish batch, cache, drafted and budgets. `threads`: that will compute.
+// Opens what --device names beside the processor, for options of `threads` threads: sets device, compute and
+// wish.device. A program without LibTorch has none. kInvalidArgument names the flag.
+using OpenGenerateDevice =
+    std::function<absl::Status(const GenerateMemoryFlags& flags, generate::GeneratorOptions* options)>;
+
+// Device and threads, and of the wish batch, cache, drafted and budgets. `threads`: that will compute.
 // kInvalidArgument names the flag.
 absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads,
+                                   const OpenGenerateDevice& open_device,
                                    generate::GeneratorOptions* options);
+
+// `penstock generate` of a program that has such devices, or none.
+int RunGenerateWith(const OpenGenerateDevice& open_device, int argc, const char* const* argv,
+                    std::ostream& out, std::ostream& err);
 
 // Opens the weights of `model`, which must outlive what is returned.
 generate::OpenWeights OpenWeightsOf(const TextModel& model);

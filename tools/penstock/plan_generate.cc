@@ -14,7 +14,6 @@
 #include "tools/base/size.h"
 #include "tools/penstock/generate_flags.h"
 #include "tools/penstock/text_model.h"
-#include "zero/compute/libtorch/threads.h"
 
 namespace penstock::tools {
 namespace {
@@ -44,8 +43,9 @@ absl::Status CheckFlags(const PlanGenerateFlags& flags) {
 }
 
 // Each changes one thing. Batches are asked for with as many texts.
-std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes, const generate::GenerationWish& wish,
-                              bool coded, zero::Device* device) {
+std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes,
+                              const generate::GeneratorOptions& options, bool coded) {
+  const generate::GenerationWish& wish = options.wish;
   std::vector<WhatIf> all;
   const auto ask = [&](const std::string& change, const generate::GenerationSizes& of,
                        const generate::GenerationWish& with) {
@@ -69,7 +69,7 @@ std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes, const gene
     if (coded) break;
     generate::GenerationSizes packed = sizes;
     other = wish;
-    const absl::Status measured = generate::PlanAsPacked({.bits = bits}, device, &packed, &other);
+    const absl::Status measured = generate::PlanAsPacked({.bits = bits}, options, &packed, &other);
     if (!measured.ok()) {
       all.push_back({absl::StrCat("packed in ", bits, " bit"), measured});
       continue;
@@ -92,12 +92,13 @@ std::string TextOf(const WhatIf& what) {
                          generate::PassBoundName(what.plan->bound));
 }
 
-absl::Status Plan(const PlanGenerateFlags& flags, std::ostream& out, std::ostream& err) {
+absl::Status Plan(const PlanGenerateFlags& flags, const OpenGenerateDevice& open_device, std::ostream& out,
+                  std::ostream& err) {
   RETURN_IF_ERROR(CheckFlags(flags));
   ASSIGN_OR_RETURN(const TextModel model, OpenTextModel(flags.dirs, std::nullopt, kPlanGenerateName, err));
   const auto threads = static_cast<int>(flags.memory.threads.value_or(model.threads));
   generate::GeneratorOptions options;
-  RETURN_IF_ERROR(ResolveGenerateMemory(flags.memory, threads, &options));
+  RETURN_IF_ERROR(ResolveGenerateMemory(flags.memory, threads, open_device, &options));
   options.wish.sequences = flags.sequences;
   options.wish.prompt = flags.prompt;
   options.wish.positions = flags.prompt + flags.tokens;
@@ -106,15 +107,13 @@ absl::Status Plan(const PlanGenerateFlags& flags, std::ostream& out, std::ostrea
                                                    flags.tokens, ": the model takes ", model.window,
                                                    ", prompt and text together"));
   }
-  zero::SetIntraOpThreads(threads);
   Preparing preparing(/*quiet=*/flags.json);
   preparing.Show("measuring drive and processor");
   ASSIGN_OR_RETURN(const generate::GenerationSizes sizes,
                    generate::Generator::Survey(*model.model, OpenWeightsOf(model), &options));
   preparing.Clear();
   ASSIGN_OR_RETURN(const generate::GenerationPlan plan, generate::PlanGeneration(sizes, options.wish));
-  const std::vector<WhatIf> what_ifs =
-      AskWhatIf(sizes, options.wish, model.packed.has_value(), options.device.get());
+  const std::vector<WhatIf> what_ifs = AskWhatIf(sizes, options, model.packed.has_value());
   const int64_t parameters = model.model->Layout().parameters();
   if (flags.json) {
     nlohmann::ordered_json json = {{"version", 1},
@@ -154,7 +153,8 @@ bool AsksForGeneration(int argc, const char* const* argv) {
   return false;
 }
 
-int RunPlanGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+int RunPlanGenerate(const OpenGenerateDevice& open_device, int argc, const char* const* argv,
+                    std::ostream& out, std::ostream& err) {
   CLI::App app("Shows what generating text with a model would take of memory, drive and time",
                kPlanGenerateName);
   PlanGenerateFlags flags;
@@ -168,7 +168,7 @@ int RunPlanGenerate(int argc, const char* const* argv, std::ostream& out, std::o
   app.add_option("--tokens", flags.tokens, "Tokens of each text, at most [128]");
   app.add_flag("--json", flags.json, "Write the plan as JSON");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
-  const absl::Status status = Plan(flags, out, err);
+  const absl::Status status = Plan(flags, open_device, out, err);
   return status.ok() ? kExitOk : Fail(kPlanGenerateName, status, err);
 }
 

@@ -4,11 +4,15 @@
 
 #include <ostream>
 
+#include "tools/penstock/generate_flags.h"
+
 namespace penstock::tools {
 
 // Whether the arguments of `plan` have --generate.
 bool AsksForGeneration(int argc, const char* const* argv);
-int RunPlanGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+// `open_device`: as of RunGenerateWith.
+int RunPlanGenerate(const OpenGenerateDevice& open_device, int argc, const char* const* argv,
+                    std::ostream& out, std::ostream& err);
 
 }  // namespace penstock::tools
 

@@ -13,6 +13,7 @@
 #include "base/status_macros.h"
 #include "models/family.h"
 #include "models/narrow_model.h"
+#include "models/stages.h"
 #include "models/vocabulary_tiles.h"
 #include "tools/machine/product_rate.h"
 #include "tools/penstock/vocabulary_flags.h"
@@ -50,10 +51,10 @@ class NarrowCompute final : public zero::Compute {
   NarrowCompute(const TrainSettings& settings, const LanguageModel& narrow, int64_t by)
       : settings_(settings),
         by_(by),
-        wide_(settings.model->Make()),
+        wide_(models::MakeModel(*settings.model)),
         wide_products_(settings.model->Products()),
         products_(narrow.Products()),
-        narrow_(narrow.Make()) {}
+        narrow_(models::MakeModel(narrow)) {}
 
   absl::StatusOr<zero::Measured> Measure(const zero::ComputeSetup& setup, const zero::Batch& example,
                                          const zero::MeasureOptions& options) override {
@@ -191,7 +192,7 @@ absl::StatusOr<ModelPlan> PlanModel(const TrainSettings& settings, const zero::E
   ModelPlan planned;
   const auto [narrow, by] = ToRun(settings, options, most_seconds);
   if (narrow == nullptr) {
-    ASSIGN_OR_RETURN(planned.plan, zero::PlanEngine(settings.model->Make(), options));
+    ASSIGN_OR_RETURN(planned.plan, zero::PlanEngine(models::MakeModel(*settings.model), options));
     return planned;
   }
   planned.narrower = by;

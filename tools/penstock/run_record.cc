@@ -50,6 +50,11 @@ absl::Status CheckRun(const nlohmann::json& run, const std::string& dir) {
 
 }  // namespace
 
+std::string RecordedTokenizer(const nlohmann::json& run) {
+  if (!run.is_object() || !run.contains("tokenizer") || !run["tokenizer"].is_object()) return "";
+  return zero::JsonField<std::string>(run["tokenizer"], "path").value_or("");
+}
+
 bool IsOverwritten(const absl::Status& status) { return absl::IsOutOfRange(status); }
 
 absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {

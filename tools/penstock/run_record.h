@@ -19,6 +19,9 @@ inline constexpr int64_t kMostThreads = 1024;
 // damaged; IsOverwritten.
 absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs);
 
+// What a record says of its tokenizer, or "" where it says nothing.
+std::string RecordedTokenizer(const nlohmann::json& run);
+
 // Of FindRun's status: a run of one version that was killed. There is nothing to go on from, and nothing to
 // keep either.
 bool IsOverwritten(const absl::Status& status);

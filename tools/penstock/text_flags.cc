@@ -12,6 +12,7 @@
 #include "models/family.h"
 #include "models/token_file.h"
 #include "tools/penstock/flag_check.h"
+#include "tools/penstock/run_record.h"
 #include "zero/config/json_field.h"
 
 namespace penstock::tools {
@@ -151,11 +152,6 @@ absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& pat
 }
 
 }  // namespace
-
-std::string RecordedTokenizer(const nlohmann::json& run) {
-  if (!run.is_object() || !run.contains("tokenizer") || !run["tokenizer"].is_object()) return "";
-  return zero::JsonField<std::string>(run["tokenizer"], "path").value_or("");
-}
 
 absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, TrainSettings* settings) {
   RETURN_IF_ERROR(TakeTokenizer(flags, run, settings));

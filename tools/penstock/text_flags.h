@@ -23,9 +23,6 @@ namespace penstock::tools {
 // made with another one, or it is not where it was.
 absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, TrainSettings* settings);
 
-// What a record says of its tokenizer, or "" where it says nothing.
-std::string RecordedTokenizer(const nlohmann::json& run);
-
 // Where a text has to be made into tokens first: `preparing` shows how far that is,
 // and `stops` ends it with kCancelled; `say` gets a line about what became of it, `tell` one that must be
 // heard.

@@ -19,6 +19,7 @@
 #include "kernels/cpu_features.h"
 #include "models/data_mixture.h"
 #include "models/family.h"
+#include "models/stages.h"
 #include "swap/checkpoint.h"
 #include "text/tokenizer.h"
 #include "tiering/simulate/run_prediction.h"
@@ -251,7 +252,7 @@ class Training {
     report_.Identify(run_id_);
     PrepareProfile();
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
-        zero::CreateEngine(settings_.model->Make(), options);
+        zero::CreateEngine(models::MakeModel(*settings_.model), options);
     preparing_.Clear();
     if (!engine.ok()) return NameTilesThatFit(engine.status(), settings_, options);
     engine_ = std::move(*engine);

@@ -29,7 +29,6 @@
 #include "tools/penstock/stop_signal.h"
 #include "tools/penstock/text_model.h"
 #include "tools/penstock/verbs.h"
-#include "zero/compute/libtorch/threads.h"
 
 namespace penstock::tools {
 namespace {
@@ -87,8 +86,13 @@ std::string CacheDirectory(const GenerateFlags& flags) {
 // A run of the verb: what is asked for, what is done, what is under way.
 class Generation {
  public:
-  Generation(const GenerateFlags& flags, std::ostream& out, std::ostream& err)
-      : flags_(flags), out_(out), err_(err), terminal_(::isatty(STDERR_FILENO) == 1) {}
+  Generation(const GenerateFlags& flags, const OpenGenerateDevice& open_device, std::ostream& out,
+             std::ostream& err)
+      : flags_(flags),
+        open_device_(open_device),
+        out_(out),
+        err_(err),
+        terminal_(::isatty(STDERR_FILENO) == 1) {}
 
   absl::Status Run() {
     RETURN_IF_ERROR(CheckFlags(flags_));
@@ -101,8 +105,7 @@ class Generation {
     }
     threads_ = static_cast<int>(flags_.memory.threads.value_or(model_.threads));
     generate::GeneratorOptions options;
-    RETURN_IF_ERROR(ResolveGenerateMemory(flags_.memory, threads_, &options));
-    zero::SetIntraOpThreads(threads_);
+    RETURN_IF_ERROR(ResolveGenerateMemory(flags_.memory, threads_, open_device_, &options));
     options.sampling = flags_.sampling;
     options.ends = model_.ends;
     options.cache_directory = CacheDirectory(flags_);
@@ -378,6 +381,7 @@ class Generation {
   };
 
   const GenerateFlags& flags_;
+  const OpenGenerateDevice& open_device_;
   std::ostream &out_, &err_;
   const bool terminal_;
   TextModel model_;
@@ -396,7 +400,8 @@ class Generation {
 
 }  // namespace
 
-int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+int RunGenerateWith(const OpenGenerateDevice& open_device, int argc, const char* const* argv,
+                    std::ostream& out, std::ostream& err) {
   CLI::App app(
       "Generates text with a model larger than memory; a pass reads each weight from the drive once for all "
       "texts",
@@ -437,7 +442,7 @@ int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostre
   app.add_flag("--verbose", flags.verbose,
                "Print on stderr which I/O features are missing and what replaces them");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
-  const absl::Status status = Generation(flags, out, err).Run();
+  const absl::Status status = Generation(flags, open_device, out, err).Run();
   return status.ok() ? kExitOk : Fail(kGenerateName, status, err);
 }
 

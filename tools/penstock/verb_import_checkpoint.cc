@@ -15,6 +15,7 @@
 #include "base/status_macros.h"
 #include "models/deepspeed_checkpoint.h"
 #include "models/family.h"
+#include "models/stages.h"
 #include "tools/base/cli.h"
 #include "tools/penstock/recorded_config.h"
 #include "tools/penstock/state_reader.h"
@@ -198,7 +199,8 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
   tiering::ModelGraph graph;
   for (const int64_t elements : state.block_elements)
     graph.blocks.push_back({.name = {}, .elements = elements});
-  state.identity = zero::IdentityOf(settings.model->Make().identity, options, state.format, graph).dump();
+  state.identity =
+      zero::IdentityOf(models::MakeModel(*settings.model).identity, options, state.format, graph).dump();
   options.resume.run["imported"] = {
       {"format", progress.format}, {"step", progress.step}, {"torch_optimizer", progress.step_is_tensor}};
   const nlohmann::json schedule =

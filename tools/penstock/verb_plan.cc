@@ -11,6 +11,7 @@
 #include "tools/base/whole_file.h"
 #include "tools/pages/plan_page.h"
 #include "tools/penstock/cluster_flags.h"
+#include "tools/penstock/generate_device.h"
 #include "tools/penstock/plan_generate.h"
 #include "tools/penstock/plan_model.h"
 #include "tools/penstock/plan_text.h"
@@ -135,7 +136,7 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
 }  // namespace
 
 int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  if (AsksForGeneration(argc, argv)) return RunPlanGenerate(argc, argv, out, err);
+  if (AsksForGeneration(argc, argv)) return RunPlanGenerate(OpenDeviceForGeneration, argc, argv, out, err);
   CLI::App app("Shows where everything would live, what would move, and what a step would take",
                "penstock plan");
   PlanFlags flags;

@@ -17,6 +17,7 @@
 #include "generate/generator.h"
 #include "models/causal_attention.h"
 #include "models/family.h"
+#include "models/stages.h"
 #include "models/text_sampler.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
@@ -205,7 +206,7 @@ absl::Status ComputeAnew(const Asked& asked, std::ostream& out) {
   options.memory.host_memory_budget_bytes = asked.budget;
   options.intra_op_threads = static_cast<int>(flags.threads.value_or(source.threads));
   options.hooks.log = asked.log;
-  const zero::Model model = source.model->Make(models::Head::kLastLogits);
+  const zero::Model model = models::MakeModel(*source.model, models::Head::kLastLogits);
   options.example = ExampleBatch(1, LargestLength(model, options, longest));
   ASSIGN_OR_RETURN(std::unique_ptr<zero::Engine> engine, zero::CreateEngine(model, options));
 

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "models/family.h"
+#include "models/stages.h"
 #include "tools/base/cli.h"
 #include "tools/base/output_path.h"
 #include "tools/base/progress.h"
@@ -38,7 +39,7 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   Preparing preparing(flags.quiet);
   options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
   options.measures_time = false;
-  const absl::StatusOr<zero::EnginePlan> plan = zero::PlanEngine(settings.model->Make(), options);
+  const absl::StatusOr<zero::EnginePlan> plan = zero::PlanEngine(models::MakeModel(*settings.model), options);
   preparing.Clear();
   if (!plan.ok()) return NameTilesThatFit(plan.status(), settings, options);
   RETURN_IF_ERROR(ProcessMemoryText(*plan, options, zero::FindHostMemory()).status());  // whether it fits

@@ -1,0 +1,361 @@
+#include "generate/host_pass.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
+#include "base/status_macros.h"
+#include "generate/matrix_product.h"
+#include "kernels/attention.h"
+#include "kernels/layer.h"
+
+namespace penstock::generate {
+namespace {
+
+using kernels::DType;
+
+// Elements of a row-wise function for which another thread is worth waking.
+constexpr size_t kLeastElements = 16 << 10;
+
+// Columns [from, from + n) of the rows of a matrix.
+struct Columns {
+  const HostRows* of;
+  size_t from_bytes;
+  const std::byte* row(int64_t i) const { return of->row(i) + from_bytes; }
+};
+
+// Where the shares of a pass lie among its rows.
+struct PassRows {
+  explicit PassRows(const std::vector<Share>& shares) {
+    for (const Share& share : shares) {
+      first.push_back(all);
+      all += static_cast<int64_t>(share.tokens.size());
+      if (!share.decodes) continue;
+      PENSTOCK_CHECK(single == first.back(), "the shares that decode come first");
+      single = all;
+    }
+  }
+  std::vector<int64_t> first;  // by share
+  int64_t single = 0;          // that decode, or are drafted
+  int64_t all = 0;
+};
+
+class HostPass : public PassRunner {
+ public:
+  HostPass(const PassParts& parts, int threads)
+      : PassRunner(parts), f_(parts.decoder->function), shape_(parts.decoder->shape), scratch_(threads) {}
+
+  int64_t RowsOf(int64_t tokens) const override { return tokens; }
+
+  absl::StatusOr<std::span<const float>> Run(const std::vector<Share>& shares) override {
+    logits_ = {};  // before there are others
+    const PassRows rows(shares);
+    ASSIGN_OR_RETURN(HostRows x, Embed(shares, rows));
+    std::vector<int64_t> wanted;
+    for (size_t i = 0; i < shares.size(); ++i) {
+      const auto count = static_cast<int64_t>(shares[i].tokens.size());
+      if (!shares[i].wants_logits) continue;
+      for (int64_t t = shares[i].decodes ? 0 : count - 1; t < count; ++t) wanted.push_back(rows.first[i] + t);
+    }
+    for (int64_t layer = 0; layer < shape_.layers; ++layer)
+      RETURN_IF_ERROR(ComputeLayer(layer, shares, rows, &x));
+    const auto count = static_cast<int64_t>(wanted.size());
+    ASSIGN_OR_RETURN(HostRows last, HostRows::Of(x.type(), count, x.columns()));
+    for (int64_t i = 0; i < count; ++i)
+      std::memcpy(last.row(i), x.row(wanted[static_cast<size_t>(i)]), x.row_bytes());
+    x = {};
+    block_ = shape_.head_block;
+    RETURN_IF_ERROR(Normalize(f_.last_norm, last, &last));
+    ASSIGN_OR_RETURN(logits_, Linear(shape_.head, last, count));
+    if (logits_.type() != DType::kFp32) {
+      ASSIGN_OR_RETURN(HostRows wide, HostRows::Of(DType::kFp32, count, logits_.columns()));
+      kernels::Convert(logits_.type(), logits_.data(), DType::kFp32, wide.data(), wide.elements());
+      logits_ = std::move(wide);
+    }
+    return std::span<const float>(logits_.floats(), logits_.elements());
+  }
+
+ private:
+  // Rows [begin, end) at a time, of so many elements each.
+  template <typename Work>
+  void ForRows(int64_t rows, int64_t columns, const Work& work) {
+    const auto grain = std::max<size_t>(1, kLeastElements / static_cast<size_t>(columns));
+    scratch_.pool.ParallelFor(static_cast<size_t>(rows), grain, work);
+  }
+
+  absl::StatusOr<HostRows> Embed(const std::vector<Share>& shares, const PassRows& rows) {
+    std::vector<int64_t> tokens, positions;
+    for (const Share& share : shares) {
+      tokens.insert(tokens.end(), share.tokens.begin(), share.tokens.end());
+      for (size_t t = 0; t < share.tokens.size(); ++t)
+        positions.push_back(share.past + static_cast<int64_t>(t));
+    }
+    KeptTensors& kept = *parts_.kept;
+    ASSIGN_OR_RETURN(HostRows x, kept.Rows(kept.tensor(0, shape_.token_table), tokens));
+    if (!shape_.position_table.empty()) {
+      ASSIGN_OR_RETURN(const HostRows at, kept.Rows(kept.tensor(0, shape_.position_table), positions));
+      kernels::AddElements(x.type(), x.data(), at.data(), x.elements(), x.data());
+    }
+    if (f_.frequencies.empty()) return x;
+    // Of all layers: angles in fp32, cosine and sine rounded to the compute type.
+    const auto half = static_cast<int64_t>(f_.frequencies.size());
+    ASSIGN_OR_RETURN(cosine_, HostRows::Of(DType::kFp32, rows.all, half));
+    ASSIGN_OR_RETURN(sine_, HostRows::Of(DType::kFp32, rows.all, half));
+    const bool narrow = x.type() == DType::kBf16;
+    const auto rounded = [narrow](float value) {
+      return narrow ? kernels::Bf16ToFloat(kernels::FloatToBf16(value)) : value;
+    };
+    for (int64_t row = 0; row < rows.all; ++row) {
+      const auto position = static_cast<float>(positions[static_cast<size_t>(row)]);
+      float* const cosine = cosine_.floats() + row * half;
+      float* const sine = sine_.floats() + row * half;
+      for (int64_t i = 0; i < half; ++i) {
+        const float angle = position * f_.frequencies[static_cast<size_t>(i)];
+        cosine[i] = rounded(std::cos(angle));
+        sine[i] = rounded(std::sin(angle));
+      }
+    }
+    return x;
+  }
+
+  // NAME.weight and NAME.bias of the block; `out` may be `x`. Rows of x are taken in pieces of so many
+  // elements.
+  absl::Status Normalize(const std::string& name, const HostRows& x, HostRows* out) {
+    KeptTensors& kept = *parts_.kept;
+    const int weight = kept.tensor(block_, name + ".weight"), bias = kept.tensor(block_, name + ".bias");
+    PENSTOCK_CHECK(weight >= 0, "a norm has a weight");
+    const int64_t width = kept.vector(weight).columns(), pieces = x.columns() / width;
+    ForRows(x.rows(), x.columns(), [&](size_t begin, size_t end) {
+      const auto first = static_cast<int64_t>(begin);
+      const kernels::NormRows in = {.type = x.type(),
+                                    .x = x.row(first),
+                                    .rows = (end - begin) * static_cast<size_t>(pieces),
+                                    .columns = static_cast<size_t>(width),
+                                    .weight = kept.vector(weight).data(),
+                                    .bias = bias >= 0 ? kept.vector(bias).data() : nullptr,
+                                    .epsilon = static_cast<float>(f_.epsilon)};
+      if (f_.norm == models::DecoderFunction::Norm::kLayer) {
+        kernels::LayerNorm(in, out->row(first));
+      } else {
+        kernels::RootMeanSquareNorm(in, out->row(first));
+      }
+    });
+    return absl::OkStatus();
+  }
+
+  // x times NAME.weight (or NAME, where the block calls it that), plus NAME.bias where there is one.
+  // `single`: the rows that decode.
+  absl::StatusOr<HostRows> Linear(const std::string& name, const HostRows& x, int64_t single) {
+    KeptTensors& kept = *parts_.kept;
+    int tensor = kept.tensor(block_, name + ".weight");
+    if (tensor < 0) tensor = kept.tensor(block_, name);
+    PENSTOCK_CHECK(tensor >= 0, "a block has the matrices of its function");
+    const StoredMatrix matrix = StoredAs(*parts_.source, *parts_.layout, tensor);
+    ASSIGN_OR_RETURN(MatrixProduct product, MatrixProduct::Begin(x, single, matrix, &scratch_));
+    for (int64_t done = 0; done < matrix.rows * matrix.columns;) {
+      ASSIGN_OR_RETURN(const WeightPart part, NextPart());
+      PENSTOCK_CHECK(part.tensor == tensor && part.first == done, "matrices come in the order of their use");
+      RETURN_IF_ERROR(product.Add(unit_.memory + part.at, part.first, part.elements));
+      done += part.elements;
+      RETURN_IF_ERROR(DonePart());
+    }
+    HostRows y = product.Result();
+    if (const int bias = kept.tensor(block_, name + ".bias"); bias >= 0) {
+      const HostRows& addend = kept.vector(bias);
+      ForRows(y.rows(), y.columns(), [&](size_t begin, size_t end) {
+        for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
+          kernels::AddElements(y.type(), y.row(row), addend.data(), static_cast<size_t>(y.columns()),
+                               y.row(row));
+        }
+      });
+    }
+    return y;
+  }
+
+  // Turns the heads of all rows.
+  void Rotate(HostRows* x) {
+    if (f_.frequencies.empty()) return;
+    const auto half = static_cast<int64_t>(f_.frequencies.size());
+    ForRows(x->rows(), x->columns(), [&](size_t begin, size_t end) {
+      for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
+        kernels::RotateHeads(x->type(), x->row(row), static_cast<size_t>(x->columns() / (2 * half)),
+                             static_cast<size_t>(half), cosine_.floats() + row * half,
+                             sine_.floats() + row * half);
+      }
+    });
+  }
+
+  void AddTo(HostRows* x, const HostRows& y) {
+    ForRows(x->rows(), x->columns(), [&](size_t begin, size_t end) {
+      const auto first = static_cast<int64_t>(begin);
+      const size_t elements = (end - begin) * static_cast<size_t>(x->columns());
+      kernels::AddElements(x->type(), x->row(first), y.row(first), elements, x->row(first));
+    });
+  }
+
+  absl::Status ComputeLayer(int64_t layer, const std::vector<Share>& shares, const PassRows& rows,
+                            HostRows* x) {
+    block_ = static_cast<int>(layer) + 1;
+    ASSIGN_OR_RETURN(HostRows normal, HostRows::Of(x->type(), x->rows(), x->columns()));
+    RETURN_IF_ERROR(Normalize(f_.attention_norm, *x, &normal));
+    HostRows mixed;
+    {
+      HostRows q, k, v;
+      const size_t width = kernels::BytesPerElement(x->type());
+      Columns queries{}, keys{}, values{};
+      if (!f_.joined.empty()) {
+        ASSIGN_OR_RETURN(q, Linear(f_.joined, normal, rows.single));
+        const size_t each = static_cast<size_t>(shape_.heads * shape_.depth) * width;
+        queries = {&q, 0};
+        keys = {&q, each};
+        values = {&q, 2 * each};
+      } else {
+        ASSIGN_OR_RETURN(q, Linear(f_.query, normal, rows.single));
+        if (!f_.query_norm.empty()) RETURN_IF_ERROR(Normalize(f_.query_norm, q, &q));
+        Rotate(&q);
+        ASSIGN_OR_RETURN(k, Linear(f_.key, normal, rows.single));
+        if (!f_.key_norm.empty()) RETURN_IF_ERROR(Normalize(f_.key_norm, k, &k));
+        Rotate(&k);
+        ASSIGN_OR_RETURN(v, Linear(f_.value, normal, rows.single));
+        queries = {&q, 0};
+        keys = {&k, 0};
+        values = {&v, 0};
+      }
+      ASSIGN_OR_RETURN(mixed, Attend(layer, shares, rows, queries, keys, values));
+    }
+    {
+      ASSIGN_OR_RETURN(const HostRows y, Linear(f_.output, mixed, rows.single));
+      mixed = {};
+      AddTo(x, y);
+    }
+    RETURN_IF_ERROR(Normalize(f_.inner_norm, *x, &normal));
+    HostRows gate;
+    if (!f_.gate.empty()) {
+      ASSIGN_OR_RETURN(gate, Linear(f_.gate, normal, rows.single));
+    }
+    ASSIGN_OR_RETURN(HostRows inner, Linear(f_.up, normal, rows.single));
+    normal = {};
+    ForRows(inner.rows(), inner.columns(), [&](size_t begin, size_t end) {
+      const auto first = static_cast<int64_t>(begin);
+      const size_t elements = (end - begin) * static_cast<size_t>(inner.columns());
+      const bool gated = gate.rows() > 0;
+      kernels::Activate(inner.type(), f_.activation, gated ? gate.row(first) : inner.row(first),
+                        gated ? inner.row(first) : nullptr, elements, inner.row(first));
+    });
+    gate = {};
+    ASSIGN_OR_RETURN(const HostRows y, Linear(f_.down, inner, rows.single));
+    AddTo(x, y);
+    return absl::OkStatus();
+  }
+
+  // A row, and the records of all positions that it sees.
+  struct Query {
+    int64_t row;
+    const std::byte* records;
+    int64_t positions;
+  };
+
+  // Keeps keys and values with what is there of their sequences, and attends: [rows, heads * depth].
+  absl::StatusOr<HostRows> Attend(int64_t layer, const std::vector<Share>& shares, const PassRows& rows,
+                                  const Columns& q, const Columns& k, const Columns& v) {
+    const DType type = q.of->type();
+    const int64_t width = shape_.heads * shape_.depth;
+    ASSIGN_OR_RETURN(HostRows mixed, HostRows::Of(DType::kFp32, rows.all, width));
+    const size_t kept_bytes =
+        static_cast<size_t>(shape_.key_heads * shape_.depth) * kernels::BytesPerElement(type);
+    KvCache& cache = *parts_.cache;
+    std::vector<Query> queries;
+    for (size_t i = 0; i < shares.size(); ++i) {
+      const Share& share = shares[i];
+      StreamItem item;
+      std::byte* records = nullptr;
+      if (cache.on_drive()) {
+        ASSIGN_OR_RETURN(item, parts_.stream->Next());
+        PENSTOCK_CHECK(item.is_cache && item.cache.slot == share.slot && item.cache.layer == layer,
+                       "records come in the order of their use");
+        records = item.memory;
+      } else {
+        records = cache.Records(share.slot, layer);
+      }
+      for (size_t t = 0; t < share.tokens.size(); ++t) {
+        const int64_t row = rows.first[i] + static_cast<int64_t>(t);
+        const int64_t position = share.past + static_cast<int64_t>(t);
+        std::byte* const record = records + static_cast<size_t>(position) * 2 * kept_bytes;
+        std::memcpy(record, k.row(row), kept_bytes);
+        std::memcpy(record + kept_bytes, v.row(row), kept_bytes);
+        queries.push_back({row, records, position + 1});
+      }
+      if (!cache.on_drive()) continue;
+      AttendAll(layer, queries, q, &mixed);
+      queries.clear();
+      RETURN_IF_ERROR(cache.Keep(item.cache, records));
+      RETURN_IF_ERROR(parts_.stream->Release(item));
+    }
+    AttendAll(layer, queries, q, &mixed);
+    if (type == DType::kFp32) return mixed;
+    ASSIGN_OR_RETURN(HostRows rounded, HostRows::Of(type, rows.all, width));
+    ForRows(rows.all, width, [&](size_t begin, size_t end) {
+      const auto first = static_cast<int64_t>(begin);
+      kernels::Convert(DType::kFp32, mixed.row(first), type, rounded.row(first),
+                       (end - begin) * static_cast<size_t>(width));
+    });
+    return rounded;
+  }
+
+  void AttendAll(int64_t layer, const std::vector<Query>& queries, const Columns& q, HostRows* mixed) {
+    if (queries.empty()) return;
+    const auto heads = static_cast<size_t>(shape_.heads), key_heads = static_cast<size_t>(shape_.key_heads);
+    const auto depth = static_cast<size_t>(shape_.depth);
+    constexpr size_t kLeastTerms = 64 << 10;  // for which another thread is worth waking
+    const size_t terms = 2 * static_cast<size_t>(queries.back().positions) * depth * (heads / key_heads);
+    // A head's keys and values are used by one query after the other.
+    scratch_.pool.ParallelFor(
+        key_heads * queries.size(), std::max<size_t>(1, kLeastTerms / terms), [&](size_t begin, size_t end) {
+          for (size_t i = begin; i < end; ++i) {
+            const size_t head = i / queries.size();
+            const Query& query = queries[i % queries.size()];
+            const kernels::AttentionRecords seen = {q.of->type(), query.records,
+                                                    static_cast<size_t>(query.positions), key_heads, depth};
+            kernels::Attend(seen, q.row(query.row), heads,
+                            static_cast<float>(f_.scales[static_cast<size_t>(layer)]), head, head + 1,
+                            mixed->floats() + query.row * mixed->columns());
+          }
+        });
+  }
+
+  absl::StatusOr<WeightPart> NextPart() {
+    if (!held_) {
+      ASSIGN_OR_RETURN(unit_, parts_.stream->Next());
+      PENSTOCK_CHECK(!unit_.is_cache, "weights come in the order of their use");
+      held_ = true;
+      part_ = 0;
+    }
+    return parts_.source->units()[unit_.unit].parts[part_];
+  }
+  absl::Status DonePart() {
+    if (++part_ < parts_.source->units()[unit_.unit].parts.size()) return absl::OkStatus();
+    held_ = false;
+    return parts_.stream->Release(unit_);
+  }
+
+  const models::DecoderFunction& f_;
+  const models::DecoderShape& shape_;
+  ProductScratch scratch_;
+  HostRows cosine_, sine_;  // [rows, pairs of a head]
+  HostRows logits_;
+  int block_ = 0;
+  StreamItem unit_;
+  bool held_ = false;
+  size_t part_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<PassRunner> MakeHostPass(const PassParts& parts, int threads) {
+  return std::make_unique<HostPass>(parts, threads);
+}
+
+}  // namespace penstock::generate

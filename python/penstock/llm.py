@@ -1,0 +1,422 @@
+"""Text from language models that are larger than memory: ``penstock.LLM``.
+
+>>> import penstock
+>>> with penstock.LLM("Llama-3.2-1B-Instruct", host_memory="1GiB") as llm:
+...     for text in llm.generate(["The sea", "A hill"], max_tokens=32):
+...         print(text.text, text.finish)
+...     for part in llm.stream("Once upon a time", temperature=0.8, seed=7):
+...         print(part, end="", flush=True)
+...     print(llm.chat([{"role": "user", "content": "Name three rivers."}]).text)
+
+Weights stream from the drive, each once for all texts that are under way; what the budget has left keeps some of them. It needs no
+torch. Several threads may call one object: their texts are made together, and each depends on its own prompt, seed and options alone,
+to the bit, whatever the budget and the company.
+"""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import json
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Union
+
+from . import _core
+from ._buffers import byte_size, whole_number
+from ._small_files import read_json, read_text
+
+Prompt = Union[str, Sequence[int]]
+
+_PATIENCE = 0.1  # seconds after which signals are looked at
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that was made."""
+
+    text: str
+    """Without the prompt, and without the stop string that ended it."""
+    tokens: List[int] = field(repr=False)
+    """Of the text; one that ended it is the last."""
+    finish: str
+    """"length": as many tokens as asked for, or as the model takes; "stop": a stop string; "end": a token that ends a text."""
+    prompt_tokens: int = 0
+
+
+def _refuse(what: str, unknown: Mapping[str, Any], known: Sequence[str]) -> None:
+    if not unknown:
+        return
+    name = sorted(unknown)[0]
+    near = difflib.get_close_matches(name, known, 1)
+    raise TypeError(f"{what} has no argument {name!r}" + (f": did you mean {near[0]!r}?" if near else f": it has {', '.join(known)}"))
+
+
+def _number(value: Any, name: str, least: float, most: float, above: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    if not (least <= value <= most) or (above and value == least):
+        raise ValueError(f"{name} is {value}: must be {'above' if above else 'from'} {least:g} {'and at most' if above else 'to'} {most:g}")
+    return float(value)
+
+
+_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty")
+
+
+class TextStream(Iterator[str]):
+    """A text as it comes: an iterator over its parts. ``close()`` cancels it, and so does the end of a ``with``.
+
+    ``text``, ``tokens`` and ``finish`` are what there is of it so far; ``finish`` is "" while it is under way.
+    """
+
+    def __init__(self, made: Any, prompt_tokens: int) -> None:
+        self._made = made
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._closed = False
+        self._ended = False
+        self.prompt_tokens = prompt_tokens
+
+    def __iter__(self) -> "TextStream":
+        return self
+
+    def __next__(self) -> str:
+        while not self._closed and not self._ended:
+            part = self._decoder.decode(self._made.next(_PATIENCE))
+            if not part and self._made.over:
+                self._made.check()
+                self._ended = True
+                part = self._decoder.decode(b"", True)
+            if part:
+                return part
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancels the text, if it is not whole; nothing waits."""
+        self._closed = True
+        self._made.cancel()
+
+    def __enter__(self) -> "TextStream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        made = getattr(self, "_made", None)
+        if made is not None:
+            made.cancel()
+
+    @property
+    def text(self) -> str:
+        return self._made.text.decode("utf-8", "replace")
+
+    @property
+    def tokens(self) -> List[int]:
+        return list(self._made.tokens)
+
+    @property
+    def finish(self) -> str:
+        return str(self._made.finish)
+
+
+class LLM:
+    """A language model, opened where it lies.
+
+    model: a Hugging Face directory (GPT-2, Llama, Mistral, Qwen 2 and 3), packed by ``penstock pack`` or not; or a state directory or
+        checkpoint of ``penstock train`` (all directories of a striped run, as a list).
+    host_memory: bytes, or "4GiB": a hard budget for weights in flight and kept, keys and values, and what a pass computes. Default:
+        half of what is free. One that is too small is a MemoryError that says the least.
+    device_memory: not served here: this package computes on the processor. The program ``penstock``, built from source with LibTorch,
+        generates on a GPU.
+    max_length: tokens of prompt and text together, for which memory is planned. Default: the model's, at most 4096.
+    batch: texts that are made at once, at most: as many of them as gain tokens a second in this memory. More wait for their turn.
+    kv: where keys and values live: "host", "nvme", or "auto": as the budget has it.
+    kv_dir: the directory of a file without a name for them. Default: where the program runs.
+    prompt_lookup: guesses up to so many tokens from what a text repeats and verifies them in one pass; the texts stay the same.
+    threads: that compute. Default: one for each core.
+    tokenizer: a tokenizer.json or its directory. Default: the model's own.
+
+    ``notes`` are lines about what the model says and is not followed.
+    """
+
+    _ARGUMENTS = ("host_memory", "device_memory", "max_length", "batch", "kv", "kv_dir", "prompt_lookup", "threads", "tokenizer")
+
+    def __init__(
+        self,
+        model: Union[str, "os.PathLike[str]", Sequence[Union[str, "os.PathLike[str]"]]],
+        host_memory: Union[int, str, None] = None,
+        device_memory: Union[int, str, None] = None,
+        *,
+        max_length: Optional[int] = None,
+        batch: int = 8,
+        kv: str = "auto",
+        kv_dir: Union[str, "os.PathLike[str]", None] = None,
+        prompt_lookup: int = 0,
+        threads: Optional[int] = None,
+        tokenizer: Union[str, "os.PathLike[str]", None] = None,
+        **unknown: Any,
+    ) -> None:
+        _refuse("LLM", unknown, self._ARGUMENTS)
+        if device_memory is not None:
+            raise ValueError("device_memory is not served: the Python package generates on the processor; `penstock generate --device cuda` is built from source")
+        directories = [os.fspath(model)] if isinstance(model, (str, os.PathLike)) else [os.fspath(each) for each in model]
+        budget = 0 if host_memory is None else byte_size(host_memory, "host_memory")
+        if host_memory is not None and budget == 0:
+            raise ValueError("host_memory is 0: must be above 0, as '4GiB'")
+        if kv not in ("auto", "host", "nvme"):
+            raise ValueError(f"kv is {kv!r}: must be 'auto', 'host' or 'nvme'")
+        self._directory = directories[0]
+        self._tokenizer = None if tokenizer is None else os.fspath(tokenizer)
+        self._lock = threading.Lock()
+        self._template: Any = None
+        self._core = _core.Llm(
+            directories,
+            self._tokenizer,
+            budget,
+            0 if max_length is None else whole_number(max_length, "max_length", 2),
+            whole_number(batch, "batch", 1, 256),
+            kv,
+            os.getcwd() if kv_dir is None else os.fspath(kv_dir),
+            whole_number(prompt_lookup, "prompt_lookup", 0, 64),
+            0 if threads is None else whole_number(threads, "threads", 1, 1024),
+        )
+        self.notes: List[str] = list(self._core.notes)
+
+    @property
+    def max_length(self) -> int:
+        return int(self._core.max_length)
+
+    @property
+    def batch(self) -> int:
+        """Texts that are made at once, as planned."""
+        return int(self._core.texts)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Of the budget."""
+        return int(self._core.planned_bytes)
+
+    def generate(
+        self,
+        prompts: Union[Prompt, Sequence[Prompt]],
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 1,
+        stop: Union[str, Sequence[str], None] = None,
+        repetition_penalty: float = 1.0,
+        **unknown: Any,
+    ) -> List[Text]:
+        """A text for each prompt, in their order.
+
+        prompts: texts, or lists of token ids; one of them alone is a list of one.
+        max_tokens: of each text, at most; fewer where prompt and text reach ``max_length``.
+        temperature: 0 takes the likeliest token each time.
+        top_k, top_p: choose among the likeliest so many (0: all), and of those among the likeliest that together have this much.
+        seed: of the choices; the text of prompt i has seed + i.
+        stop: strings before the first of which a text ends.
+        repetition_penalty: above 1 makes tokens that were there less likely.
+
+        ValueError: a prompt that is empty, too long, or not of this model's tokens. OSError: the drive.
+        """
+        _refuse("generate", unknown, _OPTIONS)
+        given = self._prompts(prompts)
+        options = _options(max_tokens, temperature, top_p, top_k, seed, stop, repetition_penalty)
+        made = []
+        try:
+            for i, tokens in enumerate(given):
+                made.append(self._submit(tokens, options, i))
+            return [self._whole(text, len(tokens)) for text, tokens in zip(made, given)]
+        except BaseException:
+            for text in made:
+                text.cancel()
+            raise
+
+    def stream(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 1,
+        stop: Union[str, Sequence[str], None] = None,
+        repetition_penalty: float = 1.0,
+        **unknown: Any,
+    ) -> TextStream:
+        """One text, as it comes: an iterator over parts of it. Its arguments are those of ``generate``, and so is the text."""
+        _refuse("stream", unknown, _OPTIONS)
+        tokens = self._tokens(prompt)
+        options = _options(max_tokens, temperature, top_p, top_k, seed, stop, repetition_penalty)
+        return TextStream(self._submit(tokens, options, 0), len(tokens))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int = 128,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 1,
+        stop: Union[str, Sequence[str], None] = None,
+        repetition_penalty: float = 1.0,
+        stream: bool = False,
+        **unknown: Any,
+    ) -> Union[Text, TextStream]:
+        """The answer to a conversation, written as the model's own chat template has it.
+
+        messages: of a role and a content each: ``[{"role": "user", "content": "Name three rivers."}]``.
+        stream: a TextStream instead of the whole text.
+
+        The other arguments are those of ``generate``. The template is the model's chat_template.jinja, or that of its
+        tokenizer_config.json, run by jinja2 in its sandbox: ImportError without it. ValueError: the model has no template, or it refuses
+        the conversation.
+        """
+        _refuse("chat", unknown, (*_OPTIONS, "stream"))
+        tokens = list(self._core.encode(self.chat_prompt(messages), True))
+        options = _options(max_tokens, temperature, top_p, top_k, seed, stop, repetition_penalty)
+        made = self._submit(tokens, options, 0)
+        if stream:
+            return TextStream(made, len(tokens))
+        try:
+            return self._whole(made, len(tokens))
+        except BaseException:
+            made.cancel()
+            raise
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt that ``chat`` makes of a conversation."""
+        if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(each, Mapping) and "role" in each for each in messages):
+            raise TypeError("messages are a list of dictionaries, each with a role and a content")
+        with self._lock:
+            if self._template is None:
+                self._template = _ChatTemplate(self._directory if self._tokenizer is None else self._tokenizer)
+        return str(self._template.render(list(messages)))
+
+    def close(self) -> None:
+        """Gives memory and threads back. Texts under way are cancelled."""
+        self._core.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LLM({self._directory!r})"
+
+    def _prompts(self, prompts: Any) -> List[List[int]]:
+        if isinstance(prompts, str) or (not isinstance(prompts, (bytes, str)) and len(prompts) > 0 and _is_id(prompts[0])):
+            prompts = [prompts]
+        return [self._tokens(each) for each in prompts]
+
+    def _tokens(self, prompt: Any) -> List[int]:
+        if isinstance(prompt, str):
+            return list(self._core.encode(prompt, False))
+        if isinstance(prompt, bytes) or not all(_is_id(each) for each in prompt):
+            raise TypeError("a prompt is a text, or a list of token ids")
+        return [int(each) for each in prompt]
+
+    def _submit(self, tokens: List[int], options: Dict[str, Any], number: int) -> Any:
+        return self._core.submit(tokens, **{**options, "seed": options["seed"] + number})
+
+    def _whole(self, made: Any, prompt_tokens: int) -> Text:
+        while not made.over:
+            made.next(_PATIENCE)
+        made.check()
+        return Text(made.text.decode("utf-8", "replace"), list(made.tokens), str(made.finish), prompt_tokens)
+
+
+def _is_id(value: Any) -> bool:
+    return not isinstance(value, (bool, str, bytes)) and hasattr(value, "__index__")
+
+
+def _options(max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, seed: Any, stop: Any, repetition_penalty: Any) -> Dict[str, Any]:
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
+    if not all(isinstance(each, str) for each in stops):
+        raise TypeError("stop is a text, or a list of texts")
+    if not all(stops):
+        raise ValueError("stop has an empty text: must have at least one character")
+    return {
+        "tokens": whole_number(max_tokens, "max_tokens", 1),
+        "temperature": _number(temperature, "temperature", 0, 1e6),
+        "top_p": _number(top_p, "top_p", 0, 1, above=True),
+        "top_k": whole_number(top_k, "top_k", 0, 1 << 32),
+        "seed": whole_number(seed, "seed", 0, 1 << 62),
+        "stops": stops,
+        "repetition_penalty": _number(repetition_penalty, "repetition_penalty", 0, 1e6, above=True),
+    }
+
+
+class _ChatTemplate:
+    """A model's chat template, compiled as transformers compiles it."""
+
+    def __init__(self, directory: str) -> None:
+        if not os.path.isdir(directory):
+            directory = os.path.dirname(directory) or "."
+        config = _json_of(os.path.join(directory, "tokenizer_config.json"))
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}.get("default")
+        try:
+            source = read_text(os.path.join(directory, "chat_template.jinja"))
+        except FileNotFoundError:
+            pass
+        if not isinstance(source, str):
+            raise ValueError(f"{directory}: no chat template: neither chat_template.jinja nor chat_template in tokenizer_config.json; generate() takes a prompt as it is")
+        try:
+            import jinja2
+            import jinja2.ext
+            import jinja2.sandbox
+        except ImportError:
+            raise ImportError("chat needs jinja2, which runs the model's chat template: pip install 'penstock[chat]', or jinja2") from None
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._error = jinja2.TemplateError
+        self._directory = directory
+        self._special = {name: _spelling(config[name]) for name in config if name.endswith("_token") and _spelling(config[name]) is not None}
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{directory}: its chat template: {error}") from None
+
+    def render(self, messages: List[Mapping[str, Any]]) -> str:
+        try:
+            return str(self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special))
+        except self._error as error:
+            raise ValueError(f"{self._directory}: its chat template refuses these messages: {error}") from None
+
+
+def _json_of(path: str) -> Dict[str, Any]:
+    try:
+        value = read_json(path)
+    except FileNotFoundError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _spelling(token: Any) -> Optional[str]:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Optional[int] = None, separators: Any = None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    import datetime
+
+    return datetime.datetime.now().strftime(form)

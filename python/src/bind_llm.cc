@@ -1,0 +1,138 @@
+// Language models that make texts, for Python (python/penstock/llm.py).
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "errors.h"
+#include "llm.h"
+#include "owned.h"
+
+namespace nb = nanobind;
+
+namespace penstock::python {
+namespace {
+
+// A budget that is too small, and memory at its limit, are MemoryErrors.
+[[noreturn]] void RaiseOfModel(const absl::Status& status) {
+  const std::string text(status.message());
+  const bool small = status.code() == absl::StatusCode::kFailedPrecondition &&
+                     text.find(" is too small: the least that works here is ") != std::string::npos;
+  if (!small) Raise(status);
+  PyErr_SetString(PyExc_MemoryError, text.c_str());
+  throw nb::python_error();
+}
+
+// What is new of a text, as the bytes of UTF-8 that its tokens are.
+nb::bytes Bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+class PyLlm {
+ public:
+  PyLlm(std::vector<std::string> directories, std::optional<std::string> tokenizer, uint64_t host_memory,
+        int64_t max_length, int64_t texts, std::string kv, std::string kv_directory, int64_t prompt_lookup,
+        int threads) {
+    const LlmOptions options = {.directories = std::move(directories),
+                                .tokenizer = std::move(tokenizer),
+                                .host_memory = host_memory,
+                                .max_length = max_length,
+                                .texts = texts,
+                                .kv = std::move(kv),
+                                .kv_directory = std::move(kv_directory),
+                                .prompt_lookup = prompt_lookup,
+                                .threads = threads};
+    absl::StatusOr<std::unique_ptr<Llm>> made;
+    {
+      nb::gil_scoped_release release;
+      made = Llm::Open(options);
+    }
+    if (!made.ok()) RaiseOfModel(made.status());
+    llm_ = MakeOwned(*std::move(made));
+  }
+
+  Llm& get() const {
+    if (llm_ == nullptr) throw nb::value_error("this LLM is closed");
+    llm_->CheckHere();
+    return llm_->get();
+  }
+  void Close() { llm_.reset(); }
+
+ private:
+  std::shared_ptr<Owned<Llm>> llm_;
+};
+
+}  // namespace
+
+void BindLlm(nb::module_& module) {
+  nb::class_<LlmText>(module, "LlmText")
+      .def(
+          "next",
+          [](LlmText& text, double seconds) {
+            std::string part;
+            {
+              nb::gil_scoped_release release;
+              part = text.Next(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
+            }
+            return Bytes(part);
+          },
+          nb::arg("seconds"))
+      .def("check",
+           [](const LlmText& text) {
+             const absl::Status status = text.status();
+             if (!status.ok()) RaiseOfModel(status);
+           })
+      .def("cancel", &LlmText::Cancel)
+      .def_prop_ro("over", &LlmText::over)
+      .def_prop_ro("text", [](const LlmText& text) { return Bytes(text.text()); })
+      .def_prop_ro("tokens", &LlmText::tokens)
+      .def_prop_ro("finish", &LlmText::finish);
+  nb::class_<PyLlm>(module, "Llm")
+      .def(nb::init<std::vector<std::string>, std::optional<std::string>, uint64_t, int64_t, int64_t,
+                    std::string, std::string, int64_t, int>(),
+           nb::arg("directories"), nb::arg("tokenizer").none(), nb::arg("host_memory"), nb::arg("max_length"),
+           nb::arg("texts"), nb::arg("kv"), nb::arg("kv_directory"), nb::arg("prompt_lookup"),
+           nb::arg("threads"))
+      .def(
+          "submit",
+          [](PyLlm& llm, std::vector<int64_t> prompt, int64_t tokens, double temperature, int64_t top_k,
+             double top_p, double repetition_penalty, uint64_t seed, std::vector<std::string> stops) {
+            TextRequest request = {.prompt = std::move(prompt),
+                                   .tokens = tokens,
+                                   .sampling = {.temperature = temperature,
+                                                .top_k = top_k,
+                                                .top_p = top_p,
+                                                .repetition_penalty = repetition_penalty},
+                                   .seed = seed,
+                                   .stops = std::move(stops)};
+            Llm& model = llm.get();
+            absl::StatusOr<std::shared_ptr<LlmText>> text;
+            {
+              nb::gil_scoped_release release;
+              text = model.Submit(std::move(request));
+            }
+            if (!text.ok()) RaiseOfModel(text.status());
+            return *std::move(text);
+          },
+          nb::arg("prompt"), nb::arg("tokens"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"),
+          nb::arg("repetition_penalty"), nb::arg("seed"), nb::arg("stops"))
+      .def(
+          "encode",
+          [](PyLlm& llm, const std::string& text, bool complete) {
+            return ValueOrRaise(llm.get().Encode(text, complete));
+          },
+          nb::arg("text"), nb::arg("complete"))
+      .def("close", &PyLlm::Close)
+      .def_prop_ro("max_length", [](const PyLlm& llm) { return llm.get().max_length(); })
+      .def_prop_ro("vocabulary", [](const PyLlm& llm) { return llm.get().vocabulary(); })
+      .def_prop_ro("notes", [](const PyLlm& llm) { return llm.get().notes(); })
+      .def_prop_ro("texts", [](const PyLlm& llm) { return llm.get().plan().batch; })
+      .def_prop_ro("planned_bytes", [](const PyLlm& llm) { return llm.get().plan().total_bytes; });
+}
+
+}  // namespace penstock::python

@@ -1,0 +1,122 @@
+// A language model that makes texts for several callers at once: a generate::Generator on a thread of its
+// own, to which texts are given and from which they are taken as they grow. No Python here.
+//
+// Texts that come while others are under way join them between two passes. A text's tokens depend on its
+// prompt, its seed and its options alone. An error of the drive ends all texts with it, and all that come
+// later.
+//
+// Threads: any. Ownership: texts live as long as their callers hold them, after the model too.
+#ifndef PENSTOCK_PYTHON_LLM_H_
+#define PENSTOCK_PYTHON_LLM_H_
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "generate/generator.h"
+#include "models/text_sampler.h"
+#include "tools/penstock/generate_text.h"
+#include "tools/penstock/text_model.h"
+
+namespace penstock::python {
+
+struct LlmOptions {
+  std::vector<std::string> directories;
+  std::optional<std::string> tokenizer;
+  uint64_t host_memory = 0;  // 0: half of what is free
+  int64_t max_length = 0;    // of prompt and text together; 0: the model's, at most 4096
+  int64_t texts = 8;         // at once, at most
+  std::string kv = "auto", kv_directory = ".";
+  int64_t prompt_lookup = 0;
+  int threads = 0;  // 0: one for each core
+};
+
+struct TextRequest {
+  std::vector<int64_t> prompt;
+  int64_t tokens = 1;
+  models::SamplingOptions sampling;
+  uint64_t seed = 0;
+  std::vector<std::string> stops;
+};
+
+// One text, under way or done.
+class LlmText {
+ public:
+  // Waits until something of it is new, it is over, or so long. What is new and certain, else "".
+  std::string Next(std::chrono::milliseconds patience);
+  bool over() const;
+  absl::Status status() const;  // kCancelled: it was
+  std::string text() const;
+  std::vector<int64_t> tokens() const;  // that ended it included
+  std::string finish() const;           // "length", "stop", "end"; "" while it is under way
+  // It ends with the next token. Nothing waits.
+  void Cancel();
+
+ private:
+  friend class Llm;
+  LlmText(const tools::TextModel* model, TextRequest request)
+      : request_(std::move(request)), growing_(model, &request_.stops) {}
+
+  const TextRequest request_;
+  mutable std::mutex mutex_;  // of the following
+  std::condition_variable changed_;
+  tools::GrowingText growing_;
+  std::string fresh_;
+  bool over_ = false, cancelled_ = false;
+  absl::Status status_;
+  std::string finish_;
+};
+
+class Llm {
+ public:
+  // kFailedPrecondition: the budget is too small (says the least).
+  static absl::StatusOr<std::unique_ptr<Llm>> Open(const LlmOptions& options);
+  // Ends what is under way with kCancelled, after the pass that computes.
+  ~Llm();
+  Llm(const Llm&) = delete;
+  Llm& operator=(const Llm&) = delete;
+
+  // kInvalidArgument: not a prompt of this model, or longer than it takes.
+  absl::StatusOr<std::shared_ptr<LlmText>> Submit(TextRequest request);
+  // The tokens of a prompt. `complete`: the special tokens that a text begins and ends with stand in it.
+  absl::StatusOr<std::vector<int64_t>> Encode(const std::string& text, bool complete) const;
+
+  int64_t max_length() const { return max_length_; }
+  int64_t vocabulary() const { return model_->model->vocabulary(); }
+  const std::vector<std::string>& notes() const { return notes_; }
+  const generate::GenerationPlan& plan() const { return generator_->plan(); }
+
+ private:
+  Llm() = default;
+  void Work();
+
+  // Shared with the texts, whose decoders look at it.
+  std::shared_ptr<tools::TextModel> model_;
+  std::vector<std::string> notes_;
+  int64_t max_length_ = 0;
+  std::unique_ptr<generate::Generator> generator_;
+
+  std::mutex mutex_;  // of the following
+  std::condition_variable given_;
+  std::deque<std::shared_ptr<LlmText>> waiting_;
+  bool closing_ = false;
+  absl::Status broken_;
+
+  std::map<int64_t, std::shared_ptr<LlmText>> active_;  // of the thread, by id
+  int64_t next_id_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace penstock::python
+
+#endif  // PENSTOCK_PYTHON_LLM_H_

@@ -1,0 +1,291 @@
+"""penstock.LLM: transformers' tokens, the same texts whichever way they are asked for, and errors that say what to do."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import penstock
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+LLAMA = dict(vocab_size=300, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
+
+
+def tiny(family):
+    if family == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=256))
+    config, model = {
+        "llama": ("LlamaConfig", "LlamaForCausalLM"),
+        "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+        "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    }[family]
+    if not hasattr(transformers, config):
+        pytest.skip(f"this transformers has no {config}")
+    more = {"head_dim": 16} if family == "qwen3" else {}
+    return getattr(transformers, model)(getattr(transformers, config)(**LLAMA, **more, tie_word_embeddings=family == "qwen2"))
+
+
+def written(directory, family="llama", dtype=torch.float32):
+    torch.manual_seed(3)
+    model = tiny(family).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)  # so that no two tokens are nearly as likely
+    model = model.to(dtype)
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    model.save_pretrained(directory, safe_serialization=True)
+    return model
+
+
+def greedy(model, prompt, count):
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt):]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_greedy_tokens_are_those_of_transformers(directory, family):
+    model = written(directory, family)
+    prompts = [[1, 2, 3], [250, 7], [9] * 40, list(range(3, 150))]
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        texts = llm.generate(prompts, max_tokens=20)
+    assert [text.tokens for text in texts] == [greedy(model, prompt, 20) for prompt in prompts]
+    assert all(text.finish == "length" for text in texts)
+    assert [text.prompt_tokens for text in texts] == [len(prompt) for prompt in prompts]
+
+
+def test_a_text_depends_on_prompt_seed_and_options_alone(directory):
+    written(directory, dtype=torch.bfloat16)
+    prompts = [[5, 6, 7], [8] * 30, [200], [1, 2]]
+    options = dict(max_tokens=24, temperature=0.9, top_p=0.9, top_k=40, seed=11)
+    with penstock.LLM(directory, host_memory="256MiB") as roomy:
+        expected = roomy.generate(prompts, **options)
+        alone = [roomy.generate([prompt], **{**options, "seed": 11 + i})[0] for i, prompt in enumerate(prompts)]
+        assert roomy.generate(prompts, **{**options, "seed": 12}) != expected
+    assert alone == expected
+    with pytest.raises(MemoryError) as small:
+        penstock.LLM(directory, host_memory="1MiB")
+    least = int(str(small.value).rsplit("(", 1)[1].split()[0])
+    with penstock.LLM(directory, host_memory=least) as lean:
+        assert lean.planned_bytes <= least
+        assert lean.generate(prompts, **options) == expected
+    with penstock.LLM(directory, host_memory="256MiB", batch=1, kv="nvme", kv_dir=directory) as other:
+        assert other.generate(prompts, **options) == expected
+
+
+def test_a_budget_that_is_too_small_is_told_the_least_that_works(directory):
+    written(directory)
+    with pytest.raises(MemoryError, match="the least that works here is"):
+        penstock.LLM(directory, host_memory=1 << 20)
+
+
+def test_a_stream_has_the_text_of_generate_in_parts(directory):
+    written(directory)
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        whole = llm.generate([[1, 2, 3]], max_tokens=30, temperature=0.7, seed=4)[0]
+        stream = llm.stream([1, 2, 3], max_tokens=30, temperature=0.7, seed=4)
+        parts = list(stream)
+        assert len(parts) > 1
+        assert "".join(parts) == whole.text == stream.text
+        assert (stream.tokens, stream.finish) == (whole.tokens, "length")
+        assert list(stream) == []
+
+
+def test_a_stream_that_is_closed_ends_its_text(directory):
+    written(directory)
+    with penstock.LLM(directory, host_memory="256MiB", batch=1) as llm:
+        with llm.stream([1, 2, 3], max_tokens=200) as stream:
+            first = next(stream)
+        assert first
+        assert list(stream) == []
+        # The one place is free for the next.
+        assert len(llm.generate([[4, 5]], max_tokens=3)[0].tokens) == 3
+        assert len(stream.tokens) < 200
+
+
+def test_stop_strings_end_a_text_before_them(directory):
+    model = written(directory)
+    tokens = greedy(model, [1, 2, 3], 12)
+    stop = f" {tokens[6]} "
+    text = "".join(f"{token} " for token in tokens)
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        made = llm.generate([[1, 2, 3]], max_tokens=12, stop=["no such text", stop])[0]
+        assert made.text == text[: text.index(stop)]
+        assert made.finish == "stop"
+        assert "".join(llm.stream([1, 2, 3], max_tokens=12, stop=stop)) == made.text
+
+
+def test_several_threads_may_call(directory):
+    model = written(directory)
+    prompts = [[i + 1, 2 * i + 3, 7] for i in range(12)]
+    made = [None] * len(prompts)
+    with penstock.LLM(directory, host_memory="256MiB", batch=4) as llm:
+
+        def work(i):
+            made[i] = llm.generate([prompts[i]], max_tokens=10)[0].tokens
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert made == [greedy(model, prompt, 10) for prompt in prompts]
+
+
+def test_a_prompt_beyond_what_the_model_takes_is_refused(directory):
+    written(directory)
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        assert llm.max_length == 256
+        with pytest.raises(ValueError, match="256"):
+            llm.generate([[1] * 256])
+        with pytest.raises(ValueError, match="300"):
+            llm.generate([[300]])
+        with pytest.raises(ValueError, match="at least one token"):
+            llm.generate([[]])
+        made = llm.generate([[1] * 250], max_tokens=100)[0]
+        assert (len(made.tokens), made.finish) == (6, "length")
+    with pytest.raises(ValueError, match="max_length"):
+        penstock.LLM(directory, host_memory="256MiB", max_length=257)
+
+
+def test_wrong_arguments_are_refused_by_name(directory):
+    written(directory)
+    with pytest.raises(TypeError, match="'host_memory'"):
+        penstock.LLM(directory, host_memry="1GiB")
+    with pytest.raises(ValueError, match="device_memory"):
+        penstock.LLM(directory, device_memory="1GiB")
+    with pytest.raises(ValueError, match="kv"):
+        penstock.LLM(directory, kv="disk")
+    with pytest.raises((OSError, ValueError), match="nowhere"):
+        penstock.LLM(directory / "nowhere")
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        with pytest.raises(TypeError, match="'max_tokens'"):
+            llm.generate([[1]], max_token=3)
+        for name, wrong in [("max_tokens", 0), ("temperature", -1), ("top_p", 0), ("top_p", 1.5), ("top_k", -1), ("seed", -1), ("stop", [""])]:
+            with pytest.raises(ValueError, match=name):
+                llm.generate([[1]], **{name: wrong})
+            with pytest.raises(ValueError, match=name):
+                llm.stream([1], **{name: wrong})
+        with pytest.raises(TypeError, match="token ids"):
+            llm.generate([[1.5]])
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate([[1]])
+    llm.close()
+
+
+def test_closing_ends_what_is_under_way(directory):
+    written(directory)
+    llm = penstock.LLM(directory, host_memory="256MiB")
+    stream = llm.stream([1, 2], max_tokens=250)
+    next(stream)
+    llm.close()
+    with pytest.raises(OSError):
+        for _ in range(1000):
+            next(stream)
+            if stream.finish:  # it was faster
+                raise OSError
+
+
+def byte_tokenizer(directory, template):
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template}))
+    return made
+
+
+TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{% if message.role not in ["user", "assistant"] %}{{ raise_exception("no such role") }}{% endif %}
+[{{ message.role }}] {{ message.content | tojson }}
+{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"""
+
+
+def test_chat_writes_the_prompt_of_the_models_own_template(directory):
+    pytest.importorskip("jinja2")
+    model = written(directory)
+    tokenizer = byte_tokenizer(directory, TEMPLATE)
+    messages = [{"role": "user", "content": "Drei Flüsse?"}]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
+    prompt = theirs.apply_chat_template(messages, chat_template=TEMPLATE, tokenize=False, add_generation_prompt=True)
+    expected = greedy(model, tokenizer.encode(prompt, add_special_tokens=False).ids, 8)
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        assert llm.chat_prompt(messages) == prompt
+        answer = llm.chat(messages, max_tokens=8)
+        assert answer.tokens[:8] == expected[: len(answer.tokens)]
+        assert "".join(llm.chat(messages, max_tokens=8, stream=True)) == answer.text
+        with pytest.raises(ValueError, match="no such role"):
+            llm.chat([{"role": "captain", "content": ""}])
+        with pytest.raises(TypeError, match="messages"):
+            llm.chat("hello")
+
+
+def test_chat_without_a_template_says_so(directory):
+    written(directory)
+    with penstock.LLM(directory, host_memory="256MiB") as llm, pytest.raises(ValueError, match="chat template"):
+        llm.chat([{"role": "user", "content": "hello"}])
+
+
+WITHOUT = """
+    import importlib.abc, sys
+
+    class Missing(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name.split(".")[0] in ("torch", "numpy", "jinja2"):
+                raise ImportError(name + " is not here")
+
+    sys.meta_path.insert(0, Missing())
+    import penstock
+
+    with penstock.LLM(sys.argv[1], host_memory="256MiB") as llm:
+        print(llm.generate([[1, 2, 3]], max_tokens=5)[0].tokens)
+        try:
+            llm.chat([{"role": "user", "content": "hello"}])
+        except ImportError as error:
+            print(error)
+    assert not {"torch", "numpy"}.intersection(sys.modules)
+"""
+
+
+def test_it_needs_no_torch_and_chat_says_that_it_needs_jinja2(directory, in_child):
+    model = written(directory)
+    byte_tokenizer(directory, TEMPLATE)
+    code, out, err = in_child(WITHOUT, directory)
+    assert code == 0, err
+    assert out.splitlines()[0] == str(greedy(model, [1, 2, 3], 5))
+    assert "penstock[chat]" in out
+
+
+def test_the_wheels_program_generates_packs_and_plans(directory):
+    model = written(directory)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def run(*arguments):
+        program = "import sys; from penstock._programs import penstock; sys.argv[0] = 'penstock'; penstock()"
+        return subprocess.run([sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=300)
+
+    made = run("generate", directory, "--prompt", "1 2 3", "--tokens", 5, "--host-memory", "256MiB", "--json", "--quiet")
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout)["tokens"] == greedy(model, [1, 2, 3], 5)
+    packed = run("pack", directory, directory / "packed", "--weights", 8)
+    assert packed.returncode == 0, packed.stderr
+    with penstock.LLM(directory / "packed", host_memory="256MiB") as llm:
+        assert len(llm.generate([[1, 2, 3]], max_tokens=5)[0].tokens) == 5
+    plan = run("plan", "--generate", directory, "--host-memory", "256MiB", "--json")
+    assert plan.returncode == 0, plan.stderr
+    assert json.loads(plan.stdout)["weights"] == 16
+    refused = run("generate", directory, "--prompt", "1", "--device", "cuda")
+    assert refused.returncode == 2 and "LibTorch" in refused.stderr
+    assert run("plan", "--data", "x").returncode == 2

@@ -1,0 +1,27 @@
+#include "tools/penstock/generate_device.h"
+
+#include "base/status_macros.h"
+#include "generate/device_pass.h"
+#include "tools/penstock/device_flags.h"
+#include "tools/penstock/verbs.h"
+#include "zero/compute/libtorch/threads.h"
+
+namespace penstock::tools {
+
+absl::Status OpenDeviceForGeneration(const GenerateMemoryFlags& flags, generate::GeneratorOptions* options) {
+  ASSIGN_OR_RETURN(const ChosenDevice chosen,
+                   ChooseDevice(flags.device, flags.device_memory, /*budget_bytes=*/0, /*local_rank=*/0));
+  options->device = chosen.device;
+  const int64_t budget = chosen.budget_bytes > 0 ? chosen.budget_bytes : chosen.device->capacity_bytes();
+  options->wish.device = {.budget_bytes = static_cast<uint64_t>(budget),
+                          .slack = chosen.device->tensor_slack()};
+  zero::SetIntraOpThreads(options->threads);
+  options->compute = generate::LibTorchCompute();
+  return absl::OkStatus();
+}
+
+int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  return RunGenerateWith(OpenDeviceForGeneration, argc, argv, out, err);
+}
+
+}  // namespace penstock::tools
