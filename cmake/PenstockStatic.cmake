@@ -1,7 +1,8 @@
-# A wheel runs where Debian's libraries are not. liburing, libaio, xxHash and libdeflate are linked from their static libraries where
-# those are there. Abseil's cannot be: Debian's are not position independent (thread-local variables). It stays shared,
+# A wheel runs where Debian's libraries are not. liburing, libaio, xxHash, libdeflate, PCRE2 and utf8proc are linked from their static
+# libraries where those are there. Abseil's cannot be: Debian's are not position independent (thread-local variables). It stays shared,
 # and `make wheel` puts it into the wheel, as it does with whatever else stayed so.
-foreach(pair "PkgConfig::uring;liburing.a" "PkgConfig::xxhash;libxxhash.a" "PkgConfig::libdeflate;libdeflate.a")
+foreach(pair "PkgConfig::uring;liburing.a" "PkgConfig::xxhash;libxxhash.a" "PkgConfig::libdeflate;libdeflate.a" "PkgConfig::pcre2;libpcre2-8.a"
+             "PkgConfig::utf8proc;libutf8proc.a")
   list(GET pair 0 target)
   list(GET pair 1 name)
   find_library(penstock_static_${name} NAMES ${name})
