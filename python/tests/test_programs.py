@@ -29,9 +29,11 @@ def test_verbs_without_libtorch(program, tmp_path):
 
 
 def test_what_needs_libtorch_says_so(program):
-    for verb in ("train", "plan", "generate", "export"):
+    for verb, words in (("train", "train needs LibTorch"), ("plan", "plan needs LibTorch"), ("export", "export needs LibTorch")):
         status, out, err = program("penstock", verb, "--steps", "3")
-        assert status == 2 and not out and len(err.strip().splitlines()) == 1 and f"{verb} needs LibTorch" in err
+        assert status == 2 and not out and len(err.strip().splitlines()) == 1 and words in err
+    status, out, err = program("penstock", "generate", "--steps", "3")
+    assert status == 2 and not out and len(err.strip().splitlines()) == 1 and "unknown flag --steps" in err
     status, _, err = program("penstock", "inspct")
     assert status == 2 and "inspect" in err
     assert program("penstock")[0] == 2
