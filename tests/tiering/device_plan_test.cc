@@ -40,7 +40,7 @@ int64_t LeastDeviceMemory(const ModelGraph& graph, PlanOptions options) {
 
 TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
   Counted counted;
-  const auto seeds = 240 * static_cast<uint64_t>(tests::Soak());
+  const auto seeds = 48 * static_cast<uint64_t>(tests::Soak());
   for (uint64_t seed = 1; seed <= seeds; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
@@ -106,11 +106,11 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     counted.past_host += run.past_host;
     if (HasFailure()) return;
   }
-  EXPECT_GT(counted.early, 500);
-  EXPECT_GT(counted.replayed, 200);
-  EXPECT_GT(counted.persisted, 50);
-  EXPECT_GT(counted.there, 1'000);
-  EXPECT_GT(counted.past_host, 1'000);
+  EXPECT_GT(counted.early, 100);
+  EXPECT_GT(counted.replayed, 40);
+  EXPECT_GT(counted.persisted, 10);
+  EXPECT_GT(counted.there, 200);
+  EXPECT_GT(counted.past_host, 200);
 }
 
 // Thirty-two blocks of 2 MiB, and nothing but weights on the way.

@@ -56,12 +56,12 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
   const MachineModel& machine = options.machine;
   const double drive_seconds = of.bytes * elements / machine.read_bytes_per_s;
   double worst = 1, worst_clipped = 1, worst_previewed = 1;
-  // More of the grid in bf16, and its corners and middle where only the bytes differ; the whole of it, in
-  // every precision, with PENSTOCK_SOAK.
-  const bool whole = tests::Soak() > 1, more = of.bytes == 26;
+  // More of the grid for a chain in bf16, and its middle where the bytes or the last tile alone differ; the whole of
+  // it, in every precision, with PENSTOCK_SOAK.
+  const bool whole = tests::Soak() > 1, more = of.bytes == 26 && !of.tied;
   const std::vector<double> ratios = whole  ? std::vector{0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0}
                                      : more ? std::vector{0.1, 0.6, 1.0, 1.5, 10.0}
-                                            : std::vector{0.1, 1.0, 3.0};
+                                            : std::vector{1.0};
   const std::vector<double> shares = whole  ? std::vector{0.0, 0.05, 0.15, 0.6, 1.2}
                                      : more ? std::vector{0.0, 0.05, 0.15, 1.2}
                                             : std::vector{0.0, 0.15};
