@@ -56,8 +56,8 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
   const MachineModel& machine = options.machine;
   const double drive_seconds = of.bytes * elements / machine.read_bytes_per_s;
   double worst = 1, worst_clipped = 1, worst_previewed = 1;
-  // More of the grid for a chain in bf16, and its middle where the bytes or the last tile alone differ; the whole of
-  // it, in every precision, with PENSTOCK_SOAK.
+  // More of the grid for a chain in bf16, and its middle where the bytes or the last tile alone differ; the
+  // whole of it, in every precision, with PENSTOCK_SOAK.
   const bool whole = tests::Soak() > 1, more = of.bytes == 26 && !of.tied;
   const std::vector<double> ratios = whole  ? std::vector{0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0}
                                      : more ? std::vector{0.1, 0.6, 1.0, 1.5, 10.0}

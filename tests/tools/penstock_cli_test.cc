@@ -686,7 +686,7 @@ TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
   EXPECT_EQ(ran[6].out.size(), 1u + 90 + 1) << "beyond the sequences of training, in a window";
 }
 
-// A text of 256 tokens, whose scores are made in one piece, takes more than a longer one.
+// Scores of attention take no memory that grows with the text, so keys and values alone make a difference.
 TEST_F(CliTest, SamplesAtEveryLengthInTheLeastMemoryOfTheLongest) {
   const std::string state = dir_ + "/state", model = dir_ + "/model.json";
   WriteFile(model, R"({"n_layer": 2, "n_embd": 64, "n_head": 16, "n_positions": 512, "vocab_size": 256})");
@@ -703,7 +703,7 @@ TEST_F(CliTest, SamplesAtEveryLengthInTheLeastMemoryOfTheLongest) {
         << err;
     return found.empty() ? int64_t{0} : std::stoll(found[2]);
   };
-  EXPECT_GT(least("6"), least("2"));
+  EXPECT_GE(least("6"), least("2"));
   EXPECT_GE(least("12"), least("6"));
   const Ran ran = Run(arguments("12") + Arguments{"--host-memory", std::to_string(least("12"))});
   EXPECT_EQ(ran.code, 0) << ran.err;

@@ -194,7 +194,7 @@ RunOptions DrawMode(Draw& draw, const RunOptions& training, const std::string& s
 class CombinationsTest : public ScratchTest {};
 
 TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
-  const int trainings = 10 * tests::Soak();
+  const int trainings = 24 * tests::Soak();
   const char* again = std::getenv("PENSTOCK_COMBINATION");  // one of them, by the number that a failure names
   int resumed = 0, speculative = 0, spilled = 0;
   for (int t = 0; t < trainings && !HasFailure(); ++t) {
