@@ -137,18 +137,13 @@ class DevicePass::Block : public models::BlockAccess {
   }
 
   Tensor Linear(std::string_view name, const Tensor& x) override {
-    int tensor = runner_.parts_.kept->tensor(block_, absl::StrCat(std::string(name), ".weight"));
-    if (tensor < 0) tensor = runner_.parts_.kept->tensor(block_, name);
-    TORCH_CHECK(tensor >= 0, "the block has no matrix ", std::string(name));
+    const int tensor = runner_.parts_.kept->matrix(block_, name);
     const StoredMatrix matrix = StoredAs(*runner_.parts_.source, *runner_.parts_.layout, tensor);
     TensorProduct product(x, *products_, matrix, &runner_.device_);
-    for (int64_t done = 0; done < matrix.rows * matrix.columns;) {
-      const WeightPart part = NextPart();
-      PENSTOCK_CHECK(part.tensor == tensor && part.first == done, "matrices come in the order of their use");
-      product.Add(unit_.memory + part.at, part.first, part.elements);
-      done += part.elements;
-      OrThrow(DonePart());
-    }
+    OrThrow(runner_.ForParts(tensor, matrix, [&](const std::byte* memory, int64_t first, int64_t elements) {
+      product.Add(memory, first, elements);
+      return absl::OkStatus();
+    }));
     const Tensor y = product.Result();
     const int bias = runner_.parts_.kept->tensor(block_, absl::StrCat(std::string(name), ".bias"));
     if (bias >= 0) y.add_(runner_.vectors_.at(bias));
@@ -161,26 +156,14 @@ class DevicePass::Block : public models::BlockAccess {
     for (size_t i = 0; i < shares_.size(); ++i) {
       const Share& share = shares_[i];
       const int64_t row = rows_.first[i], count = static_cast<int64_t>(share.tokens.size());
-      Stream::Item item;
-      std::byte* records = nullptr;
-      if (runner_.parts_.cache->on_drive()) {
-        item = OrThrow(runner_.parts_.stream->Next());
-        PENSTOCK_CHECK(item.is_cache && item.cache.slot == share.slot && item.cache.layer == layer_,
-                       "records come in the order of their use");
-        records = item.memory;
-      } else {
-        records = runner_.parts_.cache->Records(share.slot, layer_);
-      }
-      const RecordsThere there(&runner_, records, share.past, count, k);
+      const Records records = OrThrow(runner_.TakeRecords(share, layer_));
+      const RecordsThere there(&runner_, records.memory, share.past, count, k);
       const Tensor fresh = there.fresh();
       fresh.select(1, 0).copy_(k.narrow(0, row, count));
       fresh.select(1, 1).copy_(v.narrow(0, row, count));
       AttendShare(share, q.narrow(0, row, count), there.all(), scale, wide, mixed.narrow(0, row, count));
       there.KeepFresh();
-      if (runner_.parts_.cache->on_drive()) {
-        OrThrow(runner_.parts_.cache->Keep(item.cache, records));
-        OrThrow(runner_.parts_.stream->Release(item));
-      }
+      OrThrow(runner_.KeepRecords(records));
     }
     return mixed;
   }
@@ -238,30 +221,12 @@ class DevicePass::Block : public models::BlockAccess {
     }
   }
 
-  WeightPart NextPart() {
-    if (!held_) {
-      unit_ = OrThrow(runner_.parts_.stream->Next());
-      PENSTOCK_CHECK(!unit_.is_cache, "weights come in the order of their use");
-      held_ = true;
-      part_ = 0;
-    }
-    return runner_.parts_.source->units()[unit_.unit].parts[part_];
-  }
-  absl::Status DonePart() {
-    if (++part_ < runner_.parts_.source->units()[unit_.unit].parts.size()) return absl::OkStatus();
-    held_ = false;
-    return runner_.parts_.stream->Release(unit_);
-  }
-
   DevicePass& runner_;
   const std::vector<Share>& shares_;
   const DeviceRows& rows_;
   const ProductRows* products_ = nullptr;
   int block_ = 0;
   int64_t layer_ = -1;
-  Stream::Item unit_;
-  bool held_ = false;
-  size_t part_ = 0;
 };
 
 absl::StatusOr<Tensor> DevicePass::Embed(const std::vector<Share>& shares, const DeviceRows& rows) {
@@ -290,13 +255,12 @@ absl::StatusOr<Tensor> DevicePass::Compute(const std::vector<Share>& shares) {
   const torch::NoGradGuard no_grad;
   const DeviceRows rows(shares);
   ASSIGN_OR_RETURN(Tensor x, Embed(shares, rows));
-  std::vector<int64_t> at(static_cast<size_t>(rows.all), 0), wanted;
+  std::vector<int64_t> at(static_cast<size_t>(rows.all), 0);
   for (size_t i = 0; i < shares.size(); ++i) {
     const auto count = static_cast<int64_t>(shares[i].tokens.size());
     for (int64_t t = 0; t < count; ++t) at[static_cast<size_t>(rows.first[i] + t)] = shares[i].past + t;
-    if (!shares[i].wants_logits) continue;
-    for (int64_t t = shares[i].decodes ? 0 : count - 1; t < count; ++t) wanted.push_back(rows.first[i] + t);
   }
+  std::vector<int64_t> wanted = WantedRows(shares, rows.first);
   const auto count = static_cast<int64_t>(wanted.size());
   if (count > 0) wanted.resize(static_cast<size_t>(RoundUp(count, kDeviceRows)), wanted.front());
   // All that is copied there is, before anything is enqueued that a copy would wait for.

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/status_macros.h"
 #include "generate/matrix_product.h"
@@ -54,12 +53,7 @@ class HostPass : public PassRunner {
     logits_ = {};  // before there are others
     const PassRows rows(shares);
     ASSIGN_OR_RETURN(HostRows x, Embed(shares, rows));
-    std::vector<int64_t> wanted;
-    for (size_t i = 0; i < shares.size(); ++i) {
-      const auto count = static_cast<int64_t>(shares[i].tokens.size());
-      if (!shares[i].wants_logits) continue;
-      for (int64_t t = shares[i].decodes ? 0 : count - 1; t < count; ++t) wanted.push_back(rows.first[i] + t);
-    }
+    const std::vector<int64_t> wanted = WantedRows(shares, rows.first);
     for (int64_t layer = 0; layer < shape_.layers; ++layer)
       RETURN_IF_ERROR(ComputeLayer(layer, shares, rows, &x));
     const auto count = static_cast<int64_t>(wanted.size());
@@ -150,18 +144,12 @@ class HostPass : public PassRunner {
   // `single`: the rows that decode.
   absl::StatusOr<HostRows> Linear(const std::string& name, const HostRows& x, int64_t single) {
     KeptTensors& kept = *parts_.kept;
-    int tensor = kept.tensor(block_, name + ".weight");
-    if (tensor < 0) tensor = kept.tensor(block_, name);
-    PENSTOCK_CHECK(tensor >= 0, "a block has the matrices of its function");
+    const int tensor = kept.matrix(block_, name);
     const StoredMatrix matrix = StoredAs(*parts_.source, *parts_.layout, tensor);
     ASSIGN_OR_RETURN(MatrixProduct product, MatrixProduct::Begin(x, single, matrix, &scratch_));
-    for (int64_t done = 0; done < matrix.rows * matrix.columns;) {
-      ASSIGN_OR_RETURN(const WeightPart part, NextPart());
-      PENSTOCK_CHECK(part.tensor == tensor && part.first == done, "matrices come in the order of their use");
-      RETURN_IF_ERROR(product.Add(unit_.memory + part.at, part.first, part.elements));
-      done += part.elements;
-      RETURN_IF_ERROR(DonePart());
-    }
+    RETURN_IF_ERROR(ForParts(tensor, matrix, [&](const std::byte* memory, int64_t first, int64_t elements) {
+      return product.Add(memory, first, elements);
+    }));
     HostRows y = product.Result();
     if (const int bias = kept.tensor(block_, name + ".bias"); bias >= 0) {
       const HostRows& addend = kept.vector(bias);
@@ -266,33 +254,23 @@ class HostPass : public PassRunner {
     ASSIGN_OR_RETURN(HostRows mixed, HostRows::Of(DType::kFp32, rows.all, width));
     const size_t kept_bytes =
         static_cast<size_t>(shape_.key_heads * shape_.depth) * kernels::BytesPerElement(type);
-    KvCache& cache = *parts_.cache;
+    const bool on_drive = parts_.cache->on_drive();
     std::vector<Query> queries;
     for (size_t i = 0; i < shares.size(); ++i) {
       const Share& share = shares[i];
-      StreamItem item;
-      std::byte* records = nullptr;
-      if (cache.on_drive()) {
-        ASSIGN_OR_RETURN(item, parts_.stream->Next());
-        PENSTOCK_CHECK(item.is_cache && item.cache.slot == share.slot && item.cache.layer == layer,
-                       "records come in the order of their use");
-        records = item.memory;
-      } else {
-        records = cache.Records(share.slot, layer);
-      }
+      ASSIGN_OR_RETURN(const Records records, TakeRecords(share, layer));
       for (size_t t = 0; t < share.tokens.size(); ++t) {
         const int64_t row = rows.first[i] + static_cast<int64_t>(t);
         const int64_t position = share.past + static_cast<int64_t>(t);
-        std::byte* const record = records + static_cast<size_t>(position) * 2 * kept_bytes;
+        std::byte* const record = records.memory + static_cast<size_t>(position) * 2 * kept_bytes;
         std::memcpy(record, k.row(row), kept_bytes);
         std::memcpy(record + kept_bytes, v.row(row), kept_bytes);
-        queries.push_back({row, records, position + 1});
+        queries.push_back({row, records.memory, position + 1});
       }
-      if (!cache.on_drive()) continue;
+      if (!on_drive) continue;
       AttendAll(layer, queries, q, &mixed);
       queries.clear();
-      RETURN_IF_ERROR(cache.Keep(item.cache, records));
-      RETURN_IF_ERROR(parts_.stream->Release(item));
+      RETURN_IF_ERROR(KeepRecords(records));
     }
     AttendAll(layer, queries, q, &mixed);
     if (type == DType::kFp32) return mixed;
@@ -326,30 +304,12 @@ class HostPass : public PassRunner {
         });
   }
 
-  absl::StatusOr<WeightPart> NextPart() {
-    if (!held_) {
-      ASSIGN_OR_RETURN(unit_, parts_.stream->Next());
-      PENSTOCK_CHECK(!unit_.is_cache, "weights come in the order of their use");
-      held_ = true;
-      part_ = 0;
-    }
-    return parts_.source->units()[unit_.unit].parts[part_];
-  }
-  absl::Status DonePart() {
-    if (++part_ < parts_.source->units()[unit_.unit].parts.size()) return absl::OkStatus();
-    held_ = false;
-    return parts_.stream->Release(unit_);
-  }
-
   const models::DecoderFunction& f_;
   const models::DecoderShape& shape_;
   ProductScratch scratch_;
   HostRows cosine_, sine_;  // [rows, pairs of a head]
   HostRows logits_;
   int block_ = 0;
-  StreamItem unit_;
-  bool held_ = false;
-  size_t part_ = 0;
 };
 
 }  // namespace

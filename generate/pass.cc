@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/status_macros.h"
 #include "generate/decode.h"
@@ -135,6 +136,13 @@ int KeptTensors::tensor(int block, std::string_view name) const {
   return found == numbers_.end() ? -1 : found->second;
 }
 
+int KeptTensors::matrix(int block, std::string_view name) const {
+  int number = tensor(block, absl::StrCat(std::string(name), ".weight"));
+  if (number < 0) number = tensor(block, name);
+  PENSTOCK_CHECK(number >= 0, "a block has the matrices of its function");
+  return number;
+}
+
 absl::StatusOr<HostRows> KeptTensors::Read(int tensor, std::span<const int64_t> rows, int64_t columns) {
   const DType stored = source_->type(tensor);
   const auto count = static_cast<int64_t>(rows.size());
@@ -211,6 +219,54 @@ void PassRunner::AppendRest(const std::vector<Share>& shares) {
     parts_.stream->AppendUnits(from, end);
     from = end;
   }
+}
+
+absl::Status PassRunner::ForParts(
+    int tensor, const StoredMatrix& matrix,
+    absl::FunctionRef<absl::Status(const std::byte* memory, int64_t first, int64_t elements)> add) {
+  for (int64_t done = 0; done < matrix.rows * matrix.columns;) {
+    if (!held_) {
+      ASSIGN_OR_RETURN(unit_, parts_.stream->Next());
+      PENSTOCK_CHECK(!unit_.is_cache, "weights come in the order of their use");
+      held_ = true;
+      part_ = 0;
+    }
+    const std::vector<WeightPart>& parts = parts_.source->units()[unit_.unit].parts;
+    const WeightPart& part = parts[part_];
+    PENSTOCK_CHECK(part.tensor == tensor && part.first == done, "matrices come in the order of their use");
+    RETURN_IF_ERROR(add(unit_.memory + part.at, part.first, part.elements));
+    done += part.elements;
+    if (++part_ < parts.size()) continue;
+    held_ = false;
+    RETURN_IF_ERROR(parts_.stream->Release(unit_));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<PassRunner::Records> PassRunner::TakeRecords(const Share& share, int64_t layer) {
+  if (!parts_.cache->on_drive())
+    return Records{.memory = parts_.cache->Records(share.slot, layer), .item = {}};
+  ASSIGN_OR_RETURN(const StreamItem item, parts_.stream->Next());
+  PENSTOCK_CHECK(item.is_cache && item.cache.slot == share.slot && item.cache.layer == layer,
+                 "records come in the order of their use");
+  return Records{.memory = item.memory, .item = item};
+}
+
+absl::Status PassRunner::KeepRecords(const Records& records) {
+  if (!parts_.cache->on_drive()) return absl::OkStatus();
+  RETURN_IF_ERROR(parts_.cache->Keep(records.item.cache, records.memory));
+  return parts_.stream->Release(records.item);
+}
+
+std::vector<int64_t> PassRunner::WantedRows(const std::vector<Share>& shares,
+                                            const std::vector<int64_t>& first) {
+  std::vector<int64_t> wanted;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    if (!shares[i].wants_logits) continue;
+    const auto count = static_cast<int64_t>(shares[i].tokens.size());
+    for (int64_t t = shares[i].decodes ? 0 : count - 1; t < count; ++t) wanted.push_back(first[i] + t);
+  }
+  return wanted;
 }
 
 }  // namespace penstock::generate

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "generate/host_rows.h"
@@ -76,6 +77,8 @@ class KeptTensors {
 
   kernels::DType type() const { return type_; }
   int tensor(int block, std::string_view name) const;  // -1: the block has none of this name
+  // NAME.weight, or NAME where the block calls it that. It must be there.
+  int matrix(int block, std::string_view name) const;
   // By tensor; a vector is one row.
   const std::map<int, HostRows>& kept() const { return kept_; }
   const HostRows& vector(int tensor) const { return kept_.at(tensor); }
@@ -125,10 +128,33 @@ class PassRunner {
 
  protected:
   explicit PassRunner(const PassParts& parts) : parts_(parts) {}
+
+  // Hands over the parts of a matrix as the stream brings them, in order: `add` is given memory, first
+  // element and elements, and is done with the memory when it returns.
+  absl::Status ForParts(
+      int tensor, const StoredMatrix& matrix,
+      absl::FunctionRef<absl::Status(const std::byte* memory, int64_t first, int64_t elements)> add);
+
+  // A layer's keys and values of a share: where the cache keeps them in memory, or as the stream brings them.
+  struct Records {
+    std::byte* memory = nullptr;
+    StreamItem item;  // where the cache is on a drive
+  };
+  absl::StatusOr<Records> TakeRecords(const Share& share, int64_t layer);
+  // After those of this pass's positions are in them.
+  absl::Status KeepRecords(const Records& records);
+
+  // Rows whose logits are wanted; `first`: of each share.
+  static std::vector<int64_t> WantedRows(const std::vector<Share>& shares, const std::vector<int64_t>& first);
+
   const PassParts parts_;
 
  private:
   size_t UnitsBefore(size_t matrix) const;
+
+  StreamItem unit_;  // whose parts are handed over
+  bool held_ = false;
+  size_t part_ = 0;
 };
 
 // Who computes on a device with memory of its own (generate/device_pass.h).

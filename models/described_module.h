@@ -25,11 +25,6 @@ class DescribedModule : public torch::nn::Module {
   torch::Tensor Get(std::string_view name) const;
   // x times NAME.weight, plus NAME.bias and what an adapter of that name adds, where there is one.
   torch::Tensor Linear(std::string_view name, const torch::Tensor& x) const;
-  // f(x), where f computes each element by itself (models/decoder.h has reasons to do it otherwise).
-  template <typename Function>
-  torch::Tensor Map(const torch::Tensor& x, const Function& f) const {
-    return f(x);
-  }
 
  private:
   const AdapterFunction adapters_;

@@ -73,8 +73,7 @@ torch::Tensor Layer(const GptConfig& config, Block& block, const torch::Tensor& 
   const torch::Tensor mixed = attend(block.Linear("attn.c_attn", Norm(block, "ln_1", x, config.epsilon)));
   const torch::Tensor y = x + dropped(block.Linear("attn.c_proj", mixed));
   const torch::Tensor inner =
-      block.Map(block.Linear("mlp.c_fc", Norm(block, "ln_2", y, config.epsilon)),
-                [&config](const torch::Tensor& t) { return Activate(config.activation, t); });
+      Activate(config.activation, block.Linear("mlp.c_fc", Norm(block, "ln_2", y, config.epsilon)));
   return y + dropped(block.Linear("mlp.c_proj", inner));
 }
 

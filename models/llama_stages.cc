@@ -31,18 +31,15 @@ Tensor Normalize(const Tensor& x, const Tensor& weight, double epsilon) {
 }
 
 // Cosine and sine of the angles of each position [n]: [n, 1, depth / 2], of x's type.
-template <typename Block>
-std::pair<Tensor, Tensor> Angles(const std::vector<float>& frequencies, const Block& block,
-                                 const Tensor& positions, const Tensor& x) {
+std::pair<Tensor, Tensor> Angles(const std::vector<float>& frequencies, const Tensor& positions,
+                                 const Tensor& x) {
   const auto pairs = static_cast<int64_t>(frequencies.size());
   Tensor each = torch::empty({1, pairs}, torch::kFloat32);
   std::copy(frequencies.begin(), frequencies.end(), each.data_ptr<float>());
   // A few bytes, which CUDA takes at once: nothing waits for what a device computes.
   const Tensor there = each.to(x.device(), torch::kFloat32, /*non_blocking=*/true);
   const Tensor angles = positions.to(torch::kFloat32).unsqueeze(1) * there;
-  const Tensor cosine = block.Map(angles, [](const Tensor& t) { return t.cos(); });
-  const Tensor sine = block.Map(angles, [](const Tensor& t) { return t.sin(); });
-  return {cosine.unsqueeze(1).to(x.scalar_type()), sine.unsqueeze(1).to(x.scalar_type())};
+  return {angles.cos().unsqueeze(1).to(x.scalar_type()), angles.sin().unsqueeze(1).to(x.scalar_type())};
 }
 
 // x: [..., n, heads, depth]. The halves of a head are the pairs' first and second elements.
@@ -60,7 +57,7 @@ template <typename Block, typename Arrange, typename Attend>
 Tensor Attention(const Function& f, Block& block, const Tensor& x, const Tensor& positions, Arrange arrange,
                  Attend attend) {
   const LlamaConfig& c = f.config;
-  const std::pair<Tensor, Tensor> angles = Angles(f.frequencies, block, positions, x);
+  const std::pair<Tensor, Tensor> angles = Angles(f.frequencies, positions, x);
   const auto heads = [&](const char* projection, int64_t count, const char* norm) {
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = count;
@@ -86,7 +83,7 @@ Tensor Layer(const Function& f, Block& block, const Tensor& x, const Tensor& pos
   const Tensor y = x + Attention(f, block, input, positions, arrange, attend);
   const Tensor z = Normalize(y, block.Get("post_attention_layernorm.weight"), epsilon);
   // Matrices may come one by one: each is asked for in a statement of its own.
-  Tensor gated = block.Map(block.Linear("mlp.gate_proj", z), [](const Tensor& t) { return torch::silu(t); });
+  Tensor gated = torch::silu(block.Linear("mlp.gate_proj", z));
   gated = gated * block.Linear("mlp.up_proj", z);
   return y + block.Linear("mlp.down_proj", gated);
 }

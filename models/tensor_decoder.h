@@ -15,7 +15,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <string_view>
 
 namespace penstock::models {
@@ -29,10 +28,6 @@ class BlockAccess {
   virtual at::Tensor Get(std::string_view name) const = 0;
   // x times NAME.weight (or NAME, where the block calls it that), plus NAME.bias where there is one.
   virtual at::Tensor Linear(std::string_view name, const at::Tensor& x) = 0;
-  // f(x), where f computes each element by itself.
-  at::Tensor Map(const at::Tensor& x, const std::function<at::Tensor(const at::Tensor&)>& f) const {
-    return f(x);
-  }
   // Keeps k and v [rows, key heads, depth] with what is there of their sequences, and attends: q is
   // [rows, heads, depth], the result [rows, heads * depth]. `wide`: scores and sums in fp32.
   virtual at::Tensor Attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,

@@ -277,18 +277,6 @@ def write_text(path: PathLike, text: str) -> None:
         file.write(text.encode())
 
 
-def replace_link(target: str, path: str) -> None:
-    """Makes ``path`` a symbolic link to ``target``, in place of what it was."""
-    name = _beside(path, ".new")
-    os.symlink(target, name)
-    try:
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    sync_directory(os.path.dirname(path))
-
-
 @contextlib.contextmanager
 def _checksums(wanted: Optional[bool]) -> Iterator[None]:
     """torch's option for the archive's CRC-32s, for the time of a save."""

@@ -41,9 +41,8 @@ int Plan(int argc, const char* const* argv, std::ostream& out, std::ostream& err
   if (tools::AsksForGeneration(argc, argv))
     return tools::RunPlanGenerate(/*open_device=*/nullptr, argc, argv, out, err);
   err << "penstock plan: --generate DIR plans `penstock generate`; a training's plan needs LibTorch, which "
-         "the "
-         "Python package does not carry: call penstock.plan from Python, or build penstock from source (make "
-         "build)\n";
+      << "the Python package does not carry: call penstock.plan from Python, or build penstock from source "
+      << "(make build)\n";
   return tools::kExitWrong;
 }
 

@@ -32,7 +32,7 @@ from ._accumulation import Accumulation, Forward
 from ._attributes import merged
 from ._blocks import Block, check_memory, find_blocks
 from ._device import choose_device, has_own_memory
-from ._handed_over import described_blocks, described_stages, options_of, resident_bytes
+from ._handed_over import check_types, described_blocks, described_stages, options_of, resident_bytes
 from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
 from ._interrupts import deferred
 from ._json import decode, encode
@@ -43,7 +43,7 @@ from ._random import RandomState, restore_text
 from ._ranks import Alone, Meeting, end_group, world_size
 from ._report import Report
 from ._runtime import ForwardsChange, Runtime
-from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, names_of_blocks, resolve, without_places
+from ._settings import DTYPES, PathLike, Settings, names_of_blocks, resolve, without_places
 from ._trace import settled, trace, with_other_modes
 from ._tree import counted, map_tensors, tensors_of
 from ._watch import Watch
@@ -196,9 +196,7 @@ class Engine:
                     parameter.data = parameter.data.cpu()  # the engine takes them from there
         self._blocks: List[Block] = find_blocks(self.module, self._names_of_blocks, has_values=not self._values_are_gone)
         self._dtypes = {id(parameter): parameter.dtype for parameter in self.module.parameters()}
-        for name, parameter in self.module.named_parameters():
-            if parameter.dtype not in DTYPE_NAMES:
-                raise TypeError(f"{name} is {parameter.dtype}: parameters of float32, bfloat16 and float16 are served")
+        check_types(self.module)
 
     # Its own would change what lies in the engine's memory: the weights of the block that backward began with.
     def _take_step_of(self, optimizer: torch.optim.Optimizer) -> None:

@@ -13,6 +13,13 @@ from ._settings import DTYPE_NAMES, Settings
 from ._trace import Use
 
 
+def check_types(model: nn.Module) -> None:
+    """TypeError: a parameter of a type that is not served."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{name} is {parameter.dtype}: parameters of float32, bfloat16 and float16 are served: model.to(torch.bfloat16)")
+
+
 def described_blocks(
     model: nn.Module,
     blocks: Sequence[Block],

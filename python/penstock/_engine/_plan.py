@@ -18,10 +18,10 @@ from .. import _core
 from .._buffers import whole_number
 from .._files import write_text
 from ._blocks import Block, find_blocks
-from ._handed_over import described_blocks, described_stages, options_of, resident_bytes
+from ._handed_over import check_types, described_blocks, described_stages, options_of, resident_bytes
 from ._device import choose_device
 from ._optimizer import describe
-from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, names_of_blocks, resolve
+from ._settings import DTYPES, PathLike, Settings, names_of_blocks, resolve
 from ._trace import Traced, Use, settled, trace, with_other_modes
 from ._tree import counted, map_tensors
 from ._watch import product_rate
@@ -155,9 +155,7 @@ def plan(
     settings.device = choose_device(device)
     if blocks is not None:
         settings.blocks = names_of_blocks(blocks, "blocks")
-    for name, parameter in model.named_parameters():
-        if parameter.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{name} is {parameter.dtype}: parameters of float32, bfloat16 and float16 are served: model.to(torch.bfloat16)")
+    check_types(model)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{title} has no parameters: there is nothing to plan")
     if not any(parameter.requires_grad for parameter in model.parameters()):
