@@ -16,10 +16,22 @@ def _run(program: Callable[[List[str]], int]) -> None:
 
 
 def penstock() -> None:
-    """generate, pack, plan --generate, report, estimate, inspect, verify, env and zero_to_fp32; what needs LibTorch says so."""
+    """generate, serve, pack, plan --generate, report, estimate, inspect, verify, env and zero_to_fp32; what needs LibTorch says so."""
     if sys.argv[1:2] == ["zero_to_fp32"]:
         sys.exit(_zero_to_fp32(sys.argv[2:]))
-    _run(_core.run_penstock)
+    if sys.argv[1:2] == ["serve"]:
+        from ._serve.program import main
+
+        sys.exit(main(sys.argv[2:]))
+    _run(_verbs)
+
+
+def _verbs(arguments: List[str]) -> int:
+    status = int(_core.run_penstock(arguments))
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print("\nWith the extra serve (pip install 'penstock[serve]'):\n  serve         OpenAI's API over HTTP, for a model larger than memory",
+              file=sys.stdout if arguments else sys.stderr, flush=True)  # fmt: skip
+    return status
 
 
 def ds_io() -> None:

@@ -70,8 +70,9 @@ class TextStream(Iterator[str]):
     ``text``, ``tokens`` and ``finish`` are what there is of it so far; ``finish`` is "" while it is under way.
     """
 
-    def __init__(self, made: Any, prompt_tokens: int) -> None:
+    def __init__(self, made: Any, prompt_tokens: int, patience: float = _PATIENCE) -> None:
         self._made = made
+        self._patience = patience
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._closed = False
         self._ended = False
@@ -82,7 +83,7 @@ class TextStream(Iterator[str]):
 
     def __next__(self) -> str:
         while not self._closed and not self._ended:
-            part = self._decoder.decode(self._made.next(_PATIENCE))
+            part = self._decoder.decode(self._made.next(self._patience))
             if not part and self._made.over:
                 self._made.check()
                 self._ended = True

@@ -1,0 +1,273 @@
+"""OpenAI's requests, read and checked, and its answers. Nothing here waits or knows of a connection."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from .._small_files import parse_json
+from ..llm import _options
+
+Prompt = Union[str, List[int]]
+
+_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+_SERVED = ("model", *_SAMPLING, "max_tokens", "max_completion_tokens", "seed", "stop", "n", "stream", "stream_options")
+_IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
+# What is not served, and the values that ask for nothing. None always asks for nothing.
+_NEUTRAL: Dict[str, Tuple[Any, ...]] = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+_NEUTRAL_TEXT: Dict[str, Tuple[Any, ...]] = {**_NEUTRAL, "best_of": (1,), "logprobs": (False,), "suffix": ("",)}
+_NEUTRAL_CHAT: Dict[str, Tuple[Any, ...]] = {
+    **_NEUTRAL,
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "verbosity": ("medium",),
+    "audio": (),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "web_search_options": (),
+}
+_MOST_SEED = (1 << 62) - 1
+_MOST_CHOICES = 128
+
+
+class Refused(Exception):
+    """An answer that is an error, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, param: Optional[str] = None, code: Optional[str] = None, kind: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class Form:
+    """A request for texts: ``n`` of each prompt, or of the conversation."""
+
+    prompts: List[Prompt]
+    messages: Optional[List[Dict[str, Any]]]
+    max_tokens: Optional[int]
+    options: Dict[str, Any]
+    n: int
+    stream: bool
+    usage: bool
+    echo: bool
+    model: str
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def chat(self) -> bool:
+        return self.messages is not None
+
+    @property
+    def count(self) -> int:
+        return self.n * max(1, len(self.prompts))
+
+    def options_of(self, index: int, length: int, context: int) -> Dict[str, Any]:
+        """Of text ``index``, as the LLM takes them, which has its own seed. length: of the prompt, in tokens."""
+        tokens = context - length if self.max_tokens is None else self.max_tokens
+        return {**self.options, "tokens": tokens, "seed": (self.options["seed"] + index) & _MOST_SEED}
+
+
+def read(body: bytes, chat: bool, served: str) -> Form:
+    """The form in a request's body. Refused: what it asks for is malformed, unknown, or not served."""
+    try:
+        given = parse_json(body.decode(), "the body")
+    except ValueError as error:
+        raise Refused(400, str(error)) from None
+    if not isinstance(given, dict):
+        raise Refused(400, "the body must be a JSON object")
+    _check_names(given, chat)
+    given = {name: value for name, value in given.items() if value is not None}
+    model = given.get("model")
+    if not isinstance(model, str):
+        raise Refused(400, f"you must provide a model parameter: {served!r} is served", "model")
+    check_model(model, served)
+    for name in ("stream", "echo"):
+        if not isinstance(given.get(name, False), bool):
+            raise Refused(400, f"{name} must be true or false", name)
+    stream_options = given.get("stream_options", {})
+    if not isinstance(stream_options, dict) or not set(stream_options) <= {"include_usage", "include_obfuscation"}:
+        raise Refused(400, "stream_options has include_usage and nothing else", "stream_options")
+    if "stream_options" in given and not given.get("stream"):
+        raise Refused(400, "stream_options is for stream: true alone", "stream_options")
+    n = _whole(given.get("n", 1), "n", 1, _MOST_CHOICES)
+    most = given.get("max_completion_tokens", given.get("max_tokens", None if chat else 16))
+    name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    prompts = [] if chat else _prompts(given.get("prompt", ""))
+    echo = given.get("echo", False)
+    if echo and not all(isinstance(each, str) for each in prompts):
+        raise Refused(400, "echo is served for prompts that are texts", "echo")
+    return Form(
+        prompts=prompts,
+        messages=_messages(given.get("messages")) if chat else None,
+        max_tokens=None if most is None else _whole(most, name, 1, 1 << 62),
+        options=_sampling(given),
+        n=n,
+        stream=given.get("stream", False),
+        usage=bool(stream_options.get("include_usage")),
+        echo=echo,
+        model=served,
+    )
+
+
+def check_model(model: str, served: str) -> None:
+    if model != served:
+        raise Refused(404, f"The model {model[:200]!r} does not exist: {served!r} is served", "model", "model_not_found")
+
+
+def _check_names(given: Mapping[str, Any], chat: bool) -> None:
+    neutral = _NEUTRAL_CHAT if chat else _NEUTRAL_TEXT
+    known = (*_SERVED, *(("messages",) if chat else ("prompt", "echo")), *_IGNORED)
+    for name, value in given.items():
+        if name in neutral:
+            if value is not None and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral[name]):
+                raise Refused(400, f"{name} is not served: leave it out", name, "unsupported_parameter")
+        elif name not in known:
+            near = difflib.get_close_matches(name[:100], (*known, *neutral), 1)
+            raise Refused(400, f"Unknown parameter: {name[:100]!r}." + (f" Did you mean {near[0]!r}?" if near else ""), name[:100], "unknown_parameter")
+
+
+def _whole(value: Any, name: str, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise Refused(400, f"{name} must be a whole number from {least} on" + (f", and at most {most}" if most < 1 << 62 else ""), name)
+    return value
+
+
+def _sampling(given: Mapping[str, Any]) -> Dict[str, Any]:
+    seed = given.get("seed", secrets.randbits(62))
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise Refused(400, "seed must be a whole number", "seed")
+    for name in _SAMPLING:
+        value = given.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise Refused(400, f"{name} must be a number", name)
+    stop = given.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(each, str) and each and _encodes(each) for each in stops):
+        raise Refused(400, "stop must be a text, or a list of texts, with at least one character each", "stop")
+    try:
+        return _options(1, given.get("temperature", 1.0), given.get("top_p", 1.0), given.get("top_k", 0), seed & _MOST_SEED, stops, given.get("repetition_penalty", 1.0))
+    except (TypeError, ValueError) as error:  # which begins with the name
+        raise Refused(400, str(error), str(error).split(" ", 1)[0]) from None
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
+def _prompts(given: Any) -> List[Prompt]:
+    prompts = [given] if isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], (str, list))) else given
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(each, (str, list)) for each in prompts):
+        raise Refused(400, "prompt must be a text, a list of texts, a list of tokens, or a list of lists of tokens", "prompt")
+    if any(isinstance(each, str) and not _encodes(each) for each in prompts):
+        raise Refused(400, "prompt has half of a surrogate pair: it is no text", "prompt")
+    return prompts
+
+
+def _messages(given: Any) -> List[Dict[str, Any]]:
+    """Messages as templates take them: contents are texts."""
+    if not isinstance(given, list) or not given or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in given):
+        raise Refused(400, "messages must be a list of objects, each with a role and a content", "messages")
+    messages = []
+    for i, message in enumerate(given):
+        for name, value in message.items():
+            if name not in ("role", "content", "name") and value not in (None, [], ""):
+                raise Refused(400, f"messages[{i}].{name[:100]} is not served", f"messages[{i}].{name[:100]}", "unsupported_parameter")
+        content = message.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
+                raise Refused(400, f"messages[{i}].content has a part that is no text: texts alone are served", f"messages[{i}].content")
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str):
+            raise Refused(400, f"messages[{i}].content must be a text, or a list of parts that are texts", f"messages[{i}].content")
+        name = message.get("name")
+        messages.append({"role": message["role"], "content": content, **({"name": name} if isinstance(name, str) else {})})
+    return messages
+
+
+def check_length(length: int, context: int) -> None:
+    if length >= context:
+        message = f"This model's maximum context length is {context} tokens, of prompt and text together. However, your prompt has {length} tokens."
+        raise Refused(400, message, "prompt", "context_length_exceeded")
+
+
+def check_ids(ids: Sequence[Any], vocabulary: int) -> None:
+    if not ids:
+        raise Refused(400, "prompt must have at least one token", "prompt")
+    for each in ids:
+        if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < vocabulary:
+            raise Refused(400, f"prompt has {str(each)[:100]}, which is no token of this model: tokens are whole numbers from 0 to {vocabulary - 1}", "prompt")
+
+
+def finish_of(finish: str) -> str:
+    """OpenAI's word: the model's own end is a stop."""
+    return "length" if finish == "length" else "stop"
+
+
+def usage_of(prompt_tokens: int, tokens: int) -> Dict[str, int]:
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+
+
+def whole(form: Form, texts: Sequence[str], finishes: Sequence[str], usage: Mapping[str, int]) -> Dict[str, Any]:
+    """The answer without ``stream``."""
+    choices: List[Dict[str, Any]] = []
+    for i, (text, finish) in enumerate(zip(texts, finishes)):
+        if form.chat:
+            choices.append({"index": i, "message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": None, "finish_reason": finish_of(finish)})
+        else:
+            choices.append({"index": i, "text": text, "logprobs": None, "finish_reason": finish_of(finish)})
+    kind, prefix = ("chat.completion", "chatcmpl-") if form.chat else ("text_completion", "cmpl-")
+    return {"id": prefix + form.id, "object": kind, "created": form.created, "model": form.model, "choices": choices, "usage": usage}
+
+
+class Chunks:
+    """The server-sent events of an answer with ``stream``."""
+
+    DONE = b"data: [DONE]\n\n"
+
+    def __init__(self, form: Form) -> None:
+        self._chat = form.chat
+        kind, prefix = ("chat.completion.chunk", "chatcmpl-") if form.chat else ("text_completion", "cmpl-")
+        head = {"id": prefix + form.id, "object": kind, "created": form.created, "model": form.model, "choices": []}
+        self._head = "data: " + json.dumps(head)[: -len("]}")]
+        self._tail = "]" + (', "usage": null' if form.usage else "") + "}\n\n"
+
+    def _event(self, index: int, what: str, finish: str) -> bytes:
+        return f'{self._head}{{"index": {index}, {what}, "logprobs": null, "finish_reason": {finish}}}{self._tail}'.encode()
+
+    def begin(self, index: int) -> bytes:
+        return self._event(index, '"delta": {"role": "assistant", "content": ""}', "null") if self._chat else b""
+
+    def part(self, index: int, text: str) -> bytes:
+        quoted = json.dumps(text)
+        return self._event(index, f'"delta": {{"content": {quoted}}}' if self._chat else f'"text": {quoted}', "null")
+
+    def end(self, index: int, finish: str) -> bytes:
+        return self._event(index, '"delta": {}' if self._chat else '"text": ""', f'"{finish_of(finish)}"')
+
+    def usage(self, usage: Mapping[str, int]) -> bytes:
+        return f'{self._head}], "usage": {json.dumps(usage)}}}\n\n'.encode()
+
+    @staticmethod
+    def error(refused: Refused) -> bytes:
+        return b"data: " + json.dumps(refused.body).encode() + b"\n\n"
