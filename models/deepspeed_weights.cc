@@ -1,7 +1,5 @@
 #include "models/deepspeed_weights.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <memory>
 #include <span>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "models/stored_type.h"
@@ -49,7 +48,8 @@ absl::Status WriteOther(const DeepSpeedCheckpoint& checkpoint, const TorchTensor
 
 absl::StatusOr<int64_t> WriteDeepSpeedWeights(const DeepSpeedCheckpoint& checkpoint,
                                               const DeepSpeedWeightsOptions& options) {
-  if (!options.overwrite && ::access(options.path.c_str(), F_OK) == 0)
+  ASSIGN_OR_RETURN(const bool there, PathExists(options.path));
+  if (there && !options.overwrite)
     return absl::AlreadyExistsError(
         absl::StrCat(options.path, " is there already (--overwrite replaces it)"));
   const std::vector<const Weight*> weights = InOrder(checkpoint, options.dtype);

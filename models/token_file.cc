@@ -418,17 +418,18 @@ absl::Status EncodeRecords(const Input& input, DataForm form, const std::string&
 
 absl::StatusOr<uint64_t> TokenizerDigest(const std::string& path) {
   kernels::Checksummer sum;
-  std::error_code error;
   std::filesystem::path directory = path;
   std::filesystem::path file = directory / "tokenizer.json";
-  if (!std::filesystem::is_directory(directory, error)) {
+  ASSIGN_OR_RETURN(const bool is_directory, IsDirectory(path));
+  if (!is_directory) {
     file = directory;
     directory = directory.parent_path();
   }
   RETURN_IF_ERROR(AddFile(file, &sum));
   for (const char* const name :
        {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}) {
-    if (std::filesystem::exists(directory / name, error)) RETURN_IF_ERROR(AddFile(directory / name, &sum));
+    ASSIGN_OR_RETURN(const bool there, PathExists(directory / name));
+    if (there) RETURN_IF_ERROR(AddFile(directory / name, &sum));
   }
   return sum.Digest();
 }

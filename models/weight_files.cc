@@ -18,15 +18,14 @@ absl::Status Wrong(const std::string& given, const std::string& why) {
   return absl::InvalidArgumentError(absl::StrCat(given, ": ", why));
 }
 
-// What cannot be looked at counts as there: whoever reads it says what is wrong.
+// What cannot be looked at counts as there: reading it gives the error.
 bool Exists(const std::string& path) { return PathExists(path).value_or(true); }
 
 // A name in `directory` of weights in another form; "" where there is none.
-std::string OtherWeights(const std::string& directory) {
+absl::StatusOr<std::string> OtherWeights(const std::string& directory) {
   std::string found;
-  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(directory);
-  if (!names.ok()) return found;
-  for (const std::string& name : *names) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectoryIfThere(directory));
+  for (const std::string& name : names) {
     const bool torch = absl::StartsWith(name, "pytorch_model") &&
                        (absl::EndsWith(name, ".bin") || absl::EndsWith(name, ".bin.index.json"));
     const bool other = absl::EndsWith(name, ".gguf") || absl::EndsWith(name, ".pth") ||
@@ -43,11 +42,16 @@ bool HasWeights(const std::string& directory) {
          Exists(absl::StrCat(directory, "/", kSingleWeightFile));
 }
 
-bool HasOtherWeights(const std::string& directory) { return !OtherWeights(directory).empty(); }
+absl::StatusOr<bool> HasOtherWeights(const std::string& directory) {
+  ASSIGN_OR_RETURN(const std::string other, OtherWeights(directory));
+  return !other.empty();
+}
 
 std::string WhyNoWeights(const std::string& directory) {
   std::string none = absl::StrCat("neither ", kSingleWeightFile, " nor ", kWeightIndex, " is there");
-  const std::string other = OtherWeights(directory);
+  const absl::StatusOr<std::string> listed = OtherWeights(directory);
+  if (!listed.ok()) return absl::StrCat(none, " (", std::string(listed.status().message()), ")");
+  const std::string& other = *listed;
   if (other.empty()) return none;
   return absl::StrCat(none, ", but ", other,
                       ", which is not read; transformers converts it: python3 -c \"from transformers import "

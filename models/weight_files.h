@@ -16,13 +16,15 @@ namespace penstock::models {
 inline constexpr const char* kSingleWeightFile = "model.safetensors";
 inline constexpr const char* kWeightIndex = "model.safetensors.index.json";
 
-// Whether a directory has one of the two.
+// Returns whether a directory has one of the two, or has a file of that name which cannot be looked at:
+// reading it gives the error.
 bool HasWeights(const std::string& directory);
 
-// Whether a directory has weights of a form that is not read: pytorch_model.bin, GGUF, ...
-bool HasOtherWeights(const std::string& directory);
+// Returns whether a directory has weights of a form that is not read: pytorch_model.bin, GGUF, ... False
+// where there is no directory; a listing that fails is its error.
+absl::StatusOr<bool> HasOtherWeights(const std::string& directory);
 
-// For a directory that HasWeights denies: what is there instead, and how it is converted.
+// For a directory without weights: what it has instead, and how that is converted.
 std::string WhyNoWeights(const std::string& directory);
 
 // The file or index that `path` means.

@@ -14,6 +14,7 @@ import torch
 
 from . import _core
 from ._buffers import PathLike
+from ._small_files import exists, is_directory, is_regular_file
 
 _MIB = 1 << 20
 _PIECE = 4 * _MIB  # what is written at once
@@ -269,7 +270,7 @@ def whole_file(path: str) -> Iterator[BinaryIO]:
 def write_text(path: PathLike, text: str) -> None:
     """Puts text in place of what a path holds. What is no regular file (/dev/stdout, a pipe) is written to as it is."""
     name = os.fspath(path)
-    if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
+    if exists(name) and not is_regular_file(name) and not is_directory(name):
         with open(name, "w", encoding="utf-8") as out:
             out.write(text)
         return
@@ -328,9 +329,9 @@ def save(obj: Any, path: PathLike, *, crc32: Optional[bool] = None, **arguments:
     cut may still take back.
     """
     target = _path_of(path, "torch.save")
-    if os.path.isdir(target):
+    if is_directory(target):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
-    if os.path.exists(target) and not os.path.isfile(target):
+    if exists(target) and not is_regular_file(target):
         raise OSError(errno.EINVAL, "it is no regular file, and a new one would take its place: torch.save writes into it", target)
     new = NewFile(target)
     try:

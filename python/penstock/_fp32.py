@@ -22,7 +22,7 @@ from ._engine._deepspeed_checkpoint import is_deepspeeds
 from ._engine._json import decode
 from ._engine._settings import PathLike
 from ._files import NewFile, commit_together, open_new, save_into
-from ._small_files import read_json
+from ._small_files import exists, is_directory, read_json
 
 # What checkpoints, DeepSpeed's and ours, are made of.
 _MOST_INDEX = 64 << 20  # bytes of an index, of 400,000 tensors
@@ -128,7 +128,7 @@ def _open(checkpoint_dir: Union[PathLike, Sequence[PathLike]], tag: Optional[str
     if len(directories) == 1:
         directory = directories[0]
         checkpoint_names.settle(directory)
-        if tag is not None and not os.path.isdir(os.path.join(directory, str(tag))):
+        if tag is not None and not is_directory(os.path.join(directory, str(tag))):
             raise FileNotFoundError(f"no checkpoint {os.path.join(directory, str(tag))}")
         if is_deepspeeds(directory, tag):
             return _OfDeepSpeed(directory if tag is None else os.path.join(directory, tag))
@@ -265,7 +265,7 @@ def write_weights(
     names = weights.names(truth(exclude_frozen_parameters, "exclude_frozen_parameters"))
     out, ending = os.fspath(output), ".safetensors" if safe_serialization else ".bin"
     # Older ones of DeepSpeed's, and Lightning's, give a file.
-    one_file = os.path.splitext(out)[1] in (".safetensors", ".bin", ".pt", ".pth", ".ckpt") and not os.path.isdir(out)
+    one_file = os.path.splitext(out)[1] in (".safetensors", ".bin", ".pt", ".pth", ".ckpt") and not is_directory(out)
     shards = _shards(weights, names, None if one_file else most)
     base = "model" if safe_serialization else "pytorch_model"
     if one_file:
@@ -280,9 +280,9 @@ def write_weights(
     # Whichever of the two an earlier one left, the model would be loaded from.
     other = os.path.join(out, base + ending) if len(files) > 1 else index
     for path in files if one_file else [*files, index, other]:
-        if os.path.exists(path) and _IS_READ.search(os.path.realpath(path)):
+        if exists(path) and _IS_READ.search(os.path.realpath(path)):
             raise ValueError(f"{path} is a checkpoint's own file: give another name")
-        if not overwrite and os.path.lexists(path):
+        if not overwrite and exists(path, follow=False):
             raise FileExistsError(f"{path} is there already: --overwrite replaces it")
     for _, dtype in weights.kinds.values() if safe_serialization else ():
         if dtype not in _SAFE_NAMES:

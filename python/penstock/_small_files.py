@@ -1,4 +1,5 @@
-"""The one reader of small files and the one parser of JSON: neither waits for a pipe, fills memory, nor ends the process by nested text."""
+"""The one reader of small files, the one parser of JSON, and what a path names: none waits for a pipe, fills memory, ends the process by nested
+text, or takes a failure for an absence."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import errno
 import json
 import os
 import stat
-from typing import Any, List, Union
+from typing import Any, List, Optional, Union
 
 SMALL = 16 << 20
 _PIECE = 1 << 20
@@ -39,6 +40,30 @@ def read_text(path: Union[str, "os.PathLike[str]"], most: int = SMALL) -> str:
         return b"".join(pieces).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is no text in UTF-8: {error}") from error
+
+
+def exists(path: Union[str, "os.PathLike[str]"], follow: bool = True) -> bool:
+    """Whether a path names anything. Unlike os.path.exists, what cannot be looked at (EACCES, EIO) is an OSError, never an absence."""
+    return _mode(path, follow) is not None
+
+
+def is_directory(path: Union[str, "os.PathLike[str]"]) -> bool:
+    """Whether a path names a directory, links followed. OSError as for exists."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def is_regular_file(path: Union[str, "os.PathLike[str]"]) -> bool:
+    """Whether a path names a regular file, links followed. OSError as for exists."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def _mode(path: Union[str, "os.PathLike[str]"], follow: bool = True) -> Optional[int]:
+    try:
+        return os.stat(path, follow_symlinks=follow).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def parse_json(text: str, name: str) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Union
 
 from . import _core
 from ._buffers import byte_size, whole_number
-from ._small_files import read_json, read_text
+from ._small_files import is_directory, read_json, read_text
 
 Prompt = Union[str, Sequence[int]]
 
@@ -356,7 +356,7 @@ class _ChatTemplate:
     """A model's chat template, compiled as transformers compiles it."""
 
     def __init__(self, directory: str) -> None:
-        if not os.path.isdir(directory):
+        if not is_directory(directory):
             directory = os.path.dirname(directory) or "."
         config = _json_of(os.path.join(directory, "tokenizer_config.json"))
         source = config.get("chat_template")

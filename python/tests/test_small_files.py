@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from penstock._small_files import SMALL, parse_json, read_json, read_text
+from penstock._small_files import SMALL, exists, is_directory, is_regular_file, parse_json, read_json, read_text
 
 
 def test_a_file_is_read_as_it_is(tmp_path):
@@ -46,3 +46,18 @@ def test_nested_and_malformed_text_is_an_error_in_a_line(tmp_path):
     with pytest.raises(ValueError, match="no text in UTF-8"):
         read_json(path)
     assert parse_json(json.dumps([1, None]), "x") == [1, None]
+
+
+def test_what_cannot_be_looked_at_is_no_absence(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    assert exists(tmp_path) and is_directory(tmp_path) and not is_regular_file(tmp_path)
+    assert exists(tmp_path / "file") and is_regular_file(tmp_path / "file") and not is_directory(tmp_path / "file")
+    for absent in ("none", "none/below", "file/below", "gone"):
+        assert not exists(tmp_path / absent) and not is_directory(tmp_path / absent) and not is_regular_file(tmp_path / absent)
+    assert exists(tmp_path / "gone", follow=False)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert not os.path.exists(tmp_path / "loop")
+    for look in (exists, is_directory, is_regular_file):
+        with pytest.raises(OSError, match="symbolic links"):
+            look(tmp_path / "loop")

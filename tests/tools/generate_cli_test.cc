@@ -11,6 +11,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "models/weight_files.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 
@@ -351,6 +352,13 @@ TEST_F(GenerateCliTest, WeightsOfAnotherFormAndPointersToThemAreNamed) {
       Run({"train", "--model", Model(), "--data", dir_ + "/text.txt", "--state-dir", dir_ + "/s"});
   EXPECT_EQ(train.code, 2);
   EXPECT_THAT(train.err, HasSubstr("pytorch_model.bin"));
+}
+
+TEST_F(GenerateCliTest, ADirectoryThatCannotBeListedIsNotOneWithoutWeights) {
+  std::filesystem::create_symlink("loop", dir_ + "/loop");
+  EXPECT_THAT(models::HasOtherWeights(dir_ + "/loop").status().message(), HasSubstr("symbolic links"));
+  EXPECT_FALSE(models::HasOtherWeights(dir_ + "/none").value());
+  EXPECT_THAT(models::WhyNoWeights(dir_ + "/loop"), HasSubstr("symbolic links"));
 }
 
 }  // namespace

@@ -322,6 +322,8 @@ TEST_F(PackTest, WhatCannotBePackedIsRefusedInOneLineAndNothingIsLeft) {
   refused(from, to, {"--weights", "5"}, 2, "must be 8 or 4");
   refused(from, to, {"--group", "48"}, 2, "multiple of 32");
   refused(dir_, to, {}, 2, "not a Hugging Face directory");
+  std::filesystem::create_symlink("config.json", dir_ + "/config.json");  // cannot be looked at
+  refused(dir_, to, {}, 2, "symbolic links");
   refused(from, dir_ + "/no/where", {}, 1, "mkdir");
   ASSERT_EQ(Pack(from, to, {"--quiet"}).code, 0);
   refused(to, dir_ + "/again", {}, 2, "packed in 8 bit already");

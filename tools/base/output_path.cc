@@ -1,6 +1,5 @@
 #include "tools/base/output_path.h"
 
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +8,8 @@
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
+#include "base/io_error.h"
 
 namespace penstock::tools {
 
@@ -18,16 +19,19 @@ absl::Status CheckWritable(const char* flag, const std::optional<std::string>& p
     return absl::InvalidArgumentError(
         absl::StrCat(flag, " ", *path, ": cannot be written: ", why, ": give another file"));
   };
-  struct stat info {};
-  if (stat(path->c_str(), &info) == 0) {
-    if (S_ISDIR(info.st_mode)) return cannot("it is a directory");
+  const absl::StatusOr<PathKind> kind = KindOf(*path);
+  if (!kind.ok()) return cannot(std::strerror(ErrnoOf(kind.status())));
+  if (*kind != PathKind::kMissing) {
+    if (*kind == PathKind::kDirectory) return cannot("it is a directory");
     if (access(path->c_str(), W_OK) != 0) return cannot(std::strerror(errno));
-    if (!replaced || !S_ISREG(info.st_mode)) return absl::OkStatus();
+    if (!replaced || *kind != PathKind::kRegular) return absl::OkStatus();
   }
   const std::filesystem::path given = std::filesystem::path(*path).parent_path();
   const std::string parent = given.empty() ? std::string(1, '.') : given.string();
-  if (path->empty() || stat(parent.c_str(), &info) != 0) return cannot(absl::StrCat(parent, " is not there"));
-  if (!S_ISDIR(info.st_mode)) return cannot(absl::StrCat(parent, " is not a directory"));
+  const absl::StatusOr<PathKind> of_parent = KindOf(parent);
+  if (!of_parent.ok()) return cannot(absl::StrCat(parent, ": ", std::strerror(ErrnoOf(of_parent.status()))));
+  if (path->empty() || *of_parent == PathKind::kMissing) return cannot(absl::StrCat(parent, " is not there"));
+  if (*of_parent != PathKind::kDirectory) return cannot(absl::StrCat(parent, " is not a directory"));
   if (access(parent.c_str(), W_OK | X_OK) != 0)
     return cannot(absl::StrCat(parent, ": ", std::strerror(errno)));
   return absl::OkStatus();

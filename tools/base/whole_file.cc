@@ -1,7 +1,6 @@
 #include "tools/base/whole_file.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -13,6 +12,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/atomic_file.h"
+#include "base/directory.h"
 #include "base/io_error.h"
 #include "base/status_macros.h"
 
@@ -53,14 +53,14 @@ std::optional<int> OwnDescriptor(const std::string& path) {
   return fd;
 }
 
-// By whatever names. What is not there yet goes by its path.
-bool AreOneFile(const std::string& a, const std::string& b) {
+// Returns whether both paths name one regular file, by links too. Files that do not exist yet are compared by
+// path.
+absl::StatusOr<bool> AreOneFile(const std::string& a, const std::string& b) {
   if (a.empty() || b.empty()) return false;  // none is named
-  struct stat one {};
-  struct stat other {};
-  const bool there = stat(a.c_str(), &one) == 0, other_there = stat(b.c_str(), &other) == 0;
-  if (there != other_there) return false;
-  if (there) return S_ISREG(one.st_mode) && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+  ASSIGN_OR_RETURN(const PathKind one, KindOf(a));
+  ASSIGN_OR_RETURN(const PathKind other, KindOf(b));
+  if (one == PathKind::kRegular && other == PathKind::kRegular) return IsSameFile(a, b);
+  if (one != PathKind::kMissing || other != PathKind::kMissing) return false;
   std::error_code unused;
   return std::filesystem::weakly_canonical(a, unused) == std::filesystem::weakly_canonical(b, unused);
 }
@@ -70,11 +70,12 @@ bool AreOneFile(const std::string& a, const std::string& b) {
 absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text,
                             bool durable) {
   if (const std::optional<int> own = OwnDescriptor(path)) return WriteAll(*own, what, path, text);
-  struct stat info {};
-  const bool there = stat(path.c_str(), &info) == 0;
-  if (there && S_ISDIR(info.st_mode)) return Failed(what, path, "open", EISDIR);
+  const absl::StatusOr<PathKind> kind = KindOf(path);
+  if (!kind.ok()) return Failed(what, path, "stat", ErrnoOf(kind.status()));
+  const bool there = *kind != PathKind::kMissing;
+  if (*kind == PathKind::kDirectory) return Failed(what, path, "open", EISDIR);
   if (there && access(path.c_str(), W_OK) != 0) return Failed(what, path, "open", errno);
-  if (!there || S_ISREG(info.st_mode)) {
+  if (!there || *kind == PathKind::kRegular) {
     const absl::Status status = ReplaceFile(path, text, {.durable = durable});
     return status.ok() ? status : Failed(what, path, "write", ErrnoOf(status));
   }
@@ -88,7 +89,9 @@ absl::Status WriteWholeFile(const std::string& what, const std::string& path, st
 absl::Status CheckIsNoInput(const std::string& what, const std::string& path,
                             const std::vector<std::string>& inputs) {
   for (const std::string& input : inputs) {
-    if (!AreOneFile(path, input)) continue;
+    const absl::StatusOr<bool> one_file = AreOneFile(path, input);
+    if (!one_file.ok()) return Failed(what, path, "stat", ErrnoOf(one_file.status()));
+    if (!*one_file) continue;
     return absl::InvalidArgumentError(absl::StrCat(what, " ", path, ": this would replace ",
                                                    input == path ? "a file" : absl::StrCat(input, ","),
                                                    " that is read: give another name"));
@@ -103,7 +106,10 @@ absl::Status CheckDistinctFiles(
     if (!one->second.has_value()) continue;
     RETURN_IF_ERROR(CheckIsNoInput(one->first, *one->second, inputs));
     for (auto other = outputs.begin(); other != one; ++other) {
-      if (!other->second.has_value() || !AreOneFile(*one->second, *other->second)) continue;
+      if (!other->second.has_value()) continue;
+      const absl::StatusOr<bool> one_file = AreOneFile(*one->second, *other->second);
+      if (!one_file.ok()) return Failed(one->first, *one->second, "stat", ErrnoOf(one_file.status()));
+      if (!*one_file) continue;
       return absl::InvalidArgumentError(absl::StrCat(other->first, " ", *other->second, " and ", one->first,
                                                      " ", *one->second,
                                                      " are one file: give one of them another name"));
@@ -113,8 +119,9 @@ absl::Status CheckDistinctFiles(
 }
 
 absl::Status RemoveOldFile(const std::string& what, const std::string& path) {
-  struct stat info {};
-  if (stat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return absl::OkStatus();
+  const absl::StatusOr<bool> regular = IsRegularFile(path);
+  if (!regular.ok()) return Failed(what, path, "stat", ErrnoOf(regular.status()));
+  if (!*regular) return absl::OkStatus();
   if (unlink(path.c_str()) != 0 && errno != ENOENT) return Failed(what, path, "unlink", errno);
   return absl::OkStatus();
 }

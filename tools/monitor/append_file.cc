@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "tools/base/cli.h"
 
@@ -95,7 +96,7 @@ absl::StatusOr<int64_t> AppendFile::Walk(
 absl::Status MakeDirectory(const std::string& what, const std::string& path) {
   std::error_code error;
   std::filesystem::create_directories(path, error);
-  if (!error && std::filesystem::is_directory(path, error)) return absl::OkStatus();
+  if (!error && IsDirectory(path).value_or(false)) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(what, ": ", path, ": the directory cannot be made: ",
                                                  error ? error.message() : "something else is there",
                                                  ": give another output_path"));

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/directory.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "tools/penstock/state_reader.h"
@@ -92,8 +93,7 @@ int64_t BaseBytes(const nlohmann::json& record) {
 
 std::string BaseDirectory(const std::string& path) {
   const fs::path base(path);
-  std::error_code error;
-  if (fs::is_directory(base, error)) return path;
+  if (IsDirectory(path).value_or(false)) return path;
   // A file of weights, or the index of several; a directory that is gone may have a dot in its name, too.
   const bool is_file = base.extension() == ".safetensors" || base.extension() == ".json";
   return is_file ? base.parent_path().string() : path;
@@ -139,8 +139,10 @@ absl::StatusOr<nlohmann::json> CompareBase(const nlohmann::json& record, const s
   for (nlohmann::json& recorded : base["files"]) {
     const std::string name = zero::JsonField<std::string>(recorded, "name").value_or("");
     // A single file may have got another name.
-    const bool itself = base["files"].size() == 1 && fs::path(where).extension() == ".safetensors" &&
-                        fs::is_regular_file(where, error);
+    bool itself = base["files"].size() == 1 && fs::path(where).extension() == ".safetensors";
+    if (itself) {
+      ASSIGN_OR_RETURN(itself, IsRegularFile(where));
+    }
     const std::string file = itself ? where : (fs::path(directory) / name).string();
     const absl::StatusOr<nlohmann::json> now = Look(file);
     if (!now.ok() && !absl::IsNotFound(now.status())) return now.status();

@@ -87,8 +87,8 @@ absl::StatusOr<Export> Choose(const ExportFlags& flags, const models::LanguageMo
     return absl::InvalidArgumentError("--max-shard: adapters are one file: leave it out, or give --merge");
   ASSIGN_OR_RETURN(const bool into_directory, IsDirectory(flags.out));
   if (into_directory) return what;
-  std::error_code error;
-  if (std::filesystem::exists(flags.out, error) || absl::EndsWith(flags.out, ".safetensors")) {
+  ASSIGN_OR_RETURN(const bool there, PathExists(flags.out));
+  if (there || absl::EndsWith(flags.out, ".safetensors")) {
     return absl::InvalidArgumentError(absl::StrCat(flags.out, ": adapters are two files, ", what.weights,
                                                    " and ", what.config,
                                                    ": give a directory, or --merge for a whole model"));
@@ -122,7 +122,8 @@ absl::Status TakeModel(const ExportFlags& flags, nlohmann::json* run, std::strin
   if (!run->is_object() || !run->contains(kBaseKey)) return NoBase(flags.model);
   std::error_code error;
   const std::string path = std::filesystem::absolute(flags.model, error).lexically_normal();
-  if (!std::filesystem::exists(path, error))
+  ASSIGN_OR_RETURN(const bool there, PathExists(path));
+  if (!there)
     return absl::InvalidArgumentError(absl::StrCat("--model ", flags.model, ": no such file or directory"));
   (*run)[kBaseKey]["path"] = path;
   *model_directory = BaseDirectory(path);
@@ -132,9 +133,8 @@ absl::Status TakeModel(const ExportFlags& flags, nlohmann::json* run, std::strin
 // What is merged is read while it is written: it must not take the place of what it comes from.
 absl::Status CheckApart(const models::FrozenWeights& base, const std::string& out, bool into_directory) {
   for (const std::string& file : base.Paths()) {
-    std::error_code error;
-    const std::filesystem::path path(file);
-    if (!std::filesystem::equivalent(into_directory ? path.parent_path() : path, out, error)) continue;
+    ASSIGN_OR_RETURN(const bool same, IsSameFile(into_directory ? DirectoryOf(file) : file, out));
+    if (!same) continue;
     return absl::InvalidArgumentError(absl::StrCat(out, ": holds the weights that this run reads (", file,
                                                    "), which would be replaced: give another place"));
   }
@@ -249,19 +249,21 @@ absl::StatusOr<uint64_t> ArenaBytes(const ExportFlags& flags, const models::Expo
 // Adapters have a directory of their own, and no config is replaced that nobody said to replace.
 absl::Status PrepareOutput(const ExportFlags& flags, const Export& what, const std::string& weights_path,
                            bool into_directory) {
-  std::error_code error;
   if (what.adapters_alone) {
+    std::error_code error;
     std::filesystem::create_directory(flags.out, error);
     if (error)
       return absl::InvalidArgumentError(absl::StrCat(flags.out, ": cannot be made: ", error.message()));
   }
   if (!into_directory || flags.overwrite) return absl::OkStatus();
   // Of the weights ExportWeights says so itself.
-  if (std::filesystem::exists(weights_path, error) ||
-      std::filesystem::exists(weights_path + ".index.json", error))
-    return absl::OkStatus();
+  for (const std::string& weights : {weights_path, weights_path + ".index.json"}) {
+    ASSIGN_OR_RETURN(const bool there, PathExists(weights));
+    if (there) return absl::OkStatus();
+  }
   const std::string path = absl::StrCat(flags.out, "/", what.config);
-  if (!std::filesystem::exists(path, error)) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const bool has_config, PathExists(path));
+  if (!has_config) return absl::OkStatus();
   return absl::AlreadyExistsError(absl::StrCat(path, " is there already: use --overwrite to replace it"));
 }
 

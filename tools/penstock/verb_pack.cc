@@ -150,8 +150,8 @@ absl::Status Pack(PackFlags flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(models::PackOptions options, OptionsOf(flags));
   while (flags.out.size() > 1 && flags.out.back() == '/') flags.out.pop_back();
   const std::string config = absl::StrCat(flags.from, "/config.json");
-  std::error_code error;
-  if (!fs::exists(config, error)) {
+  ASSIGN_OR_RETURN(const bool has_config, PathExists(config));
+  if (!has_config) {
     return absl::InvalidArgumentError(absl::StrCat(
         flags.from,
         ": not a Hugging Face directory (config.json and model.safetensors or its index); `penstock "
@@ -173,6 +173,7 @@ absl::Status Pack(PackFlags flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
                    models::WeightImport::Open(flags.from, layout, "weights"));
   ASSIGN_OR_RETURN(const bool replace, CheckOut(flags));
+  std::error_code error;
   options.source = fs::absolute(flags.from, error).lexically_normal().string();
   Partial partial(flags.out);
   RETURN_IF_ERROR(partial.Begin());

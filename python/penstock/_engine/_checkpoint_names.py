@@ -6,7 +6,7 @@ import os
 import weakref
 from typing import Any, Optional
 
-from .._small_files import read_text
+from .._small_files import is_directory, read_text
 
 LATEST = "latest"
 #: A checkpoint of this name that another is about to replace.
@@ -42,8 +42,8 @@ def place_of(directory: str, tag: str) -> str:
     """The directory of a checkpoint. FileNotFoundError: there is none."""
     path = os.path.realpath(os.path.join(directory, tag))
     aside = os.path.join(os.path.dirname(path), REPLACED % os.path.basename(path))
-    if not os.path.isdir(path) and os.path.isdir(aside):
+    if not is_directory(path) and is_directory(aside):
         path = aside  # it was about to be replaced when its process was killed
-    if not os.path.isdir(path):
+    if not is_directory(path):
         raise FileNotFoundError(f"no checkpoint {path}")
     return path

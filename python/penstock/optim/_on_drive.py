@@ -16,6 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 import torch
 
 from .. import _core
+from .._small_files import is_directory
 from .._buffers import PathLike, byte_size
 from .._tensors import DTYPES, check_gradient, check_parameter, in_layout_of, mark_changed, name_of, not_negative, number, threads
 
@@ -85,7 +86,7 @@ class OnDrive(torch.optim.Optimizer):
         memory = _DEFAULT_MEMORY if host_memory is None else byte_size(host_memory, "host_memory")
         if memory < _LEAST_MEMORY:
             raise ValueError(f"host_memory is {memory}, must be at least {_LEAST_MEMORY} (2 MiB)")
-        if not os.path.isdir(self._directory):
+        if not is_directory(self._directory):
             try:
                 os.makedirs(self._directory)
             except FileExistsError:
