@@ -577,6 +577,14 @@ class PyTrainingEngine {
 
 void BindEngine(nb::module_& module) {
   module.def(
+      "state_directories",
+      [](const std::vector<std::string>& given) {
+        zero::StateDirectories parsed = ValueOrRaise(zero::ParseStateDirectories(given));
+        return std::make_tuple(std::move(parsed.paths), std::move(parsed.weights));
+      },
+      nb::arg("given"),
+      "Paths and weights of state directories written as DIR or DIR=WEIGHT; no weights where none is given.");
+  module.def(
       "holds_run",
       [](const std::vector<std::string>& directories) {
         const swap::Holding holding = swap::Probe(directories).holding;

@@ -189,6 +189,7 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
   state.updates = progress.updates;
   state.tile_bytes = options.memory.tile_bytes;
   state.store.directories = options.storage.state_dirs;
+  state.store.weights = zero::ChooseStripes(options.storage, options.memory.host_memory_budget_bytes).weights;
   state.store.sync = options.storage.sync;
   state.store.overwrite = true;  // Python has asked
   if (options.storage.versions > 0) state.store.slots = static_cast<uint32_t>(options.storage.versions);

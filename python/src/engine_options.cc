@@ -320,6 +320,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
            {zero::OffloadDevice::kNone, zero::OffloadDevice::kCpu, zero::OffloadDevice::kNvme},
            &options.storage.offload);
   given.Take("state_dirs", &options.storage.state_dirs);
+  given.Take("state_dir_weights", &options.storage.state_dir_weights);
   given.Take("overwrite", &options.storage.overwrite);
   given.Take("resume", &options.resume.enabled);
   options.storage.checkpoints.on_demand = true;
@@ -401,7 +402,9 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
                                                         : "fp32";
   const auto offload = zero::CombinedOffload(config.zero);
   json["offload"] = offload.has_value() ? Json(std::string(zero::Name(*offload))) : Json();
-  json["state_dirs"] = zero::NvmePaths(config.zero);
+  ASSIGN_OR_RETURN(const zero::StateDirectories directories, zero::StateDirectoriesOf(config));
+  json["state_dirs"] = directories.paths;
+  json["state_dir_weights"] = directories.weights;
   json["schedule"] = nullptr;
   if (config.scheduler.has_value()) {
     ASSIGN_OR_RETURN(const zero::LrSchedule schedule,

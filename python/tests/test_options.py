@@ -428,3 +428,23 @@ def test_two_engines_of_one_nvme_path_before_either_has_begun(tmp_path):
     first.destroy()
     second.destroy()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_state_directories_take_weights_as_argument_and_in_the_configuration(tmp_path):
+    def bytes_in(directory):
+        return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+    a, b = tmp_path / "a", tmp_path / "b"
+    for arguments in (
+        {"state_dir": [f"{a}=3", b]},
+        {"config": {"train_batch_size": 1, "penstock": {"state_dirs": [f"{a}=3", str(b)]}}, "overwrite": True},
+    ):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+        with penstock.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), **arguments)[0] as engine:
+            engine.backward(engine(torch.zeros(1, 256)).sum())
+            engine.step()
+            assert engine.report()["state_dir_shares"] == [0.75, 0.25]
+        assert bytes_in(a) > 2 * bytes_in(b)
+    with pytest.raises(ValueError, match="weight of a state directory"):
+        penstock.initialize(model=torch.nn.Linear(2, 2), state_dir=[f"{a}=-1", b])

@@ -1,5 +1,6 @@
 // What `penstock plan` and `penstock train --check` say of what does not fit.
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
@@ -39,6 +40,48 @@ TEST_F(PlanTest, ADriveThatIsTooSmallIsNamed) {
   const Ran ran = Run(arguments);
   ASSERT_EQ(ran.code, 0) << ran.err;
   EXPECT_THAT(ran.out, testing::ContainsRegex("which does not fit: .* are free in .* are missing"));
+}
+
+TEST_F(PlanTest, DirectoriesGetTheSharesOfTheirWeightsFromFlagsAndConfig) {
+  const std::string a = dir_ + "/a", b = dir_ + "/b", report = dir_ + "/report.json";
+  const auto bytes = [](const std::string& directory) {
+    uint64_t sum = 0;
+    for (const auto& file : std::filesystem::recursive_directory_iterator(directory))
+      sum += file.is_regular_file() ? file.file_size() : 0;
+    return static_cast<double>(sum);
+  };
+  const auto train = [&](const Arguments& more) {
+    return Run(Arguments{"train", "--model", "gpt-tiny", "--data", text_, "--seq", "16", "--batch", "1",
+                         "--steps", "1", "--overwrite", "--report", report} +
+               more);
+  };
+  const auto shares = [&] {
+    return nlohmann::json::parse(ReadFile(report))["state_dir_shares"].get<std::vector<double>>();
+  };
+  const Ran ran = train({"--state-dir", a + "=3", "--state-dir", b});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr(" 75%"));
+  EXPECT_THAT(ran.err, HasSubstr("by the weights that were given"));
+  EXPECT_THAT(shares(), testing::ElementsAre(0.75, 0.25));
+  EXPECT_GT(bytes(a), 2 * bytes(b));
+  WriteFile(dir_ + "/config",
+            absl::StrCat(R"({"penstock": {"state_dirs": [")", a, R"(", ")", b, R"(=3"]}})"));
+  ASSERT_EQ(train({"--config", dir_ + "/config"}).code, 0);
+  EXPECT_THAT(shares(), testing::ElementsAre(0.25, 0.75));
+  EXPECT_GT(bytes(b), 2 * bytes(a));
+  // A run that goes on stays where it is.
+  const Ran resumed = Run({"train", "--model", "gpt-tiny", "--data", text_, "--seq", "16", "--batch", "1",
+                           "--steps", "2", "--resume", "--state-dir", a + "=9", "--state-dir", b});
+  ASSERT_EQ(resumed.code, 0) << resumed.err;
+  EXPECT_THAT(resumed.out + resumed.err, HasSubstr("of no effect on a run that goes on"));
+  const Ran plan = Run({"plan", "--model", "gpt-tiny", "--seq", "16", "--no-probe", "--state-dir",
+                        dir_ + "/c=4", "--state-dir", dir_ + "/d"});
+  ASSERT_EQ(plan.code, 0) << plan.err;
+  EXPECT_THAT(plan.out, HasSubstr("/c 80%"));
+  const Ran wrong = train({"--state-dir", a + "=0", "--state-dir", b});
+  EXPECT_EQ(wrong.code, 2);
+  EXPECT_THAT(wrong.err, HasSubstr("--state-dir"));
+  EXPECT_THAT(wrong.err, HasSubstr("must be above 0"));
 }
 
 TEST_F(PlanTest, HalfAPipelineIsTold) {

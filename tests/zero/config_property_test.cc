@@ -37,6 +37,8 @@ Json Example(const KeySpec& spec) {
       return Json::array({0.9, 0.99});
     case KeyType::kWholes:
       return Json::array({2, 4});
+    case KeyType::kPaths:
+      return Json::array({"/somewhere", "/elsewhere=2"});
     case KeyType::kObject:
       return Json::object();
     case KeyType::kAny:

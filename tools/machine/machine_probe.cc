@@ -107,6 +107,17 @@ double BusyLatency(const aio::DeviceProfile& profile, size_t devices) {
   return std::max(profile.read_latency_us * 1e-6, in_flight);
 }
 
+// The same, each alone, added up.
+absl::StatusOr<aio::DeviceProfile> ProbeEach(const std::vector<std::string>& directories,
+                                             const MachineRequest& request, double* compute_speed) {
+  aio::DeviceProfile sum;
+  for (const std::string& directory : directories) {
+    ASSIGN_OR_RETURN(const aio::DeviceProfile profile, Probe({directory}, request, compute_speed));
+    Add(profile, &sum);
+  }
+  return sum;
+}
+
 // What ds_nvme_tune has stored of these directories, added up; kNotFound where one is missing.
 absl::StatusOr<aio::DeviceProfile> Stored(const std::vector<std::string>& directories) {
   aio::DeviceProfile sum;
@@ -118,7 +129,14 @@ absl::StatusOr<aio::DeviceProfile> Stored(const std::vector<std::string>& direct
 }
 
 // All directories, or none: a sum of measured and assumed would be neither. Those on one device are one.
+// Drives with unlike shares are measured apart: together they would all be as fast as the slowest.
 void MeasureDrives(const MachineRequest& request, Machine* machine) {
+  zero::StorageOptions storage;
+  storage.state_dirs = request.directories;
+  storage.state_dir_weights = request.weights;
+  storage.measures_drives = request.probe_drive;
+  const zero::Stripes stripes = zero::ChooseStripes(storage, request.memory_bytes);
+  const bool apart = !stripes.bytes_per_s.empty() && !stripes.weights.empty();
   std::vector<std::string> directories;
   directories.reserve(request.directories.size());
   for (const std::string& directory : request.directories)
@@ -128,7 +146,7 @@ void MeasureDrives(const MachineRequest& request, Machine* machine) {
       request.stored_profile ? Stored(directories) : absl::NotFoundError("no stored profile wanted");
   bool stored = profile.ok();
   if (!stored && request.probe_drive) {
-    profile = Probe(directories, request, &machine->model.compute_beside_drive);
+    profile = (apart ? ProbeEach : Probe)(directories, request, &machine->model.compute_beside_drive);
     if (profile.ok() && profile->disturbed) {
       // Placement is not decided by what happened to run beside the probe.
       absl::StatusOr<aio::DeviceProfile> quiet = Stored(directories);
@@ -147,6 +165,11 @@ void MeasureDrives(const MachineRequest& request, Machine* machine) {
     machine->sources.push_back(
         absl::StrCat("drive: assumed, not measured: ", std::string(profile.status().message())));
     return;
+  }
+  if (apart) {
+    profile->read_bytes_per_s *= stripes.reached;
+    profile->write_bytes_per_s *= stripes.reached;
+    profile->mixed_bytes_per_s *= stripes.reached;
   }
   machine->drives = *profile;
   machine->drive_measured = true;
@@ -254,6 +277,7 @@ MachineRequest RequestFor(const zero::EngineOptions& options, int64_t state_byte
                           std::function<void()> compute) {
   MachineRequest request;
   if (options.storage.offload == zero::OffloadDevice::kNvme) request.directories = options.storage.state_dirs;
+  request.weights = options.storage.state_dir_weights;
   request.memory_bytes = options.memory.host_memory_budget_bytes;
   request.file_bytes = std::clamp<int64_t>(state_bytes, int64_t{16} << 20, int64_t{128} << 20);
   request.format = zero::FormatOf(options);

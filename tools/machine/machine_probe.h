@@ -20,6 +20,7 @@ namespace penstock::tools {
 
 struct MachineRequest {
   std::vector<std::string> directories;  // of the state; empty: no drive
+  std::vector<double> weights;           // of their shares; empty: by speed (zero/engine/stripes.h)
   // Memory that probing may take (0: no bound), and bytes to write: a model of some megabytes is not worth a
   // second of probing.
   int64_t memory_bytes = 0;

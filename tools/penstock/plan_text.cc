@@ -298,6 +298,7 @@ std::string PlanText(const PlanFacts& facts) {
                                            !facts.machine.drive_measured    ? " (assumed)"
                                            : facts.machine.drives.disturbed ? " (disturbed: the best seen)"
                                                                             : ""));
+    if (!plan.stripes.line.empty()) absl::StrAppend(&text, "       ", plan.stripes.line, "\n");
   }
   absl::StrAppend(&text, DurabilityText(plan, options));
   if (plan.plan.speculates) {

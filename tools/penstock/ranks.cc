@@ -167,8 +167,8 @@ std::string SharedDirectory(const TrainOptions& flags) {
   if (flags.config.has_value()) {
     // A config that is wrong is refused later, on all ranks.
     if (const auto parsed = zero::LoadConfig(*flags.config); parsed.ok()) {
-      const std::vector<std::string> paths = zero::NvmePaths(parsed->config.zero);
-      if (!paths.empty()) return paths.front();
+      const auto configured = zero::StateDirectoriesOf(parsed->config);
+      if (configured.ok() && !configured->paths.empty()) return configured->paths.front();
     }
   }
   return kDefaultStateDir;

@@ -47,8 +47,15 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
   app.add_option("--vocab", flags.vocab, "Vocabulary size of .bin tokens [256 for text]");
   app.add_option("--config", flags.config, "DeepSpeed's JSON; flags win over it");
   app.add_option("--state-dir", flags.state_dirs,
-                 "Directory of the training state; several directories are striped [penstock-state]")
+                 "Directory of the training state. Several directories share its bytes: in proportion to the "
+                 "measured speed of their drives, or to the weights of DIR=WEIGHT [penstock-state]")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app.parse_complete_callback([&flags] {
+    absl::StatusOr<zero::StateDirectories> parsed = zero::ParseStateDirectories(flags.state_dirs);
+    if (!parsed.ok()) throw CLI::ValidationError("--state-dir", std::string(parsed.status().message()));
+    flags.state_dirs = std::move(parsed->paths);
+    flags.state_dir_weights = std::move(parsed->weights);
+  });
   app.add_option(
       "--offload", flags.offload,
       "Where weights and optimizer state live: none (on the computing device), cpu or nvme [nvme]");

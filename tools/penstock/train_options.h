@@ -22,6 +22,7 @@ struct TrainOptions {
   std::optional<std::string> model, eval_data, config, offload, host_memory, device_memory, device, dtype,
       tokenizer, chat_template;
   std::vector<std::string> state_dirs;
+  std::vector<double> state_dir_weights;  // of --state-dir DIR=WEIGHT; empty: none was given
   std::optional<int64_t> eval_every, eval_windows, steps, batch, accumulate, seq, vocab, warmup, seed,
       threads, checkpoint_every, checkpoint_keep, lora_rank;
   std::vector<double> data_weights;

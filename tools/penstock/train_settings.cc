@@ -77,7 +77,8 @@ absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& flags, con
   if (flags.offload.has_value()) return ParseOffload(*flags.offload);
   const std::optional<zero::OffloadDevice> given = zero::CombinedOffload(parsed.config.zero);
   if (given.has_value()) return *given;
-  if (!parsed.deepspeeds || !flags.state_dirs.empty()) return zero::OffloadDevice::kNvme;
+  if (!parsed.deepspeeds || !flags.state_dirs.empty() || parsed.config.penstock.state_dirs.has_value())
+    return zero::OffloadDevice::kNvme;
   // A run that is there goes on where it is.
   if (flags.resume) {
     const swap::Holding holding = swap::Probe(std::vector<std::string>{kDefaultStateDir}).holding;
@@ -188,8 +189,13 @@ class Resolver {
     ASSIGN_OR_RETURN(engine_.storage.offload, ChooseOffload(flags_, parsed_, &filled_));
     const bool on_drive = engine_.storage.offload == zero::OffloadDevice::kNvme;
     if (on_drive) {
-      engine_.storage.state_dirs =
-          !flags_.state_dirs.empty() ? flags_.state_dirs : zero::NvmePaths(config_.zero);
+      engine_.storage.state_dirs = flags_.state_dirs;
+      engine_.storage.state_dir_weights = flags_.state_dir_weights;
+      if (flags_.state_dirs.empty()) {
+        ASSIGN_OR_RETURN(zero::StateDirectories configured, zero::StateDirectoriesOf(config_));
+        engine_.storage.state_dirs = std::move(configured.paths);
+        engine_.storage.state_dir_weights = std::move(configured.weights);
+      }
       if (engine_.storage.state_dirs.empty()) engine_.storage.state_dirs = {kDefaultStateDir};
       RETURN_IF_ERROR(CheckRankDirectories(engine_.storage.state_dirs, engine_.world()));
       if (engine_.comm != nullptr)
@@ -497,12 +503,16 @@ class Resolver {
     if (!weights.has_value() && (flags_.model.has_value() || adapter_.has_value()) && !directory.empty()) {
       if (models::HasWeights(directory)) {
         weights = flags_.model.value_or(directory);
-      } else if (needs_data_ && models::HasOtherWeights(directory)) {
-        return WrongFlag(absl::StrCat("--model ", directory, ": ", models::WhyNoWeights(directory),
-                                      " (for random values, give the config.json alone)"));
-      } else if (!adapts) {
-        settings_.notes.push_back(absl::StrCat(
-            "--model ", *flags_.model, ": no safetensors in there: training begins with random values"));
+      } else {
+        ASSIGN_OR_RETURN(const bool has_other, models::HasOtherWeights(directory));
+        if (needs_data_ && has_other) {
+          return WrongFlag(absl::StrCat("--model ", directory, ": ", models::WhyNoWeights(directory),
+                                        " (for random values, give the config.json alone)"));
+        }
+        if (!adapts) {
+          settings_.notes.push_back(absl::StrCat(
+              "--model ", *flags_.model, ": no safetensors in there: training begins with random values"));
+        }
       }
     }
     if (!weights.has_value() && adapts && needs_data_) {

@@ -86,6 +86,7 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
     for (const std::string& line : *lines) err << line << "\n" << std::flush;
   }
   zero::EngineOptions& options = settings.engine;
+  options.storage.measures_drives = !flags.no_probe;
   zero::SetIntraOpThreads(options.intra_op_threads);
   absl::StatusOr<Machine> machine = Machine();
   options.hooks.machine = [&](int64_t state_bytes, const std::function<void()>& compute) {

@@ -219,6 +219,7 @@ Config Fill(const Filler& f) {
 
   f.Get("penstock.host_memory", c.penstock.host_memory_budget_bytes);
   f.Get("penstock.device_memory", c.penstock.device_memory_budget_bytes);
+  f.Get("penstock.state_dirs", c.penstock.state_dirs);
   f.Get("penstock.durability", kDurabilities, c.penstock.durability);
   f.Get("penstock.sync", kSyncModes, c.penstock.sync);
   f.Get("penstock.versions", c.penstock.versions);
@@ -504,6 +505,14 @@ std::vector<std::string> NvmePaths(const ZeroConfig& config) {
   if (other && !KeepsWeightsWhole(config) && (paths.empty() || paths.front() != *other))
     paths.push_back(*other);
   return paths;
+}
+
+absl::StatusOr<StateDirectories> StateDirectoriesOf(const Config& config) {
+  const absl::StatusOr<StateDirectories> parsed =
+      ParseStateDirectories(config.penstock.state_dirs.value_or(NvmePaths(config.zero)));
+  if (parsed.ok() || !config.penstock.state_dirs.has_value()) return parsed;
+  return absl::Status(parsed.status().code(),
+                      absl::StrCat("penstock.state_dirs: ", parsed.status().message()));
 }
 
 }  // namespace penstock::zero

@@ -33,6 +33,7 @@
 #include "tiering/plan/plan.h"
 #include "zero/config/loss_scale.h"
 #include "zero/config/lr_schedule.h"
+#include "zero/config/state_directories.h"
 
 namespace penstock::zero {
 
@@ -190,8 +191,9 @@ struct ElasticityConfig {
 
 // "penstock": {}.
 struct PenstockConfig {
-  std::optional<int64_t> host_memory_budget_bytes;    // "host_memory": bytes or "4GiB"
-  std::optional<int64_t> device_memory_budget_bytes;  // "device_memory"
+  std::optional<int64_t> host_memory_budget_bytes;     // "host_memory": bytes or "4GiB"
+  std::optional<int64_t> device_memory_budget_bytes;   // "device_memory"
+  std::optional<std::vector<std::string>> state_dirs;  // in place of nvme_path: "DIR" or "DIR=WEIGHT" each
   std::optional<Durability> durability;
   std::optional<SyncMode> sync;
   std::optional<int64_t> versions;  // of everything on the drive: 1, 2 or 3
@@ -286,8 +288,12 @@ absl::StatusOr<LossScaler> MakeLossScaler(const Fp16Config& config);
 // else none if either says so, else empty. At stages 1 and 2 only the optimizer's counts, as in DeepSpeed.
 std::optional<OffloadDevice> CombinedOffload(const ZeroConfig& config);
 
-// The directories that the config names for NVMe, without repeats: the optimizer's first.
+// The directories that offload_param and offload_optimizer name for NVMe, without repeats: the optimizer's
+// first.
 std::vector<std::string> NvmePaths(const ZeroConfig& config);
+
+// penstock.state_dirs or, without it, NvmePaths. Errors: ParseStateDirectories'.
+absl::StatusOr<StateDirectories> StateDirectoriesOf(const Config& config);
 
 }  // namespace penstock::zero
 

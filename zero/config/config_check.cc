@@ -267,6 +267,16 @@ class Walker {
         }
         return wholes;
       }
+      case KeyType::kPaths: {
+        constexpr size_t kMost = 64;
+        const auto is_path = [](const Json& each) {
+          return each.is_string() && !each.get_ref<const std::string&>().empty();
+        };
+        if (!value.is_array() || value.empty() || value.size() > kMost ||
+            !std::all_of(value.begin(), value.end(), is_path))
+          return Wrong(shown, absl::StrCat("a list of directories, at most ", kMost), value);
+        return value;
+      }
       case KeyType::kObject:
         if (!value.is_object()) return Wrong(shown, "an object", value);
         return nlohmann::json();

@@ -536,6 +536,7 @@ constexpr auto kElasticity = std::to_array<KeySpec>({
 constexpr auto kPenstock = std::to_array<KeySpec>({
     Size("host_memory", 1),
     Size("device_memory", 1),
+    {.name = "state_dirs", .use = kServed, .type = KeyType::kPaths},
     Choice("durability", "step|checkpoint"),
     Choice("sync", "process|power"),
     Whole("versions", 1, 3),

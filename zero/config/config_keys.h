@@ -32,6 +32,7 @@ enum class KeyType {
   kSize,    // bytes, or text such as "4GiB"
   kPair,    // two numbers below 1: Adam's betas
   kWholes,  // a list of whole numbers, in any order and not empty
+  kPaths,   // a list of paths, not empty
   kObject,  // a section of its own, or where there is none contents that are not looked at
   kAny,     // not looked at
 };

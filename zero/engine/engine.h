@@ -65,6 +65,7 @@
 #include "zero/compute/device.h"
 #include "zero/compute/tile_format.h"
 #include "zero/engine/engine_options.h"
+#include "zero/engine/stripes.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::zero {
@@ -107,6 +108,7 @@ struct EnginePlan {
   int64_t buffer_bytes = 0;        // of the model's buffers that change, in each commit
   bool compute_disturbed = false;  // compute was measured beside other work (MeasuredModel::disturbed)
   ShardDirectories parts;          // of what is resumed or evaluated: by rank
+  Stripes stripes;                 // of a new run's state directories
   // What it was planned under: for those who ask what another machine or budget would do.
   tiering::PlanOptions options;
 };

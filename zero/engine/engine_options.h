@@ -78,6 +78,11 @@ struct StorageOptions {
   OffloadDevice offload = OffloadDevice::kNvme;
   // One directory for each drive; this rank's own. Needed with kNvme, and for what is resumed.
   std::vector<std::string> state_dirs;
+  // The share of each in a new run's bytes, relative to the others'. Default: in proportion to the measured
+  // speed of their drives (zero/engine/stripes.h).
+  std::vector<double> state_dir_weights;
+  // Without weights: whether drives are measured. false: equal shares. Default: yes.
+  bool measures_drives = true;
   // What stands in state_dirs and the checkpoints in checkpoints.parent may be replaced. Default: refused.
   bool overwrite = false;
   // Of this rank's state_dirs: overwritten only as long as these are the newest commits there. Default: those

@@ -417,6 +417,9 @@ class Preparation {
     const std::string identity = prepared_.identity.dump();
     swap::StoreOptions store;
     store.directories = options_.storage.state_dirs;
+    if (!options_.resumes())
+      plan.stripes = ChooseStripes(options_.storage, options_.memory.host_memory_budget_bytes);
+    store.weights = plan.stripes.weights;
     store.overwrite = options_.storage.overwrite;
     store.payload_capacity += static_cast<uint64_t>(plan.buffer_bytes);
     const swap::Layout layout = LayoutOf(plan.plan);

@@ -103,6 +103,8 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["blocks"] = plan.graph.blocks.size();
   report_["state_bytes_total"] = plan.state_bytes;
   report_["state_bytes_nvme"] = plan.disk_bytes;
+  for (size_t i = 0; i < plan.stripes.weights.size(); ++i)
+    report_["state_dir_shares"].push_back(plan.stripes.share(i, plan.stripes.weights.size()));
   report_["versions"] = plan.versions;
   report_["durability"] =
       std::string(Name(plan.plan.commits_every_step ? Durability::kStep : Durability::kCheckpoint));

@@ -16,6 +16,7 @@
 #include "zero/engine/rank_agreement.h"
 #include "zero/engine/state_identity.h"
 #include "zero/engine/store_layout.h"
+#include "zero/engine/stripes.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::zero {
@@ -87,6 +88,7 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> io, aio::Engine::Create(std::move(io_options)));
   swap::StoreOptions to_options;
   to_options.directories = options.storage.state_dirs;
+  to_options.weights = ChooseStripes(options.storage, options.memory.host_memory_budget_bytes).weights;
   to_options.sync = options.storage.sync;
   to_options.overwrite = true;  // of what was never committed, or is of no use any more
   to_options.overwrites_only = options.storage.overwrites_only;

@@ -25,6 +25,7 @@ from torch import nn
 
 from .. import _core
 from .._buffers import truth, whole_number
+from .._small_files import exists
 from . import _checkpoint_names as checkpoint_names
 from . import _deepspeed_checkpoint as deepspeeds
 from . import _parameters
@@ -566,7 +567,7 @@ class Engine:
     def _alike(self, options: Dict[str, Any], described: Sequence[Any]) -> Dict[str, Any]:
         if self._ranks.world == 1:
             return {}
-        places = ("state_dirs", "host_memory", "run", "run_changes", "config", "device_computes")
+        places = ("state_dirs", "state_dir_weights", "host_memory", "run", "run_changes", "config", "device_computes")
         settings = self._settings
         return {
             **{name: value for name, value in options.items() if name not in places},
@@ -1215,7 +1216,7 @@ class Engine:
         if own or not _is_tag(tag):
             raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot, that no other checkpoint has or will have")
         link = os.path.join(save_dir, tag)
-        if os.path.lexists(link) and not os.path.islink(link) and tag != _STEP % self.global_steps:
+        if exists(link, follow=False) and not os.path.islink(link) and tag != _STEP % self.global_steps:
             raise FileExistsError(errno.EEXIST, "something else than a checkpoint's tag has this name", link)
 
     # One of the same step that is there already stands until the new one does, which is waited for then.
@@ -1228,7 +1229,9 @@ class Engine:
             self._copied = self._core.begin_checkpoint(parent, tag, latest, description)
             checkpoint_names.begun(self, parent)
 
-        there = self._ranks.texts("what is there of this step", "".join("yn"[not os.path.lexists(each)] for each in (old, aside)))[0]
+        found: List[str] = []
+        self._ranks.on_first("what is there of this step", lambda: found.extend("yn"[not exists(each, follow=False)] for each in (old, aside)))
+        there = self._ranks.texts("what is there of this step", "".join(found))[0]
         if there == "nn":
             begin()
             if wait:
@@ -1244,7 +1247,7 @@ class Engine:
             begin()
             self.wait_for_checkpoint()
         except BaseException:
-            if self._ranks.rank == 0 and there[0] == "y" and not os.path.lexists(old):
+            if self._ranks.rank == 0 and there[0] == "y" and not exists(old, follow=False):
                 os.rename(aside, old)
             raise
         if self._ranks.rank == 0:
@@ -1452,7 +1455,7 @@ class Engine:
         if not _is_tag(tag) or _is_own(tag):
             raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot, that no checkpoint of save_checkpoint has")
         path = os.path.join(os.fspath(save_dir), tag)
-        if os.path.lexists(path) and not overwrite:
+        if exists(path, follow=False) and not overwrite:
             raise FileExistsError(errno.EEXIST, "a checkpoint is there already: overwrite=True replaces it", path)
         mapped = {name: theirs for name, theirs in deepspeeds.names_of(names).items() if name not in persistent_buffers(self.module)}
         known = self.parameter_names()
@@ -1728,7 +1731,9 @@ def initialize(
         gradient: the engine evaluates and generates only.
     model_parameters: parameters, or groups of them, for the configuration's optimizer; the default is all that require gradients.
     lr_scheduler: of ``engine.optimizer``, or a function that makes one of it; ``engine.step()`` makes its steps.
-    state_dir: a directory, or one for each drive, for weights and states; made where it is missing.
+    state_dir: a directory, or one for each drive, for weights and states; made where it is missing. Several share the bytes of a new
+        run: in proportion to the measured speed of their drives, or to the weights of ["DIR=WEIGHT", ...]. Also
+        ``"penstock": {"state_dirs": [...]}`` in the configuration, in place of nvme_path.
     host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
         activations comes on top. 0: as much as it likes; of a model of which nothing trains, half of what is free.
     dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).

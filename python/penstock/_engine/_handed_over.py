@@ -59,6 +59,7 @@ def options_of(settings: Settings, optimizer: Dict[str, Any], trains: bool, resi
         "dtype": settings.dtype,
         "offload": settings.offload,
         "state_dirs": settings.state_dirs,
+        "state_dir_weights": settings.state_dir_weights,
         "host_memory": settings.host_memory,
         "micro_batches": settings.forwards,
         "clip": settings.clip,

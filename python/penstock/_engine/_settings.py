@@ -32,6 +32,7 @@ class Settings:
     dtype: str = "fp32"
     offload: str = "nvme"
     state_dirs: List[str] = field(default_factory=list)
+    state_dir_weights: List[float] = field(default_factory=list)  # shares of the bytes; none: by the speed of the drives
     host_memory: int = 0
     micro_batches: int = 1
     blocks: Optional[List[str]] = None  # modules that are fetched as one; None: they are found
@@ -110,6 +111,7 @@ def without_places(text: str) -> str:
     own = config.get("penstock")
     if isinstance(own, dict):
         own.pop("host_memory", None)
+        own.pop("state_dirs", None)
     return json.dumps(config, sort_keys=True)
 
 
@@ -189,7 +191,7 @@ def resolve(
         settings.optimizer = parsed["optimizer"]
         settings.optimizer_states = parsed["optimizer_states"] or "fp32"
         settings.host_memory = parsed["host_memory"] or 0
-        settings.state_dirs = parsed["state_dirs"]
+        settings.state_dirs, settings.state_dir_weights = parsed["state_dirs"], parsed["state_dir_weights"]
         settings.offload = parsed["offload"] or ("nvme" if parsed["state_dirs"] or state_dir else "none")
         settings.train_batch_size = parsed["train_batch_size"] or 0
         settings.micro_batch_size = parsed["micro_batch_size"] or 0
@@ -207,7 +209,7 @@ def resolve(
         settings.offload = offload
     if state_dir is not None:
         given = [state_dir] if isinstance(state_dir, (str, os.PathLike)) else list(state_dir)
-        settings.state_dirs = [os.fspath(directory) for directory in given]
+        settings.state_dirs, settings.state_dir_weights = _core.state_directories([os.fspath(directory) for directory in given])
         if offload is None:
             settings.offload = "nvme"
     if host_memory is not None:
