@@ -473,7 +473,22 @@ def test_a_backward_whose_step_is_not_made_counts_for_nothing(tmp_path):
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_forward_within_gathered_is_refused(tmp_path):
+def test_a_forward_within_gathered_fetches_its_own(tmp_path):
+    data = batches(3)
+    expected, _ = plain_losses(net(), all_names(net()), [[batch] for batch in data])
+    model = net()
+    with make(model, tmp_path) as engine:
+        losses = run(engine, data[:1])
+        with engine.gathered():
+            whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            losses += run(engine, data[1:2])
+            changed = [name for name, parameter in model.named_parameters() if not torch.equal(parameter.detach(), whole[name])]
+            assert sorted(changed) == sorted(whole)  # read as they are now
+        losses += run(engine, data[2:])
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_forward_within_gathered_for_writing_is_refused(tmp_path):
     model, data = net(), batches(3)
     with make(model, tmp_path) as engine:
         run(engine, data[:1])

@@ -709,42 +709,76 @@ def test_values_gathered_within_a_forward_are_there_for_it(tmp_path):
     engine.destroy()
 
 
-def test_values_gathered_within_a_later_forward_alone_want_blocks_without_them(tmp_path):
+def test_values_gathered_within_a_later_forward_alone_are_fetched_there(tmp_path):
+    """TRL's trainers that generate first read the head's weight in their own forward, with and without a graph."""
     deepspeed = pytest.importorskip("penstock.deepspeed")
 
     class Head(nn.Module):
-        """As TRL's trainers that generate first read the head's weight in their own forward."""
-
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
             self.head = nn.Linear(8, 8, bias=False)
 
-        def forward(self, x, fused):
+        def forward(self, x, fused, of=None):
             for layer in self.layers:
                 x = layer(x)
             if not fused:
                 return self.head(x)
-            with deepspeed.zero.GatheredParameters([self.head.weight]):
-                return (x @ self.head.weight.t()).square().mean()
+            weight = self.head.weight if of is None else of(self)
+            with deepspeed.zero.GatheredParameters([weight]):
+                return (x @ weight.t()).square().mean()
+
+    steps, plain = inputs(10), seeded(Head)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = []
+    for x in steps:
+        expected.append(plain(x, True).item())
+        plain(x, True).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    offload = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "zero_optimization": offload}
+    for blocks, accumulation in ((None, 1), (None, 2), (["layers.0", "layers.1", "layers.2"], 1)):
+        model = seeded(Head)
+        given = {**config, "gradient_accumulation_steps": accumulation, "penstock": {"blocks": blocks} if blocks else {}}
+        engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=given)[0]
+        losses = []
+        for x in steps:
+            with torch.no_grad(), deepspeed.zero.GatheredParameters(list(model.parameters())):
+                engine(x, False)
+                losses.append(engine(x, True).item())
+            for _ in range(accumulation):
+                engine.backward(engine(x, True))
+                engine.step()
+        assert losses == pytest.approx(expected, abs=1e-5)
+        if blocks is None and accumulation == 1:  # backward would have to compute again what is made of it
+            with pytest.raises(RuntimeError, match=r"gathered within a forward.*blocks=\[\.\.\.\]"):
+                engine(x, True, lambda module: module.layers[1][0].weight)
+        engine.destroy()
+
+
+def test_a_part_that_is_called_by_itself_is_one_pass(tmp_path):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+        def forward(self, x):
+            return self.body(x).square().mean()
 
     x = inputs(1)[0]
-    expected = seeded(Head)(x, True).item()
-    offload = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "zero_optimization": offload}
-    for blocks in (None, ["layers.0", "layers.1", "layers.2"]):
-        engine = deepspeed.initialize(model=seeded(Head), config={**config, "penstock": {"blocks": blocks} if blocks else {}})[0]
-        with torch.no_grad():
-            engine(x, False)
-        if blocks is None:
-            with pytest.raises(RuntimeError, match=r"gathered within a forward.*blocks=\[\.\.\.\]"):
-                engine(x, True)
-        else:
-            loss = engine(x, True)
-            engine.backward(loss)
-            engine.step()
-            assert loss.item() == pytest.approx(expected, abs=1e-6)
-        engine.destroy()
+    for first in ("the part", "the model"):
+        with make(seeded(Parts), tmp_path / first, blocks=["body.0", "body.2"]) as engine:
+            if first == "the model":
+                engine.backward(engine(x))
+                engine.step()
+            with torch.no_grad():
+                made = engine.module.body(x)
+            assert made.square().mean().item() == pytest.approx(engine.module.eval()(x).item(), abs=1e-6)
+            engine.module.train()
+            with pytest.raises(RuntimeError, match="outside of the model's forward"):
+                engine.module.body(x)
 
 
 @pytest.mark.parametrize("wrong", [{"blocks": "layers"}, {"blocks": [1]}, {"forwards_per_step": 0}, {"blokcs": []}])

@@ -26,11 +26,12 @@ TRAINS = """
         sizes = dict(vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
         return kind(transformers.LlamaConfig(**sizes, pad_token_id=1, eos_token_id=1, **more))
 
+    saved = tempfile.mkdtemp(dir=sys.argv[1])
+    tokenizer.save_pretrained(saved)
+    model(seed=2).save_pretrained(saved)
+
     def read():
-        with tempfile.TemporaryDirectory() as directory:
-            model().save_pretrained(directory)
-            tokenizer.save_pretrained(directory)
-            return transformers.LlamaForCausalLM.from_pretrained(directory)
+        return transformers.LlamaForCausalLM.from_pretrained(saved)
 
     def loras():
         return dict(model=model(), peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
@@ -43,7 +44,16 @@ TRAINS = """
     texts = [{"text": "a b c d e f g h"}] * 6
     pairs = [{"prompt": "a b c", "chosen": " d e f", "rejected": " h g"}, {"prompt": "b c", "chosen": " d e", "rejected": " h g a b"}] * 3
     answers = [{"prompt": "a b c", "completion": " d e f", "label": True}, {"prompt": "b c", "completion": " d e", "label": False}] * 3
+    asked = [{"prompt": "a b c"}, {"prompt": "b c"}, {"prompt": "d e f a"}] * 4
     judged = [{"chosen": each["prompt"] + each["chosen"], "rejected": each["prompt"] + each["rejected"]} for each in pairs]
+
+    def different(completions, **_):
+        return [float(len(set(each.split()))) for each in completions]
+
+    def generates(*judges, **given):
+        return {**given, "reward_funcs": list(judges), "reward_processing_classes": [tokenizer] * len(judges)}
+
+    answering = dict(max_steps=10, num_generations=2, max_completion_length=6)
     cases = {
         "SFT": (trl.SFTConfig, trl.SFTTrainer, texts, one, {}),
         "DPO": (trl.DPOConfig, trl.DPOTrainer, pairs, two, {}),
@@ -55,6 +65,14 @@ TRAINS = """
         "ORPO": (orpo.ORPOConfig, orpo.ORPOTrainer, pairs, one, {}),
         "CPO": (cpo.CPOConfig, cpo.CPOTrainer, pairs, one, {}),
         "Reward": (trl.RewardConfig, trl.RewardTrainer, judged, judges, {}),
+        "GRPO": (trl.GRPOConfig, trl.GRPOTrainer, asked, lambda: generates(different, model=model()), answering),
+        "GRPO-reference": (
+            trl.GRPOConfig, trl.GRPOTrainer, asked, lambda: generates(different, judges()["model"], model=read()),
+            dict(answering, beta=0.1, num_iterations=2, gradient_accumulation_steps=2, ds3_gather_for_generation=False),
+        ),
+        "GRPO-LoRA": (trl.GRPOConfig, trl.GRPOTrainer, asked, lambda: generates(different, **loras()), dict(answering, beta=0.1)),
+        "RLOO": (trl.RLOOConfig, trl.RLOOTrainer, asked, lambda: generates(different, model=read()), answering),
+        "RLOO-LoRA": (trl.RLOOConfig, trl.RLOOTrainer, asked, lambda: generates(different, **loras()), answering),
     }
 
     def logged(name, deepspeed):
@@ -65,25 +83,30 @@ TRAINS = """
             zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": directory}}
             described = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
             arguments = config(
-                output_dir=directory + "/out", max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], save_strategy="no",
+                output_dir=directory + "/out", per_device_train_batch_size=2, logging_steps=1, report_to=[], save_strategy="no",
                 deepspeed={**described, "zero_optimization": zero} if deepspeed else None, use_cpu=True, bf16=False, fp16=False,
-                gradient_checkpointing=False, disable_tqdm=True, learning_rate=1e-2 if "LoRA" in name else 1e-3, **options,
+                gradient_checkpointing=False, disable_tqdm=True, learning_rate=1e-2 if "LoRA" in name else 1e-3, **{"max_steps": 3, **options},
             )
             made = trainer(args=arguments, train_dataset=datasets.Dataset.from_list(data), processing_class=tokenizer, **given)
             made.train()
-        return [(float(entry["loss"]), float(entry["grad_norm"])) for entry in made.state.log_history if "loss" in entry]
+        told = [entry for entry in made.state.log_history if "loss" in entry]
+        assert len(told) == arguments.max_steps
+        return [(float(entry["loss"]), float(entry["grad_norm"]), entry.get("reward"), entry.get("completions/mean_length")) for entry in told]
 
-    plain, ours = ({name: logged(name, deepspeed) for name in sys.argv[1:]} for deepspeed in (False, True))
+    plain, ours = ({name: logged(name, deepspeed) for name in sys.argv[2:]} for deepspeed in (False, True))
     for name, steps in ours.items():
-        (loss, norm) = (max(abs(one[at] - other[at]) for one, other in zip(steps, plain[name])) for at in (0, 1))
-        assert len(steps) == len(plain[name]) == 3 and loss < 1e-5 and norm < 1e-4, (name, plain[name], steps)
+        loss, norm = (max(abs(one[at] - other[at]) for one, other in zip(steps, plain[name])) for at in (0, 1))
+        assert loss < 1e-5 and norm < 1e-4, (name, plain[name], steps)
+        assert [step[2:] for step in steps] == [step[2:] for step in plain[name]], (name, plain[name], steps)  # of what was generated
         print("trained", name)
 """
 
 NAMES = ["SFT", "DPO", "DPO-LoRA", "DPO-precomputed", "DPO-precomputed-of-itself", "KTO", "KTO-LoRA", "ORPO", "CPO", "Reward"]
+GENERATING = ["GRPO", "GRPO-reference", "GRPO-LoRA", "RLOO", "RLOO-LoRA"]
 
 
-def test_losses_are_those_without_it(in_child):
-    status, out, err = in_child(TRAINS, *NAMES, timeout=900)
+@pytest.mark.parametrize("names", [NAMES, GENERATING], ids=["of_data", "that_generate"])
+def test_losses_are_those_without_it(in_child, tmp_path, names):
+    status, out, err = in_child(TRAINS, tmp_path, *names, timeout=900)
     assert status == 0, err[-3000:]
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("trained")] == NAMES
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("trained")] == names

@@ -25,6 +25,7 @@ from torch import nn
 
 from .. import _core
 from .._buffers import truth, whole_number
+from .._data_loader import DeepSpeedDataLoader
 from .._small_files import exists
 from . import _checkpoint_names as checkpoint_names
 from . import _deepspeed_checkpoint as deepspeeds
@@ -129,6 +130,7 @@ class Engine:
         self._resume = resume
         self._overwrite = overwrite
         self._seed = seed
+        self._required_grad = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         self._changing: List[nn.Module] = []  # whose attributes a forward changes
         self._input_gradients = False  # wanted of what went into the first forward
         self._core: Any = None
@@ -168,6 +170,7 @@ class Engine:
         self._written: Set[str] = set()  # checkpoints of this engine
         self._copied: Optional[str] = None  # the path of one that is being copied, or whose end nobody has heard of
         self._gathered = False
+        self._looked_at: List[nn.Parameter] = []  # those that are gathered, and not to be written back
         self._partly_written = False  # values of a program, of which the drive has some
         self._closed = False
         self._accumulation = Accumulation(model)  # of forwards that are computed again when the step is due
@@ -224,6 +227,29 @@ class Engine:
             return self.module(*args, **kwargs)
 
         self._previous_forward = replace_forward(self.module, first_forward)
+        every = {id(parameter) for parameter in self.module.parameters()}
+        self._all_of_it = [
+            (part, replace_forward(part, self._first_forward_of(part)))
+            for part in self.module.modules()
+            if part is not self.module and {id(parameter) for parameter in part.parameters()} == every and type(part).forward is not nn.Module.forward
+        ]
+
+    # Of a module that has all parameters, and generates without the model's forward, as peft's does.
+    def _first_forward_of(self, part: nn.Module) -> Callable[..., Any]:
+        def first_forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                self._materialize(args, kwargs, lambda: _apart_for(part, args, kwargs))
+                return part(*args, **kwargs)
+            return previous(*args, **kwargs)
+
+        previous = part.forward
+        return first_forward
+
+    def _stop_waiting(self) -> None:
+        restore_forward(self.module, self._previous_forward)
+        for part, previous in self._all_of_it:
+            restore_forward(part, previous)
+        self._all_of_it = []
 
     def _group_of(self) -> Dict[int, int]:
         return {
@@ -234,7 +260,7 @@ class Engine:
 
     def _materialize(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], call: Optional[Callable[[], Any]] = None) -> None:
         """Finds the order of the blocks, and hands the parameters over to the engine. call: instead of module(*args, **kwargs)."""
-        restore_forward(self.module, self._previous_forward)
+        self._stop_waiting()
         for parameter in self.module.parameters():
             show_copies(parameter)  # of a closed engine, whose NaN pass through the forward that is traced
         try:
@@ -244,13 +270,13 @@ class Engine:
                 kwargs = without_cache(self.module.forward, kwargs)
             move_buffers(self.module, self.device)
             with self._inputs_of_the_models_type():
-                forward = call or (lambda: self.module(*(_apart(each) for each in args), **{name: _apart(each) for name, each in kwargs.items()}))
+                forward = call or (lambda: _apart_for(self.module, args, kwargs))
                 once_more = functools.partial(trace, self.module, self._blocks, forward, self.device)
                 traced = with_other_modes(self.module, self._blocks, once_more(), once_more)
                 flops = self._flops_of(forward) if self._settings.flops_profiler["enabled"] else None
             self._changing = traced.changing
             self._blocks, uses = settled(self.module, self._blocks, traced)
-            with self._met():
+            with self._met(), self._adapters_on():
                 self._make_core(uses)
             if flops is not None and self._watch is not None:
                 self._watch.counts_flops(*flops)
@@ -261,6 +287,20 @@ class Engine:
                 move_buffers(self.module, torch.device("cpu"))
                 self._wait_for_a_batch()
             raise
+
+    # peft's adapters do not require gradients as long as they are switched off, as for a reference model of which they train: what they did when
+    # the engine was made holds.
+    @contextmanager
+    def _adapters_on(self) -> Iterator[None]:
+        off = any(getattr(module, "disable_adapters", False) is True for module in self.module.modules())
+        trained = [each for each in self.module.parameters() if not each.requires_grad and id(each) in self._required_grad] if off else []
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(False)
 
     # Of the first forward: (matrix products' FLOPs, tokens or samples); None where torch does not count.
     def _flops_of(self, forward: Callable[[], Any]) -> Optional[Tuple[float, int]]:
@@ -500,7 +540,7 @@ class Engine:
         self._runtime.world = self._ranks.world
         self._runtime.zeros_change = zeros_change(self._described, self.optimizer.param_groups)
         self._runtime.loss_factor = settings.forwards / settings.micro_batches
-        self._runtime.before_pass = self._describe
+        self._runtime.before_pass = self._before_pass
         self._patch_state_dict()
         self._whole = Whole(self.module, self._blocks, self._runtime.replaced, self._value_of)
         self._watch = watch
@@ -852,10 +892,22 @@ class Engine:
     def _describe(self) -> None:
         self._core.describe(self.global_steps, self._kept())
 
+    # What is gathered for looking at has its values no more once a forward begins, which fetches its own.
+    def _before_pass(self) -> None:
+        if self._looked_at:
+            self._end_of_looking()
+        self._describe()
+
+    def _end_of_looking(self) -> None:
+        looked_at, self._looked_at = self._looked_at, []
+        self._gathered = False
+        self._weights.take_back(looked_at)
+        self._ready().values_were_here()
+
     # ValueError, TypeError: it cannot be kept.
     def _kept(self) -> str:
         if self._gathered:
-            raise RuntimeError("a forward within engine.gathered(): its parameters are for looking at, and the engine has them otherwise")
+            raise RuntimeError("a forward within engine.gathered(write_back=True): what was changed is the engine's when that is over")
         kept: Dict[str, Any] = {
             "client": self.client_state,
             "skipped": self.skipped_steps,
@@ -1067,18 +1119,16 @@ class Engine:
 
     @contextmanager
     def gathered(self, parameters: Optional[Sequence[nn.Parameter]] = None, write_back: bool = False, source: int = 0) -> Iterator[None]:
-        """All of these parameters (default: all) have their values, in the dtype that they came in.
+        """All of these parameters (default: all) have their values, in the dtype that they came in, up to the next forward at the latest.
 
         write_back: what was changed within is written to the engine at the end. They must fit into memory. Over several ranks all of
         them come here; what rank ``source`` has changed is written.
         """
         runtime = self._ready()
-        if runtime.is_inside:
-            raise RuntimeError(
-                "weights are gathered within a forward, and the first forward did not gather them (generate() comes first, say), so that they are "
-                "fetched with their module: name the others as blocks=[...] (or \"penstock\": {\"blocks\": [...]}); parameters of no block are in "
-                "memory for a whole pass"
-            )
+        if runtime.is_inside and not write_back:
+            with runtime.fetched(list(parameters or [p for b in self._blocks for _, p in b.parameters])):
+                yield
+            return
         if runtime.is_open:
             raise RuntimeError("a step is open: its weights are gathered between step() and the next forward")
         if write_back:
@@ -1092,17 +1142,22 @@ class Engine:
             read.append(value.clone() if write_back else value)
             self._weights.lend(parameter, value)
         self._gathered = True
+        if not write_back:
+            self._looked_at = wanted
         try:
             yield
-            self._gathered = False
             if write_back:
+                self._gathered = False
                 changed = [not torch.equal(parameter.data, before) for parameter, before in zip(wanted, read)]
                 changed = json.loads(self._ranks.texts("which values were changed", json.dumps(changed))[source])
                 self._write_back([parameter for parameter, whether in zip(wanted, changed) if whether], source)
         finally:
-            self._gathered = False
-            self._weights.take_back(wanted)
-            runtime.values_were_here()
+            if write_back:
+                self._gathered = False
+                self._weights.take_back(wanted)
+                runtime.values_were_here()
+            elif self._looked_at is wanted:
+                self._end_of_looking()
 
     # Each is a commit: between the first and the last of them commits say that the state is neither the old nor the new one.
     def _write_back(self, parameters: Sequence[nn.Parameter], source: int) -> None:
@@ -1539,6 +1594,11 @@ class Engine:
         """Whether these have their values just now, within a forward that is under way."""
         return self._runtime is not None and self._runtime.are_here(parameters)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in the model's forward."""
+        return self._runtime is not None and self._runtime.is_inside
+
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether this very parameter is of the engine's model."""
         return any(parameter is each for block in self._blocks for _, each in block.parameters)
@@ -1577,7 +1637,7 @@ class Engine:
         has_values = values is not None or (self._runtime is None and not self._values_are_gone)
         setattr(self.module, _MARK, "" if has_values else "closed")
         if self._runtime is None:
-            restore_forward(self.module, self._previous_forward)
+            self._stop_waiting()
             return
         try:
             self._runtime.close()
@@ -1639,6 +1699,10 @@ def _apart(given: Any) -> Any:
         return copy.deepcopy(given)
     except Exception:  # noqa: B902 - it is as its owner made it
         return given
+
+
+def _apart_for(module: nn.Module, args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return module(*(_apart(each) for each in args), **{name: _apart(each) for name, each in kwargs.items()})
 
 
 def _closed_value(_: nn.Parameter, __: bool) -> torch.Tensor:
@@ -1719,8 +1783,10 @@ def initialize(
     progress: Optional[bool] = None,
     ranks: Optional[bool] = None,
     rank_timeout: float = 30.0,
+    training_data: Any = None,
+    collate_fn: Any = None,
     **unknown: Any,
-) -> Tuple[Engine, EngineOptimizer, None, Any]:
+) -> Tuple[Engine, EngineOptimizer, Optional[DeepSpeedDataLoader], Any]:
     """An engine for an unmodified torch module, after ``deepspeed.initialize``.
 
     model: with its values, in host memory; what is on a GPU is taken from there.
@@ -1757,11 +1823,9 @@ def initialize(
     """
     if model is None:
         raise TypeError("initialize needs model=")
-    for name in ("args", "collate_fn", "mpu", "training_data"):
+    for name in ("args", "mpu"):
         if unknown.pop(name, None) is not None:
-            raise ValueError(
-                f"{name} is not served: config= says the configuration, the caller loads its data, and there is no parallelism but that of batches"
-            )
+            raise ValueError(f"{name} is not served: config= says the configuration, and there is no parallelism but that of batches")
     if unknown:
         raise TypeError(f"initialize has no argument {sorted(unknown)[0]!r}")
     if not rank_timeout >= 1:
@@ -1803,9 +1867,14 @@ def initialize(
             optimizer = _optimizer_of(settings.optimizer, parameters)
     if blocks is not None:
         settings.blocks = names_of_blocks(blocks, "blocks")
+    loader = None
+    if training_data is not None:
+        if not settings.micro_batch_size:
+            raise ValueError("training_data= is loaded in batches of the configuration's train_micro_batch_size_per_gpu, and there is none")
+        loader = DeepSpeedDataLoader(training_data, settings.micro_batch_size, pin_memory=True, collate_fn=collate_fn, data_parallel_world_size=world)
     engine = Engine(model, settings, optimizer, lr_scheduler, settings.blocks, resume, overwrite, seed)
     engine._optimizer_was_given = was_given
-    return engine, engine.optimizer, None, engine.lr_scheduler
+    return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
 def _optimizer_of(described: Optional[Dict[str, Any]], parameters: List[Any]) -> torch.optim.Optimizer:

@@ -214,6 +214,10 @@ class Runtime:
         for block in blocks:
             for name, module in block.modules:
                 self._replace(module, self._block_forward(name, module.forward, id(module)))
+        modules = {id(module) for block in blocks for _, module in block.modules}
+        for part in model.modules():
+            if part is not model and any(id(each) in modules for each in part.modules()) and id(part) not in modules:
+                self._replace(part, self._part_forward(part.forward))
         self._original = model.forward
         self._replace(model, self._model_forward)
         self._gradient_hooks = [
@@ -478,10 +482,20 @@ class Runtime:
             self._note_changes(driver.remembers)
             return driver.remembers.ended(out)
 
-    def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        """A forward by itself, without gradients."""
+    def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
+        """A forward by itself, without gradients. part: instead of the model's."""
         with self._evaluation():
-            return self._inside(args, kwargs)
+            return self._inside(args, kwargs, part)
+
+    # Of a module that has blocks below it and is called without the model: an encoder, or what peft's model generates with.
+    def _part_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            trains = self.trains and torch.is_grad_enabled() and self._model.training
+            if trains or getattr(self._local, "inside_model", False):
+                return original(*args, **kwargs)
+            return self.evaluate(args, kwargs, original)
+
+        return forward
 
     def forward_of_accumulation(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Forward, Any, float]:
         """A training forward whose backward is made by ``repeat``: (it, its outputs, the scale of gradients)."""
@@ -552,14 +566,14 @@ class Runtime:
                     tensor.register_hook(lambda _, stage=driver.at: self._enter_backward(driver, stage))
         return value
 
-    def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
         if self._has_residents:
             self._pass_by(self._local.driver, 1)
         self._local.inside_model = True
         if self.dtype != torch.float32 or self.device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), self._taken_in)
         try:
-            out = self._original(*args, **kwargs)
+            out = (part or self._original)(*args, **kwargs)
         finally:
             self._local.inside_model = False
         return self._apart(0, out) if self._has_residents else out
@@ -892,11 +906,32 @@ class Runtime:
                     )
 
     def are_here(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether these parameters have their values as long as the pass lasts that is open."""
-        if self._open is None or not self._has_residents:
-            return False
-        residents = {id(parameter) for block in self._blocks if block.resident for _, parameter in block.parameters}
-        return all(id(parameter) in residents for parameter in parameters)
+        """Whether these parameters have their values in the pass that is open: as long as it lasts, or as their own block is computed."""
+        return self._open is not None and not any(self._weights.is_hidden(parameter) for parameter in parameters)
+
+    @contextlib.contextmanager
+    def fetched(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Within the model's forward these parameters, of one block, have their values, as if a module of the block were called.
+
+        RuntimeError: they are of several blocks, the pass has been there, or backward would have to compute again what is made of them.
+        """
+        driver = self._local.driver
+        wanted = {id(parameter) for parameter in parameters}
+        blocks = [number for number, block in enumerate(self._blocks) if any(id(each) in wanted for _, each in block.parameters)]
+        at = max(driver.forward_at, 0 if driver.inside is None else driver.inside)
+        stage = next((number for number, use in enumerate(self._uses) if number >= at and [use.block] == blocks), None)
+        if stage is not None and stage == self._last and driver.trains:
+            self._enter_backward(driver, stage)  # and it stays, until backward of the block is over
+            yield
+        elif stage is not None and not (driver.trains and torch.is_grad_enabled()):
+            with self._entered_forward(driver, stage):
+                yield
+        else:
+            raise RuntimeError(
+                "weights are gathered within a forward, and the first forward did not gather them (generate() comes first, say), so that they are "
+                "fetched with their module: name the others as blocks=[...] (or \"penstock\": {\"blocks\": [...]}); parameters of no block are in "
+                "memory for a whole pass"
+            )
 
     def computes(self, block: int) -> bool:
         """Whether backward of this block is being computed, by this thread where it is known."""
