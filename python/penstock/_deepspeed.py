@@ -23,6 +23,7 @@ from torch import nn
 
 from . import _core
 from ._buffers import truth
+from ._data_loader import DeepSpeedDataLoader, sampler_of
 from ._engine._engine import NO_OPTIMIZER, Engine
 from ._engine._engine import initialize as _initialize
 from ._engine._in_memory import InMemory
@@ -33,6 +34,7 @@ from ._engine._settings import PathLike, config_text
 from ._engine._trace import keep_resident
 from ._engine._weights import ZeroParamStatus
 from ._files import whole_file
+from ._fp32 import place_script
 
 logger = logging.getLogger("penstock")
 
@@ -66,11 +68,9 @@ def init_distributed(
 
 # Of the engine's: what to do instead.
 _REFUSED = {
-    "deepspeed_io": "the caller loads its data: torch.utils.data.DataLoader, with a DistributedSampler over several ranks",
     "set_train_batch_size": "give initialize gradient_accumulation_steps in the configuration, and make another engine for another",
     "set_train_micro_batch_size": "a batch has as many rows as it is called with",
     "set_gradient_accumulation_steps": "give initialize gradient_accumulation_steps in the configuration, and make another engine for another",
-    "loss_scale": "engine.backward(loss) scales losses by itself, as the configuration's fp16 says",
     "scale": "engine.backward(loss) scales losses by itself, as the configuration's fp16 says",
     "allreduce_gradients": "engine.backward(loss) and engine.step() exchange gradients by themselves",
     "eval_batch": "there are no pipelines: engine.eval(), and a call of the engine under torch.no_grad()",
@@ -80,6 +80,26 @@ _REFUSED = {
 
 def _refuse(why: str, *_: Any, **__: Any) -> Any:
     raise NotImplementedError(why)
+
+
+class _Unhooked(nn.Module):
+    def ds_external_parameters(self) -> Iterator[Any]:
+        return iter(())
+
+
+class _Offload:
+    """What TRL takes hooks off before it generates, and puts them on after it: blocks are fetched by the engine, without any."""
+
+    def __init__(self) -> None:
+        self.module = _Unhooked()
+        self.forward_hooks: List[Any] = []
+        self.backward_hooks: List[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Nothing to do; DeepSpeed's name for it since 0.16.4."""
+
+    def _register_hooks_recursively(self, module: nn.Module) -> None:
+        """Nothing to do; DeepSpeed's name for it before."""
 
 
 class DeepSpeedEngine(nn.Module):
@@ -94,7 +114,11 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer: Any = engine.optimizer if has_optimizer else None
         if self.optimizer is not None:
             self.optimizer.overflow = False
+            self.optimizer.parameter_offload = _Offload()
+            self.optimizer.cur_scale = self._first_scale()
         self.lr_scheduler = engine.lr_scheduler
+        self.collate_fn: Any = None
+        self.training_dataloader: Optional[DeepSpeedDataLoader] = None
         self._applied = False  # the last step
         engine.zero_grad_of_module = False  # DeepSpeed's gradients are apart from the module's
         self._remove_scratch = weakref.finalize(self, _remove, list(scratch), os.getpid())
@@ -125,6 +149,7 @@ class DeepSpeedEngine(nn.Module):
         before = self.global_steps
         self.engine.step()
         self.optimizer.overflow = bool(self.engine.last_step.get("skipped"))
+        self.optimizer.cur_scale = self.engine.last_step.get("loss_scale", self.optimizer.cur_scale)
         self._applied = self.global_steps != before and not self.optimizer.overflow
 
     def _check_optimizer(self, call: str) -> None:
@@ -152,6 +177,32 @@ class DeepSpeedEngine(nn.Module):
     def train_batch_size(self) -> int:
         """Of all ranks, in a step."""
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * self.engine.world_size
+
+    def _load(self, training_data: Any, collate_fn: Any) -> Optional[DeepSpeedDataLoader]:
+        self.collate_fn = collate_fn
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+        return self.training_dataloader
+
+    def dataloader_drop_last(self) -> bool:
+        return truth(self._config.get("dataloader_drop_last", False), "dataloader_drop_last")
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: Optional[int] = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: Optional[int] = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader of micro-batches of the dataset, of which each rank has its part: shuffled, but for the routes "eval" and "predict"."""
+        if data_sampler is None and route in ("eval", "predict"):
+            data_sampler = sampler_of(dataset, shuffle=False)
+        return DeepSpeedDataLoader(
+            dataset, batch_size or self.train_micro_batch_size_per_gpu(), pin_memory, self.local_rank, None, collate_fn or self.collate_fn,
+            num_local_io_workers, data_sampler, dataloader_drop_last=self.dataloader_drop_last(),
+        )  # fmt: skip
 
     @property
     def micro_steps(self) -> int:
@@ -204,6 +255,15 @@ class DeepSpeedEngine(nn.Module):
 
     def bfloat16_enabled(self) -> bool:
         return self.engine._settings.dtype == "bf16"
+
+    def loss_scale(self) -> float:
+        """As the configuration says it; 0 is one that changes, which is the optimizer's cur_scale."""
+        return float((self._config.get("fp16") or {}).get("loss_scale", 0))
+
+    def _first_scale(self) -> float:
+        if not self.fp16_enabled():
+            return 1.0
+        return self.loss_scale() or 2.0 ** float(self._config["fp16"].get("initial_scale_power", 16))
 
     def was_step_applied(self) -> bool:
         """Whether the last step() updated: False for one that only accumulated, or whose gradients were not finite."""
@@ -302,6 +362,8 @@ class DeepSpeedEngine(nn.Module):
             save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest=save_latest, replaces_others=True,
             wait=not _is_decoupled(self._config),
         )
+        if self.global_rank == 0:
+            place_script(save_dir)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -407,6 +469,7 @@ def _nvme_path(part: Any, key: str) -> Optional[str]:
 def _with_scratch(config: Dict[str, Any], scratch: List[str]) -> Dict[str, Any]:
     """The configuration with nvme_path in directories of this process."""
     changed = json.loads(json.dumps(config))
+    changed.pop("dataloader_drop_last", None)  # deepspeed_io's
     made: Dict[str, str] = {}
     for key in ("offload_param", "offload_optimizer"):
         part = (changed.get("zero_optimization") or {}).get(key)
@@ -441,20 +504,18 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> Tuple[DeepSpeedEngine, Any, None, Any]:
+) -> Tuple[DeepSpeedEngine, Any, Optional[DeepSpeedDataLoader], Any]:
     """deepspeed.initialize. nvme_path is scratch, as in DeepSpeed: what lasts is what save_checkpoint writes.
 
     Without an optimizer, here and in the configuration, the engine evaluates only, as DeepSpeed's: there are no states. A model that has
-    an engine gets another one: the first one ends, and its values go on.
+    an engine gets another one: the first one ends, and its values go on. training_data: a dataset; the third that is returned is its loader.
     """
     given = config if config is not None else config_params
     if given is None and args is not None:
         given = getattr(args, "deepspeed_config", None)
     described = _config_of(given)
-    if training_data is not None or mpu is not None or mesh_param is not None:
-        raise NotImplementedError(
-            "training_data, mpu and mesh_param are not served: the caller loads its data, and there is no parallelism but that of batches"
-        )
+    if mpu is not None or mesh_param is not None:
+        raise NotImplementedError("mpu and mesh_param are not served: there is no parallelism but that of batches")
     if model is None:
         raise TypeError("initialize needs model=")
     for earlier in list(_engines):
@@ -466,7 +527,8 @@ def initialize(
     config_of_engine = _with_scratch(described, scratch)
     if not has_optimizer and not scratch:
         in_memory = cast(Engine, InMemory(model, described, device))
-        return DeepSpeedEngine(in_memory, described, scratch, has_optimizer=False), None, None, None
+        evaluates = DeepSpeedEngine(in_memory, described, scratch, has_optimizer=False)
+        return evaluates, None, evaluates._load(training_data, collate_fn), None
     engine, _, _, scheduler = _initialize(
         model=model,
         config=config_of_engine,
@@ -479,7 +541,7 @@ def initialize(
         ranks=None if has_optimizer else False,  # each has a copy of its own, on its drive
     )
     made = DeepSpeedEngine(engine, described, scratch, has_optimizer)
-    return made, made.optimizer, None, scheduler
+    return made, made.optimizer, made._load(training_data, collate_fn), scheduler
 
 
 class Init(contextlib.AbstractContextManager):  # type: ignore[type-arg]
@@ -535,11 +597,20 @@ class Init(contextlib.AbstractContextManager):  # type: ignore[type-arg]
         self._context.__exit__(*error)
 
 
+def _available_memory() -> int:
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+
+
 @contextlib.contextmanager
 def GatheredParameters(  # noqa: N802
     params: Union[nn.Parameter, Sequence[nn.Parameter]], modifier_rank: Optional[int] = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[Any]:
-    """deepspeed.zero.GatheredParameters: the values are there within; with a modifier_rank its changes are written back."""
+    """deepspeed.zero.GatheredParameters: the values are there within; with a modifier_rank its changes are written back.
+
+    Without one, values that would take more than half of the memory that is available stay on the drive: each is read when it is looked at.
+    A forward within fetches its own.
+    """
     wanted = [params] if isinstance(params, nn.Parameter) else list(params)
     by_engine: Dict[int, Tuple[Engine, List[nn.Parameter]]] = {}
     for each in wanted if enabled else ():
@@ -550,6 +621,9 @@ def GatheredParameters(  # noqa: N802
     keep_resident(wanted if enabled else [])  # within the first forward: it will use them
     with contextlib.ExitStack() as gathered:
         for engine, owned in by_engine.values():
+            bytes_of_all = sum(each.numel() * each.element_size() for each in owned)
+            if modifier_rank is None and bytes_of_all > _available_memory() // 2 and not engine.is_inside:
+                continue
             gathered.enter_context(engine.gathered(owned, write_back=modifier_rank is not None, source=modifier_rank or 0))
         yield params
 

@@ -3,10 +3,12 @@ DeepSpeed's."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import re
+import sys
 import warnings
 from collections import OrderedDict
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -21,7 +23,7 @@ from ._engine import _parameters
 from ._engine._deepspeed_checkpoint import is_deepspeeds
 from ._engine._json import decode
 from ._engine._settings import PathLike
-from ._files import NewFile, commit_together, open_new, save_into
+from ._files import NewFile, commit_together, open_new, save_into, whole_file
 from ._small_files import exists, is_directory, read_json
 
 # What checkpoints, DeepSpeed's and ours, are made of.
@@ -337,3 +339,46 @@ def checkpoint_files(checkpoint_dir: PathLike, pattern: str) -> List[str]:
             "client_state given back by engine.load_checkpoint"
         )
     return found
+
+
+#: What lies beside checkpoints under DeepSpeed's name, as its own does.
+SCRIPT = "zero_to_fp32.py"
+_SCRIPT = b'''#!/usr/bin/env python3
+"""The fp32 weights of a checkpoint here: python zero_to_fp32.py . OUTPUT, as with DeepSpeed. It needs the packages penstock and torch."""
+
+from penstock._fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def place_script(directory: PathLike) -> None:
+    """Puts ``zero_to_fp32.py`` into the directory, where it is not there as it should be. OSError: it cannot be written."""
+    path = os.path.join(os.fspath(directory), SCRIPT)
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read(len(_SCRIPT) + 1) == _SCRIPT:
+            return
+    with whole_file(path) as file:
+        file.write(_SCRIPT)
+    os.chmod(path, 0o755)
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> None:
+    """DeepSpeed's program: ``zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR``. Raises SystemExit with one line where that fails."""
+    parser = argparse.ArgumentParser(SCRIPT, description="Writes the fp32 weights of a checkpoint, Penstock's or DeepSpeed's.")
+    parser.add_argument("checkpoint_dir", help="what save_checkpoint was given, or a checkpoint")
+    parser.add_argument("output_dir", help="a directory, made where it is missing, or a file .bin, .pt or .safetensors")
+    parser.add_argument("--max_shard_size", default="5GB", help="of a file; more becomes several and an index [5GB]")
+    parser.add_argument("--safe_serialization", action="store_true", help="model.safetensors in the place of pytorch_model.bin")
+    parser.add_argument("-t", "--tag", help="which checkpoint [what `latest` names]")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what did not train")
+    parser.add_argument("-d", "--debug", action="store_true", help="of no effect")
+    given = parser.parse_args(arguments)
+    try:
+        written = write_weights(
+            given.checkpoint_dir, given.output_dir, given.max_shard_size, given.safe_serialization, given.tag, given.exclude_frozen_parameters
+        )
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        sys.exit(f"{SCRIPT}: {error}")
+    print("\n".join(written))

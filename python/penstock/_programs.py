@@ -1,4 +1,4 @@
-"""The wheel's console scripts: ``penstock``, ``ds_io``, ``ds_nvme_tune``, ``ds_report``, as far as they need no LibTorch."""
+"""The wheel's console scripts: ``penstock``, ``ds_io``, ``ds_nvme_tune``, ``ds_report``, ``deepspeed``, as far as they need no LibTorch."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def ds_io() -> None:
 
 def ds_nvme_tune() -> None:
     _run(_core.run_ds_nvme_tune)
+
+
+def deepspeed() -> None:
+    """DeepSpeed's launcher where that is installed, whichever of the two was installed last; else the one that stands for it."""
+    try:
+        importlib.metadata.distribution("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        from ._launcher import launch
+
+        sys.exit(launch(sys.argv[1:]))
+    runner = importlib.import_module("deepspeed.launcher.runner")
+    sys.exit(runner.main())
 
 
 def ds_report() -> None:

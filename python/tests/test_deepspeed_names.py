@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import itertools
 
 import pytest
 
@@ -43,11 +42,17 @@ NAMES = {
     "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpoint configure reset get_cuda_rng_tracker model_parallel_cuda_manual_seed",
     "deepspeed.checkpointing": "configure checkpoint reset get_cuda_rng_tracker model_parallel_cuda_manual_seed",
     "deepspeed.zero": "Init GatheredParameters TiledLinear MiCS_Init register_external_parameter unregister_external_parameter",
-    "deepspeed.comm": "init_distributed all_reduce barrier get_rank get_world_size get_local_rank log_summary mpi_discovery broadcast all_gather",
+    "deepspeed.comm": "init_distributed all_reduce barrier get_rank get_world_size get_local_rank log_summary mpi_discovery broadcast all_gather "
+    "all_gather_into_tensor all_gather_object all_gather_coalesced all_reduce_coalesced all_to_all all_to_all_single allgather_fn batch_isend_irecv "
+    "broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group get_global_rank get_world_group has_all_gather_into_tensor "
+    "has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor in_aml in_aws_sm in_dlts inference_all_reduce init_deepspeed_backend "
+    "initialize_mesh_device irecv is_available is_initialized isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn "
+    "reduce_scatter_tensor reset_log scatter send set_backend ReduceOp",
     "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "deepspeed.ops.lion": "DeepSpeedCPULion FusedLion",
     "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
     "deepspeed.ops.lamb": "FusedLamb",
+    "deepspeed.ops.aio": "aio_handle AsyncIOBuilder",
     "deepspeed.ops.op_builder": "AsyncIOBuilder GDSBuilder PinMemoryBuilder CPUAdamBuilder",
     "deepspeed.ops.gds": "GDSBuilder",
     "deepspeed.ops.transformer": "DeepSpeedTransformerLayer",
@@ -76,7 +81,6 @@ REFUSED = [
     ("deepspeed.utils", "safe_set_full_grad", "gradient_clipping"),
     ("deepspeed.utils", "safe_get_local_fp32_param", "safe_get_full_"),
     ("deepspeed.runtime.config", "DeepSpeedConfig", "deepspeed.initialize"),
-    ("deepspeed.runtime.dataloader", "DeepSpeedDataLoader", "DataLoader"),
     ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "deepspeed.initialize"),
     ("deepspeed.zero", "TiledLinear", "torch.nn.Linear"),
     ("deepspeed.checkpointing", "get_cuda_rng_tracker", "torch.manual_seed"),
@@ -97,6 +101,31 @@ REFUSED = [
     ("deepspeed", "init_inference", "penstock generate"),
     ("deepspeed.runtime.utils", "clip_grad_norm_", "gradient_clipping"),
 ]
+
+
+# Of the objects that scripts have: * is refused when it is called.
+ACCELERATOR = """
+    BFloat16Tensor ByteTensor DoubleTensor Event FloatTensor HalfTensor IntTensor LongTensor Stream available_memory build_extension capture_to_graph
+    communication_backend_name create_graph create_op_builder current_device current_device_name current_stream default_generator default_stream device
+    device_count device_name empty_cache export_envs get_compile_backend get_op_builder get_rng_state handles_memory_backpressure initial_seed
+    is_available is_bf16_supported is_current_stream_capturing is_fp16_supported is_fp64_supported is_pinned is_synchronized_device
+    is_triton_supported lazy_call manual_seed manual_seed_all max_memory_allocated max_memory_cached max_memory_reserved memory_allocated
+    memory_cached memory_reserved memory_stats on_accelerator op_builder_dir pin_empty pin_empty_like pin_memory pin_memory_alignment
+    prefer_triton_grouped_mm random range_pop range_push register_host_memory* replay_graph reset_max_memory_allocated reset_max_memory_cached
+    reset_peak_memory_stats resolves_data_dependency set_compile_backend* set_device set_rng_state set_visible_devices_envs stream supported_dtypes
+    synchronize total_memory unpin_memory unregister_host_memory use_host_timers visible_devices_envs
+"""
+ENGINE = """
+    save_16bit_model save_fp16_model deepspeed_io training_dataloader collate_fn was_step_applied fp16_enabled bfloat16_enabled zero_optimization
+    zero_optimization_stage get_mom get_lr set_lr set_train_batch_size* set_train_micro_batch_size* set_gradient_accumulation_steps* loss_scale
+    global_samples global_steps skipped_steps micro_steps empty_partition_cache offload_states reload_states module_state_dict
+    load_module_state_dict* data_parallel_group scale* no_sync coalesce_grad_reduction train_batch_size train_micro_batch_size_per_gpu
+    gradient_accumulation_steps get_global_grad_norm is_gradient_accumulation_boundary set_gradient_accumulation_boundary
+    allreduce_gradients* eval_batch* compile* save_checkpoint load_checkpoint destroy zero_grad world_size dp_world_size global_rank local_rank device
+    config module optimizer lr_scheduler zero_gather_16bit_weights_on_model_save _zero3_consolidated_16bit_state_dict dataloader_drop_last train eval
+"""
+OPTIMIZER = "param_groups state_dict load_state_dict step zero_grad overflow cur_scale parameter_offload"
+PARAMETER = "ds_id ds_status ds_shape ds_numel ds_tensor"
 
 
 @pytest.mark.parametrize("module", NAMES)
@@ -128,11 +157,6 @@ def test_the_accelerator_answers_without_a_gpu(monkeypatch):
         getattr(accelerator, "no_such_name")
 
 
-def test_a_repeating_loader_begins_again():
-    loader = importlib.import_module("deepspeed.utils").RepeatingLoader([1, 2])
-    assert list(itertools.islice(loader, 5)) == [1, 2, 1, 2, 1]
-
-
 def test_the_engine_has_deepspeeds_names_and_its_models(tmp_path):
     config = {
         "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -152,9 +176,46 @@ def test_the_engine_has_deepspeeds_names_and_its_models(tmp_path):
     saved = torch.load(tmp_path / "weights" / "pytorch_model.bin")
     for name, value in engine.module_state_dict().items():
         torch.testing.assert_close(saved[name], value)
-    for name, instead in (("deepspeed_io", "DataLoader"), ("set_train_batch_size", "gradient_accumulation_steps"), ("eval_batch", "no_grad")):
+    for name, instead in (("set_train_batch_size", "gradient_accumulation_steps"), ("eval_batch", "no_grad")):
         with pytest.raises(NotImplementedError, match=instead):
             getattr(engine, name)(1)
     with pytest.raises(AttributeError, match="neither the engine nor its model, a Net, has 'no_such_name'"):
         getattr(engine, "no_such_name")
     engine.destroy()
+
+
+def test_each_name_of_the_objects_is_served_or_refused_in_one_line(tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=net(tied=False), config=config)[0]
+    step(engine, batches(1)[0])
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    objects = {ACCELERATOR: accelerator, ENGINE: engine, OPTIMIZER: engine.optimizer, PARAMETER: engine.module.head.weight}
+    for names, of in objects.items():
+        for name in names.split():
+            found = getattr(of, name.rstrip("*"))
+            if name.endswith("*"):
+                with pytest.raises(NotImplementedError, match=r"not served: \S+") as raised:
+                    found(1)
+                assert "\n" not in str(raised.value), name
+    assert engine.loss_scale() == 0 and engine.optimizer.cur_scale == 1 and engine.optimizer.parameter_offload.module.ds_external_parameters() is not None
+    for builder in ("AsyncIOBuilder", "PinMemoryBuilder"):
+        made = accelerator.create_op_builder(builder)
+        assert made.is_compatible() and made.load() is not None
+    assert accelerator.create_op_builder("CPUAdamBuilder").is_compatible() and not accelerator.create_op_builder("GDSBuilder").is_compatible()
+    for builder, instead in (("CPUAdamBuilder", "DeepSpeedCPUAdam"), ("GDSBuilder", "AsyncIOBuilder")):
+        with pytest.raises(NotImplementedError, match=instead):
+            accelerator.create_op_builder(builder).load()
+    with pytest.raises(AttributeError, match="torch.distributed has none"):
+        getattr(deepspeed.comm, "no_such_name")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("package", ["sequence", "compression", "inference", "linear", "module_inject", "moe.utils", "runtime.pipe"])
+def test_a_package_says_what_to_do_in_its_place(package):
+    found = importlib.import_module(f"deepspeed.{package}")
+    assert found.__doc__.startswith("Not served: ") and len(found.__doc__) > 30
+    with pytest.raises(NotImplementedError, match=f"deepspeed.{package}.Anything is not served by Penstock: "):
+        found.Anything()

@@ -112,3 +112,22 @@ def test_the_launchers_own_module_is_the_command(tmp_path):
     ran = subprocess.run(start, env=dict(os.environ, OUT=str(tmp_path)), capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert json.loads((tmp_path / "0").read_text())["arguments"] == ["--local_rank=0", "x"]
+
+
+# The second is what is found where DeepSpeed itself is installed.
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_wheels_command_is_deepspeeds_where_that_is_installed(tmp_path, installed):
+    (tmp_path / "deepspeed-0.dist-info").mkdir()
+    (tmp_path / "deepspeed-0.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0\n")
+    (tmp_path / "deepspeed" / "launcher").mkdir(parents=True)
+    (tmp_path / "deepspeed" / "__init__.py").touch()
+    (tmp_path / "deepspeed" / "launcher" / "runner.py").write_text("def main(): print('its own')")
+    program = (
+        "import sys; from penstock import _programs; sys.argv[0] = 'deepspeed'\n"
+        f"sys.path[:] = [each for each in sys.path if 'site-packages' not in each]; {installed} and sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"import penstock._launcher as launcher; launcher._ranks = lambda _: [None]; launcher._command = lambda given, rank: ['echo', given.script]\n"
+        "_programs.deepspeed()"
+    )
+    start = [sys.executable, "-c", program, "--num_gpus", "1", "script.py"]
+    ran = subprocess.run(start, env=dict(os.environ, OUT=str(tmp_path)), capture_output=True, text=True, timeout=300)
+    assert (ran.returncode, ran.stdout) == (0, "its own\n" if installed else "script.py\n"), ran.stderr

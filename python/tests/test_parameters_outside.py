@@ -1,6 +1,9 @@
 """Parameters that an engine has, as programs read them outside of its passes: a copy is one of the true value, or refused."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -91,6 +94,57 @@ def test_the_saving_idioms_of_others_save_true_values(tmp_path):
     engine.destroy()
     assert weight.ds_status is ZeroParamStatus.AVAILABLE  # the model outlives its engine
     assert all(bool(each.isfinite().all()) for each in named.values())
+
+
+# As FastChat and LLaVA end a training.
+def fastchats_save(engine, model, state, output_dir):
+    save_16bit = engine.zero_gather_16bit_weights_on_model_save()
+    assert save_16bit
+    if engine.global_rank == 0:
+        model.save_pretrained(output_dir, state_dict={name: value.cpu() for name, value in state.items()})
+
+
+def test_the_ways_to_a_whole_model_write_true_values(tmp_path):
+    """save_16bit_model, the consolidated state, save_pretrained, and zero_to_fp32 in its three forms, the script beside a checkpoint too."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    engine, expected = begun(tmp_path / "nvme")
+
+    def check(state):
+        assert set(state) == set(expected)
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[name].detach(), atol=2e-5, rtol=0)
+
+    check(engine._zero3_consolidated_16bit_state_dict())
+    check(engine.module_state_dict())
+    assert engine.save_16bit_model(tmp_path / "half", "weights.bin")
+    check(torch.load(tmp_path / "half" / "weights.bin"))
+    saved = {}
+    engine.module.save_pretrained = lambda directory, state_dict: saved.update(state_dict)
+    fastchats_save(engine, engine.module, engine._zero3_consolidated_16bit_state_dict(), tmp_path)
+    check(saved)
+    engine.save_checkpoint(tmp_path / "kept")
+    check(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "kept")))
+    beside = tmp_path / "kept" / "zero_to_fp32.py"
+    before = beside.stat()
+    assert before.st_mode & 0o111
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "kept")
+    assert beside.stat().st_ino == before.st_ino
+    engine.destroy()
+    moved = (tmp_path / "kept").rename(tmp_path / "moved")
+
+    def alone(*arguments):
+        return subprocess.run(
+            [sys.executable, "zero_to_fp32.py", *arguments], cwd=moved, capture_output=True, text=True, timeout=300,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+
+    ran = alone(".", "out", "-t", "global_step2")
+    assert ran.returncode == 0, ran.stderr
+    check(torch.load(moved / "out" / "pytorch_model.bin"))
+    ran = alone(".", "out.bin", "-t", "global_step7")
+    assert ran.returncode == 1 and ran.stderr.startswith("zero_to_fp32.py: ") and len(ran.stderr.splitlines()) == 1
 
 
 def test_a_copy_outside_is_a_copy_of_the_value(tmp_path):

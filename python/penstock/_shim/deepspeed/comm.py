@@ -1,12 +1,20 @@
 """torch.distributed under DeepSpeed's name."""
 
 import os
-from typing import Any
+from typing import Any, List
 
 import torch.distributed as dist
 
 from penstock._deepspeed import absent, init_distributed
 
+_ALIKE = {"inference_all_reduce": "all_reduce", "allgather_fn": "all_gather_into_tensor", "reduce_scatter_fn": "reduce_scatter_tensor"}
+_TORCHS = "torch.distributed's process group is the one there is: init_distributed makes it"
+_ABSENT = {
+    **dict.fromkeys(("set_backend", "init_deepspeed_backend", "initialize_mesh_device", "enable_symm_mem_for_group"), _TORCHS),
+    **dict.fromkeys(("all_reduce_coalesced", "all_gather_coalesced"), "torch.distributed.all_reduce, or all_gather, of each tensor"),
+    **dict.fromkeys(("has_comm_data", "get_comm_operation_count", "get_logged_comm_ops"), "comms_logger in the configuration tells them at the end"),
+    **dict.fromkeys(("patch_aml_env_for_torch_nccl_backend", "patch_aws_sm_env_for_torch_nccl_backend"), "torchrun sets what is read"),
+}
 mpi_discovery = absent("deepspeed.comm.mpi_discovery", "torchrun starts the processes, and sets what torch.distributed reads")
 
 __all__ = ["barrier", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
@@ -36,8 +44,52 @@ def log_summary(*_: Any, **__: Any) -> None:
     """Nothing to tell: with comms_logger in the configuration the engine writes its own lines."""
 
 
+def configure(*_: Any, **__: Any) -> None:
+    """Nothing to do: comms_logger in the configuration says what is told."""
+
+
+def reset_log() -> None:
+    """Nothing to do, as for log_summary."""
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> List[int]:
+    return list(range(get_world_size())) if group is None else list(dist.get_process_group_ranks(group))
+
+
+def has_all_gather_into_tensor() -> bool:
+    return hasattr(dist, "all_gather_into_tensor")
+
+
+def has_reduce_scatter_tensor() -> bool:
+    return hasattr(dist, "reduce_scatter_tensor")
+
+
+def has_all_reduce_coalesced() -> bool:
+    return False
+
+
+def has_coalescing_manager() -> bool:
+    return False
+
+
+def in_aml() -> bool:
+    return False
+
+
+in_aws_sm = in_dlts = in_aml
+
+
 # all_reduce, all_gather and the others, which are torch's own.
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):  # torch's __path__ would make its modules ours
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(dist, name)
+    if name in _ABSENT:
+        return absent(f"deepspeed.comm.{name}", _ABSENT[name])
+    try:
+        return getattr(dist, _ALIKE.get(name, name))
+    except AttributeError:
+        raise AttributeError(f"deepspeed.comm.{name}: torch.distributed has none, and its functions are what Penstock gives by this name") from None

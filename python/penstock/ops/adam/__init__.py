@@ -143,3 +143,6 @@ class CPUAdamBuilder:
     def is_compatible(self, verbose: bool = False) -> bool:
         """True."""
         return True
+
+    def load(self, verbose: bool = False) -> Any:
+        raise NotImplementedError("CPUAdamBuilder.load is not served: DeepSpeedCPUAdam has the operator's updates, step_subgroup among them")

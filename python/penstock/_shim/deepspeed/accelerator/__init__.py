@@ -1,6 +1,7 @@
 """deepspeed.accelerator: a GPU where torch has one, else the processor."""
 
 import contextlib
+import importlib
 from typing import Any, Callable, List, Optional
 
 import torch
@@ -11,7 +12,9 @@ _TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "Half
 _OF_GPU = {
     **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), None),
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached", "max_memory_cached"), 0),
-    **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream", "memory_stats", "default_generators"), None),
+    **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), None),
+    "memory_stats": {},
+    "is_current_stream_capturing": False,
 }
 
 
@@ -103,6 +106,86 @@ class _Accelerator:
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.device_name()
+
+    # Memory of the host: of the caller's device where that is a GPU, else as it is.
+    def pin_empty(self, *size: Any, **options: Any) -> torch.Tensor:
+        return torch.empty(*size, pin_memory=self._gpu, **options)
+
+    def pin_empty_like(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._gpu, **options)
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Nothing to do: it is let go with its last reference."""
+
+    def pin_memory_alignment(self) -> int:
+        return 1
+
+    def is_fp64_supported(self) -> bool:
+        return True
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        return False
+
+    # What depends on a GPU that works on its own is so where there is one.
+    def use_host_timers(self) -> bool:
+        return not self._gpu
+
+    def resolves_data_dependency(self) -> bool:
+        return not self._gpu
+
+    def handles_memory_backpressure(self) -> bool:
+        return not self._gpu
+
+    def default_generator(self, device_index: int) -> Any:
+        return torch.cuda.default_generators[device_index] if self._gpu else torch.default_generator
+
+    def create_graph(self) -> Any:
+        return torch.cuda.CUDAGraph() if self._gpu else None
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        return torch.cuda.graph(graph, pool, stream) if self._gpu else contextlib.nullcontext()
+
+    def replay_graph(self, graph: Any) -> None:
+        if self._gpu:
+            graph.replay()
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        return torch.cuda._lazy_call(callback) if self._gpu else callback()
+
+    def export_envs(self) -> List[str]:
+        return []
+
+    def visible_devices_envs(self) -> List[str]:
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(self, current_env: Any, local_accelerator_ids: Any) -> None:
+        current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
+
+    def get_compile_backend(self) -> str:
+        return "inductor"
+
+    def set_compile_backend(self, backend: str) -> None:
+        raise NotImplementedError("set_compile_backend is not served: give torch.compile of a module of the model its backend=")
+
+    def op_builder_dir(self) -> str:
+        return "deepspeed.ops.op_builder"
+
+    def get_op_builder(self, class_name: str) -> Any:
+        return getattr(importlib.import_module(self.op_builder_dir()), class_name)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        return self.get_op_builder(class_name)()
+
+    def build_extension(self) -> Any:
+        from torch.utils.cpp_extension import BuildExtension
+
+        return BuildExtension
+
+    def register_host_memory(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("register_host_memory is not served: pin_empty gives memory that is pinned where there is a GPU")
+
+    def unregister_host_memory(self, *_: Any, **__: Any) -> None:
+        """Nothing to do: none was registered."""
 
     def range_push(self, message: str) -> None:
         """Marks are not kept."""

@@ -1,5 +1,2 @@
-from penstock._deepspeed import absent
-
-from ..utils import RepeatingLoader as RepeatingLoader
-
-DeepSpeedDataLoader = absent("deepspeed.runtime.dataloader.DeepSpeedDataLoader", "the caller loads its data: torch.utils.data.DataLoader")
+from penstock._data_loader import DeepSpeedDataLoader as DeepSpeedDataLoader
+from penstock._data_loader import RepeatingLoader as RepeatingLoader

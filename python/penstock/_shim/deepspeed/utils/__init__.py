@@ -1,5 +1,6 @@
-from typing import Any, Iterator, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence
 
+from penstock._data_loader import RepeatingLoader as RepeatingLoader
 from penstock._deepspeed import absent
 from penstock._deepspeed import logger as logger
 from penstock._deepspeed import safe_get_full_fp32_param as safe_get_full_fp32_param
@@ -20,24 +21,6 @@ safe_get_local_optimizer_state = absent("deepspeed.utils.safe_get_local_optimize
 safe_set_local_fp32_param = absent("deepspeed.utils.safe_set_local_fp32_param", _FULL)
 safe_set_local_grad = absent("deepspeed.utils.safe_set_local_grad", _FULL)
 safe_set_local_optimizer_state = absent("deepspeed.utils.safe_set_local_optimizer_state", _FULL)
-
-
-class RepeatingLoader:
-    """A loader that begins again when it is over."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self._batches = iter(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._batches = iter(self.loader)
-            return next(self._batches)
 
 
 def instrument_w_nvtx(function: Any) -> Any:
