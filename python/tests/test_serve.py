@@ -402,6 +402,46 @@ def test_a_body_that_is_too_long_is_refused(model):
         assert server.ask("/health")[0] == 200
 
 
+def test_long_bodies_share_a_bound_and_short_ones_are_answered(model):
+    with Server(model, "--max-body", "1MiB") as server, contextlib.ExitStack() as held:
+        for _ in range(17):  # each lacks its last byte
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=300))
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1048576\r\n\r\n")
+            connection.sendall(b"x" * 1048575)
+        server.settles(lambda server: 'status="429"' in server.ask("/metrics")[1], True)
+        assert server.client().completions.create(model=server.name, prompt="x", max_tokens=2).usage.completion_tokens == 2
+
+
+def test_an_error_of_the_drive_is_told_and_health_says_so(directory):
+    write_model(directory)
+    status, line = refused(directory, "--host-memory", "1MiB", "--max-length", 256, "--batch", 1)
+    least = int(line.rsplit("(", 1)[1].split()[0])
+    with Server(directory, "--host-memory", least, "--max-length", 256, "--batch", 1) as server:
+        client = server.client()
+        assert client.completions.create(model=server.name, prompt="x", max_tokens=2).usage.completion_tokens == 2
+        os.truncate(directory / "model.safetensors", 4096)
+        with pytest.raises(openai.APIError), client.completions.create(model=server.name, prompt="x", max_tokens=200, stream=True) as stream:
+            stream_of(stream)
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError) as told:
+                client.completions.create(model=server.name, prompt="x", max_tokens=200)
+            assert told.value.status_code == 503 and "model.safetensors" in str(told.value)
+        status, health = server.ask("/health")
+        assert (status, health["status"]) == (503, "broken") and "model.safetensors" in health["error"]
+        assert server.stop() == (0, "")
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(model):
+    with Server(model, "--drain", 0) as server:
+        body = dict(model=server.name, prompt=["slow"] * 32, max_tokens=300, stream=True)
+        with server.raw(body, receive_buffer=4096) as connection:
+            connection.recv(100)
+            server.settles()
+            server.process.send_signal(signal.SIGTERM)
+            server.process.communicate(timeout=300)
+            assert server.process.returncode == 0
+
+
 def test_a_key_is_asked_for_where_there_is_one(model, directory):
     (directory / "key").write_text("secret-of-file\n")
     for flags, more, key in ((("--api-key-file", directory / "key"), {}, "secret-of-file"), ((), {"PENSTOCK_API_KEY": "of-environment"}, "of-environment")):
@@ -438,6 +478,7 @@ def test_hostile_bytes_end_their_own_connection_alone(server):
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"GET /v1/models/%ff%00%0d%0a HTTP/1.1\r\nHost: \xff\xfe\r\nAuthorization: \xff\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{",
+        b"GET /nowhere/ HTTP/1.1\r\nHost: [\r\n\r\n",
         b"GET /metrics HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % i for i in range(2000)),
     ]
     random.seed(5)

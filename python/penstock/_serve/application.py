@@ -9,7 +9,7 @@ import ipaddress
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, AsyncIterator, Dict, List, MutableMapping, Optional
+from typing import Any, AsyncIterator, Callable, Dict, Iterator, List, MutableMapping, Optional
 
 import h11
 from starlette.applications import Starlette
@@ -27,7 +27,8 @@ from .texts import Ended, Engine, Full, Texts
 
 _ROUTES = ("/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models")
 _LEFT = 499  # a client that left; nobody reads it but /metrics
-_SHORT = 1 << 16  # characters that are made tokens without a thread
+_BODIES = 16  # of the longest bodies, so many are in memory at once
+_SHORT = 1 << 16  # bytes of a body that is not counted among the long ones, and characters that are made tokens without a thread
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Application:
         self._vocabulary = int(llm._core.vocabulary)
         self._encoder = ThreadPoolExecutor(1, "penstock-encode")
         self._engine: Optional[Engine] = None
+        self._held = 0  # bytes of bodies that are read and become prompts
         self._template = Template(llm._directory if llm._tokenizer is None else llm._tokenizer)
         self._routes = Starlette(
             routes=[
@@ -67,6 +69,7 @@ class Application:
             exception_handlers={Refused: _answer_refused, HTTPException: _answer_http, Exception: _answer_error},
             lifespan=self._lifespan,
         )
+        self._routes.router.redirect_slashes = False
 
     @property
     def engine(self) -> Engine:
@@ -111,7 +114,7 @@ class Application:
         if self._settings.key:
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             given = key.strip().encode("latin-1", "replace")
-            if request.url.path == "/health" or (scheme.lower() == "bearer" and hmac.compare_digest(given, self._settings.key.encode())):
+            if request.scope["path"] == "/health" or (scheme.lower() == "bearer" and hmac.compare_digest(given, self._settings.key.encode())):
                 return None
             return Refused(401, "Incorrect API key provided: this server wants its own, as 'Authorization: Bearer KEY'", None, "invalid_api_key")
         # Without a key it is this machine that may ask, and not a page in its browser that gives its own name our address.
@@ -147,8 +150,19 @@ class Application:
 
     async def _texts(self, request: Request, chat: bool) -> Any:
         """The answer of one of the two routes that make texts: a response, or with ``stream`` what sends itself."""
+        with self._holding() as hold:
+            form = forms.read(await self._body(request, hold), chat, self._settings.name)
+            answer = await self._begin(request, form)
+        with contextlib.ExitStack() as begun:
+            begun.enter_context(answer.at_end)
+            if not form.stream:
+                return JSONResponse(await answer.whole())
+            begun.pop_all()
+            return answer
+
+    async def _begin(self, request: Request, form: Form) -> "_Answer":
+        """The request's texts, which wait or are made from here on."""
         loop = asyncio.get_running_loop()
-        form = forms.read(await self._body(request), chat, self._settings.name)
         if form.count > self.engine.most:
             raise Refused(400, f"{form.count} texts are asked for: this server takes {self.engine.most} at most, those of others included", "n")
         try:
@@ -174,12 +188,27 @@ class Application:
             self.metrics.prompt_tokens += answer.prompt_tokens
             each = [prompts[i // form.n] for i in range(form.count)]
             texts.start(each, [form.options_of(i, len(prompt), self._context) for i, prompt in enumerate(each)], form.stream)
-            if not form.stream:
-                return JSONResponse(await answer.whole())
             begun.pop_all()
             return answer
 
-    async def _body(self, request: Request) -> bytes:
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[Callable[[int], None]]:
+        """Counts bytes of one body among those of all, while it lasts."""
+        held = 0
+
+        def hold(count: int) -> None:
+            nonlocal held
+            if self._held + count > _BODIES * self._settings.max_body:
+                raise Refused(429, "Too many long bodies at once: try again later", None, "rate_limit_exceeded", "rate_limit_error")
+            self._held += count
+            held += count
+
+        try:
+            yield hold
+        finally:
+            self._held -= held
+
+    async def _body(self, request: Request, hold: Callable[[int], None]) -> bytes:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "the body must be JSON, and say so: Content-Type: application/json")
         most = self._settings.max_body
@@ -191,9 +220,11 @@ class Application:
         async def read() -> bytes:
             body = bytearray()
             async for piece in request.stream():
-                body += piece
-                if len(body) > most:
+                if len(body) + len(piece) > most:
                     raise too_long
+                if len(body) + len(piece) > _SHORT:
+                    hold(len(piece))
+                body += piece
             return bytes(body)
 
         try:
@@ -327,7 +358,7 @@ async def _answer_refused(_: Request, error: Any) -> Response:
 
 
 async def _answer_http(request: Request, error: Any) -> Response:
-    what = {404: f"Unknown request URL: {request.method} {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
+    what = {404: f"Unknown request URL: {request.method} {request.scope['path'][:200]}", 405: f"{request.method} is not allowed here"}
     answer = _error(Refused(error.status_code, what.get(error.status_code, str(error.detail))))
     answer.headers.update(error.headers or {})
     return answer

@@ -124,7 +124,7 @@ class Engine:
         request = text.request
         if request.cancelled:
             self._metrics.cancelled += 1
-        elif ended.error is not None and not isinstance(ended.error, (ValueError, TypeError)):
+        elif isinstance(ended.error, OSError):
             self.broken = ended.error  # the drive's: the LLM makes no text any more
         self._metrics.generated_tokens += ended.tokens
         request._end(text, ended)
@@ -140,7 +140,6 @@ class Texts:
         self.by_parts = False
         self._engine = engine
         self._reserved = count  # places of texts that have not begun to wait
-        self._count = count
         self._left: Dict[_Text, None] = {}
         self._events: Deque[Event] = deque()
         self._news = asyncio.Event()
