@@ -64,6 +64,11 @@ class HostPass : public PassRunner {
     block_ = shape_.head_block;
     RETURN_IF_ERROR(Normalize(f_.last_norm, last, &last));
     ASSIGN_OR_RETURN(logits_, Linear(shape_.head, last, count));
+    if (f_.logits_divisor != 1) {
+      const auto divisor = static_cast<float>(f_.logits_divisor);
+      ForElements(logits_,
+                  [&](void* some, size_t n) { kernels::DivideElements(logits_.type(), some, divisor, n); });
+    }
     if (logits_.type() != DType::kFp32) {
       ASSIGN_OR_RETURN(HostRows wide, HostRows::Of(DType::kFp32, count, logits_.columns()));
       kernels::Convert(logits_.type(), logits_.data(), DType::kFp32, wide.data(), wide.elements());
@@ -80,6 +85,21 @@ class HostPass : public PassRunner {
     scratch_.pool.ParallelFor(static_cast<size_t>(rows), grain, work);
   }
 
+  // Some elements of whole rows at a time, by several threads.
+  template <typename Work>
+  void ForElements(HostRows& x, const Work& work) {
+    ForRows(x.rows(), x.columns(), [&](size_t begin, size_t end) {
+      work(x.row(static_cast<int64_t>(begin)), (end - begin) * static_cast<size_t>(x.columns()));
+    });
+  }
+
+  void Scale(HostRows* x, double factor) {
+    if (factor == 1) return;
+    ForElements(*x, [&](void* some, size_t n) {
+      kernels::ScaleElements(x->type(), some, static_cast<float>(factor), n);
+    });
+  }
+
   absl::StatusOr<HostRows> Embed(const std::vector<Share>& shares, const PassRows& rows) {
     std::vector<int64_t> tokens, positions;
     for (const Share& share : shares) {
@@ -93,6 +113,7 @@ class HostPass : public PassRunner {
       ASSIGN_OR_RETURN(const HostRows at, kept.Rows(kept.tensor(0, shape_.position_table), positions));
       kernels::AddElements(x.type(), x.data(), at.data(), x.elements(), x.data());
     }
+    Scale(&x, f_.embedding_scale);
     if (f_.frequencies.empty()) return x;
     // Of all layers: angles in fp32, cosine and sine rounded to the compute type.
     const auto half = static_cast<int64_t>(f_.frequencies.size());
@@ -163,9 +184,9 @@ class HostPass : public PassRunner {
     return y;
   }
 
-  // Turns the heads of all rows.
-  void Rotate(HostRows* x) {
-    if (f_.frequencies.empty()) return;
+  // Turns the heads of all rows, in a layer where positions do.
+  void Rotate(int64_t layer, HostRows* x) {
+    if (f_.frequencies.empty() || (!f_.turns.empty() && !f_.turns[static_cast<size_t>(layer)])) return;
     const auto half = static_cast<int64_t>(f_.frequencies.size());
     ForRows(x->rows(), x->columns(), [&](size_t begin, size_t end) {
       for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
@@ -174,6 +195,20 @@ class HostPass : public PassRunner {
                              sine_.floats() + row * half);
       }
     });
+  }
+
+  absl::Status NormalizeOrCopy(const std::string& name, const HostRows& x, HostRows* out) {
+    if (!name.empty()) return Normalize(name, x, out);
+    std::memcpy(out->row(0), x.row(0), static_cast<size_t>(x.rows()) * x.row_bytes());
+    return absl::OkStatus();
+  }
+
+  // x = x + residual_scale * norm(y), in the norm's absence of y itself.
+  absl::Status AddResult(const std::string& norm, HostRows* y, HostRows* x) {
+    if (!norm.empty()) RETURN_IF_ERROR(Normalize(norm, *y, y));
+    Scale(y, f_.residual_scale);
+    AddTo(x, *y);
+    return absl::OkStatus();
   }
 
   void AddTo(HostRows* x, const HostRows& y) {
@@ -188,7 +223,7 @@ class HostPass : public PassRunner {
                             HostRows* x) {
     block_ = static_cast<int>(layer) + 1;
     ASSIGN_OR_RETURN(HostRows normal, HostRows::Of(x->type(), x->rows(), x->columns()));
-    RETURN_IF_ERROR(Normalize(f_.attention_norm, *x, &normal));
+    RETURN_IF_ERROR(NormalizeOrCopy(f_.attention_norm, *x, &normal));
     HostRows mixed;
     {
       HostRows q, k, v;
@@ -203,10 +238,10 @@ class HostPass : public PassRunner {
       } else {
         ASSIGN_OR_RETURN(q, Linear(f_.query, normal, rows.single));
         if (!f_.query_norm.empty()) RETURN_IF_ERROR(Normalize(f_.query_norm, q, &q));
-        Rotate(&q);
+        Rotate(layer, &q);
         ASSIGN_OR_RETURN(k, Linear(f_.key, normal, rows.single));
         if (!f_.key_norm.empty()) RETURN_IF_ERROR(Normalize(f_.key_norm, k, &k));
-        Rotate(&k);
+        Rotate(layer, &k);
         ASSIGN_OR_RETURN(v, Linear(f_.value, normal, rows.single));
         queries = {&q, 0};
         keys = {&k, 0};
@@ -215,11 +250,11 @@ class HostPass : public PassRunner {
       ASSIGN_OR_RETURN(mixed, Attend(layer, shares, rows, queries, keys, values));
     }
     {
-      ASSIGN_OR_RETURN(const HostRows y, Linear(f_.output, mixed, rows.single));
+      ASSIGN_OR_RETURN(HostRows y, Linear(f_.output, mixed, rows.single));
       mixed = {};
-      AddTo(x, y);
+      RETURN_IF_ERROR(AddResult(f_.attention_result_norm, &y, x));
     }
-    RETURN_IF_ERROR(Normalize(f_.inner_norm, *x, &normal));
+    RETURN_IF_ERROR(NormalizeOrCopy(f_.inner_norm, *x, &normal));
     HostRows gate;
     if (!f_.gate.empty()) {
       ASSIGN_OR_RETURN(gate, Linear(f_.gate, normal, rows.single));
@@ -234,9 +269,8 @@ class HostPass : public PassRunner {
                         gated ? inner.row(first) : nullptr, elements, inner.row(first));
     });
     gate = {};
-    ASSIGN_OR_RETURN(const HostRows y, Linear(f_.down, inner, rows.single));
-    AddTo(x, y);
-    return absl::OkStatus();
+    ASSIGN_OR_RETURN(HostRows y, Linear(f_.down, inner, rows.single));
+    return AddResult(f_.inner_result_norm, &y, x);
   }
 
   // A row, and the records of all positions that it sees.

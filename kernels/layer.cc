@@ -57,6 +57,14 @@ void Activate(DType type, Activation activation, const void* x, const void* time
   }
 }
 
+void ScaleElements(DType type, void* x, float factor, size_t n) {
+  for (size_t i = 0; i < n; ++i) Put(type, Widened(type, x, i) * factor, x, i);
+}
+
+void DivideElements(DType type, void* x, float divisor, size_t n) {
+  for (size_t i = 0; i < n; ++i) Put(type, Widened(type, x, i) / divisor, x, i);
+}
+
 void AddElements(DType type, const void* a, const void* b, size_t n, void* out) {
   Kernels().add_elements[static_cast<size_t>(type)](a, b, n, out);
 }

@@ -51,6 +51,8 @@ void RotateHeads(DType type, void* x, size_t heads, size_t half, const float* co
 void Activate(DType type, Activation activation, const void* x, const void* times, size_t n, void* out);
 
 void AddElements(DType type, const void* a, const void* b, size_t n, void* out);
+void ScaleElements(DType type, void* x, float factor, size_t n);    // x = x * factor
+void DivideElements(DType type, void* x, float divisor, size_t n);  // x = x / divisor
 
 }  // namespace penstock::kernels
 

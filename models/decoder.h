@@ -2,12 +2,16 @@
 // Llama. Whoever generates keeps the keys and values of the tokens before (the KV cache), and has the weights
 // only while they are used.
 //
-//   x = a row of the token table, and of the position table where there is one
+//   x = embedding_scale * a row of the token table, and of the position table where there is one
 //   for each layer
 //     n = norm(x);  q, k, v = products with n, turned by their positions
-//     x = x + output * attention(q, k, v)
-//     n = norm(x);  x = x + down * (activation(gate n) * up n, or activation(up n) where there is no gate)
-//   logits = head * norm(x)
+//     x = x + residual_scale * norm(output * attention(q, k, v))
+//     n = norm(x)
+//     x = x + residual_scale * norm(down * (activation(gate n) * up n, or activation(up n) where there is no
+//     gate))
+//   logits = head * norm(x) / logits_divisor
+//
+// where a norm that has no name is none.
 //
 // Between any two of these a value is rounded to the compute type, as transformers has it.
 #ifndef PENSTOCK_MODELS_DECODER_H_
@@ -39,16 +43,20 @@ struct DecoderFunction {
   enum class Norm : uint8_t { kRootMeanSquare, kLayer };
   Norm norm = Norm::kLayer;
   double epsilon = 1e-5;
-  std::string attention_norm, inner_norm, last_norm;  // the last one is in the block of the head
+  std::string attention_norm, attention_result_norm;  // of what attention takes, and gives; empty: none
+  std::string inner_norm, inner_result_norm;          // the same of what is between
+  std::string last_norm;                              // in the block of the head
   std::string joined;                                 // queries, keys and values in one matrix; or
   std::string query, key, value;                      // one for each
-  std::string query_norm, key_norm;                   // of each head; empty: none
+  std::string query_norm, key_norm;  // of each head, or of all: as long as its weight; empty: none
   std::string output;
   std::string gate;  // empty: none
   std::string up, down;
   kernels::Activation activation = kernels::Activation::kGelu;
   std::vector<double> scales;      // of the scores, by layer
   std::vector<float> frequencies;  // by which positions turn the pairs of a head; empty: they do not
+  std::vector<bool> turns;         // by layer: whether they do there; empty: in all
+  double embedding_scale = 1, residual_scale = 1, logits_divisor = 1;
 };
 
 struct Decoder {

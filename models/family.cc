@@ -46,8 +46,9 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohman
     return DescribeLlama(config);
   }
   if (!type.is_null() && type != "gpt2") {
-    return absl::InvalidArgumentError(absl::StrCat("model: model_type is ", zero::ShowValue(type),
-                                                   ", none of gpt2, llama, mistral, qwen2, qwen3"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("model: model_type is ", zero::ShowValue(type),
+                     ", none of gpt2, llama, mistral, qwen2, qwen3, smollm3, granite, olmo2"));
   }
   ASSIGN_OR_RETURN(const GptConfig config, GptConfigFromJson(json, notes));
   return DescribeGpt(config);

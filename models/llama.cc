@@ -29,17 +29,28 @@ struct TypeDefaults {
   const char* architecture;
   int64_t key_heads, depth;  // 0: as many as heads; width / heads
   int64_t positions;
-  int64_t window;          // of sliding_window
-  bool switches_window;    // use_sliding_window says whether it is used
-  bool attention_bias;     // the key is there; of all four maps
-  bool qkv_bias, qk_norm;  // always
-  bool mlp_bias;           // the key is there
+  int64_t window;        // of sliding_window
+  bool switches_window;  // use_sliding_window says whether it is used
+  bool attention_bias;   // the key is there; of all four maps
+  bool qkv_bias;         // always
+  LlamaConfig::QkNorm qk_norm;
+  bool mlp_bias;  // the key is there
+  double theta = 10000;
+  double epsilon = 1e-6;
+  bool tied = false;
+  int64_t padding = -1;  // of pad_token_id
 };
+using QkNorm = LlamaConfig::QkNorm;
 constexpr auto kTypes = std::to_array<TypeDefaults>(
-    {{"llama", "LlamaForCausalLM", 0, 0, 2048, 0, false, true, false, false, true},
-     {"mistral", "MistralForCausalLM", 8, 0, 131072, 4096, false, false, false, false, false},
-     {"qwen2", "Qwen2ForCausalLM", 32, 0, 32768, 4096, true, false, true, false, false},
-     {"qwen3", "Qwen3ForCausalLM", 32, 128, 32768, 4096, true, true, false, true, false}});
+    {{"llama", "LlamaForCausalLM", 0, 0, 2048, 0, false, true, false, QkNorm::kNone, true},
+     {"mistral", "MistralForCausalLM", 8, 0, 131072, 4096, false, false, false, QkNorm::kNone, false},
+     {"qwen2", "Qwen2ForCausalLM", 32, 0, 32768, 4096, true, false, true, QkNorm::kNone, false},
+     {"qwen3", "Qwen3ForCausalLM", 32, 128, 32768, 4096, true, true, false, QkNorm::kOfHeads, false},
+     {"smollm3", "SmolLM3ForCausalLM", 4, 0, 32768, 0, true, true, false, QkNorm::kNone, true, 2e6, 1e-6,
+      true, 128004},
+     {"granite", "GraniteForCausalLM", 0, 0, 2048, 0, false, true, false, QkNorm::kNone, true},
+     {"olmo2", "Olmo2ForCausalLM", 0, 0, 2048, 0, false, true, false, QkNorm::kOfAll, false, 10000, 1e-5,
+      false, 1}});
 
 const TypeDefaults* DefaultsOf(std::string_view type) {
   const auto found =
@@ -79,6 +90,12 @@ const std::vector<std::string_view>& FunctionKeys() {
                                                                "use_sliding_window",
                                                                "max_window_layers",
                                                                "layer_types",
+                                                               "no_rope_layers",
+                                                               "no_rope_layer_interval",
+                                                               "embedding_multiplier",
+                                                               "residual_multiplier",
+                                                               "attention_multiplier",
+                                                               "logits_scaling",
                                                                "pruned_heads",
                                                                "quantization_config",
                                                                "add_cross_attention",
@@ -171,6 +188,46 @@ void ReadRope(ModelKeys* keys, Rope* rope) {
     keys->Wrong("partial_rotary_factor", "and rotary positions of a part of a head are not computed");
 }
 
+// Granite's multipliers. In a model of another type, which would not use them, each must be 1 or absent.
+void ReadMultipliers(ModelKeys* keys, LlamaConfig* c) {
+  const bool has_them = c->type == "granite";
+  if (has_them) c->attention_multiplier = 1;
+  for (const auto& [key, to] : {std::pair{"embedding_multiplier", &c->embedding_multiplier},
+                                {"residual_multiplier", &c->residual_multiplier},
+                                {"attention_multiplier", &c->attention_multiplier},
+                                {"logits_scaling", &c->logits_scaling}}) {
+    double value = has_them ? *to : 1;
+    keys->Number(key, &value);
+    if (!has_them && value != 1) keys->Wrong(key, absl::StrCat("which no ", c->type, " has"));
+    if (!(value > 0 && value <= 1e6)) keys->Wrong(key, "not above 0 and at most 1e6");
+    if (has_them) *to = value;
+  }
+}
+
+// SmolLM 3: which layers turn queries and keys by positions.
+void ReadTurns(ModelKeys* keys, LlamaConfig* c) {
+  const bool has_them = c->type == "smollm3";
+  const json* given = keys->Find("no_rope_layers");
+  int64_t interval = 4;
+  keys->Whole("no_rope_layer_interval", &interval);
+  if (!has_them) {
+    if (given != nullptr) keys->Wrong("no_rope_layers", absl::StrCat("which no ", c->type, " has"));
+    return;
+  }
+  if (interval < 1) return keys->Wrong("no_rope_layer_interval", "not 1 or more");
+  if (given == nullptr) {
+    for (int64_t i = 0; i < c->layers; ++i) c->turns.push_back((i + 1) % interval != 0);
+    return;
+  }
+  if (!given->is_array() || given->size() != static_cast<size_t>(std::max<int64_t>(c->layers, 0)))
+    return keys->Wrong("no_rope_layers", "not a list with a number for each layer");
+  for (const json& each : *given) {
+    if (!each.is_number_integer() && !each.is_boolean())
+      return keys->Wrong("no_rope_layers", "not a list with a number for each layer");
+    c->turns.push_back(each.is_boolean() ? each.get<bool>() : each.get<int64_t>() != 0);
+  }
+}
+
 // Whether some layer looks back over a part of the sequence alone, and how far.
 void ReadWindow(const TypeDefaults& defaults, const json& config, ModelKeys* keys, int64_t layers,
                 int64_t* window) {
@@ -181,7 +238,7 @@ void ReadWindow(const TypeDefaults& defaults, const json& config, ModelKeys* key
   bool used = width > 0 && !defaults.switches_window && defaults.window > 0;
   if (defaults.switches_window) {
     keys->Switch("use_sliding_window", &used);
-    int64_t full = 28;
+    int64_t full = defaults.window > 0 ? 28 : 0;
     keys->Whole("max_window_layers", &full);
     used = used && width > 0 && full < layers;
     if (keys->Find("use_sliding_window") == nullptr) used = false;
@@ -237,7 +294,9 @@ absl::Status Validate(const LlamaConfig& c) {
 
 }  // namespace
 
-double LlamaConfig::AttentionScale() const { return 1.0 / std::sqrt(static_cast<double>(depth)); }
+double LlamaConfig::AttentionScale() const {
+  return attention_multiplier > 0 ? attention_multiplier : 1.0 / std::sqrt(static_cast<double>(depth));
+}
 
 std::vector<BlockDescription> BlocksOfLlama(const LlamaConfig& c) {
   std::vector<BlockDescription> blocks;
@@ -279,19 +338,21 @@ std::vector<BlockDescription> BlocksOfLlama(const LlamaConfig& c) {
   for (int64_t i = 0; i < c.layers; ++i) {
     prefix = absl::StrCat(kPrefix, "layers.", i, ".");
     blocks.push_back({.name = absl::StrCat("layers.", i), .kind = "layer", .parameters = {}});
-    add_norm("input_layernorm", c.width);
+    if (!c.norms_results) add_norm("input_layernorm", c.width);
     add_linear("self_attn.q_proj", c.width, c.heads * c.depth, c.qkv_bias);
     add_linear("self_attn.k_proj", c.width, c.key_heads * c.depth, c.qkv_bias);
     add_linear("self_attn.v_proj", c.width, c.key_heads * c.depth, c.qkv_bias);
     add_linear("self_attn.o_proj", c.heads * c.depth, c.width, c.output_bias);
-    if (c.qk_norm) {
-      add_norm("self_attn.q_norm", c.depth);
-      add_norm("self_attn.k_norm", c.depth);
+    if (c.qk_norm != QkNorm::kNone) {
+      const bool of_all = c.qk_norm == QkNorm::kOfAll;
+      add_norm("self_attn.q_norm", of_all ? c.heads * c.depth : c.depth);
+      add_norm("self_attn.k_norm", of_all ? c.key_heads * c.depth : c.depth);
     }
     add_norm("post_attention_layernorm", c.width);
     add_linear("mlp.gate_proj", c.width, c.inner, c.mlp_bias);
     add_linear("mlp.up_proj", c.width, c.inner, c.mlp_bias);
     add_linear("mlp.down_proj", c.inner, c.width, c.mlp_bias);
+    if (c.norms_results) add_norm("post_feedforward_layernorm", c.width);
   }
   if (!c.tied) {
     begin(tiled ? "norm" : "head");
@@ -337,13 +398,21 @@ Decoder DecoderOf(const LlamaConfig& c) {
   DecoderFunction& f = decoder.function;
   f.norm = DecoderFunction::Norm::kRootMeanSquare;
   f.epsilon = c.epsilon;
-  f.attention_norm = "input_layernorm";
-  f.inner_norm = "post_attention_layernorm";
+  if (c.norms_results) {
+    f.attention_result_norm = "post_attention_layernorm";
+    f.inner_result_norm = "post_feedforward_layernorm";
+  } else {
+    f.attention_norm = "input_layernorm";
+    f.inner_norm = "post_attention_layernorm";
+  }
   f.last_norm = "norm";
+  f.embedding_scale = c.embedding_multiplier;
+  f.residual_scale = c.residual_multiplier;
+  f.logits_divisor = c.logits_scaling;
   f.query = "self_attn.q_proj";
   f.key = "self_attn.k_proj";
   f.value = "self_attn.v_proj";
-  if (c.qk_norm) {
+  if (c.qk_norm != QkNorm::kNone) {
     f.query_norm = "self_attn.q_norm";
     f.key_norm = "self_attn.k_norm";
   }
@@ -354,6 +423,7 @@ Decoder DecoderOf(const LlamaConfig& c) {
   f.activation = kernels::Activation::kSilu;
   f.scales.assign(static_cast<size_t>(c.layers), c.AttentionScale());
   f.frequencies = c.rope.Frequencies(c.depth);
+  f.turns = c.turns;
   decoder.blocks = BlocksOfLlama(whole);
   return decoder;
 }
@@ -486,6 +556,16 @@ nlohmann::ordered_json LlamaConfig::ToPublished() const {
   }
   if (defaults.attention_bias) json["attention_bias"] = qkv_bias;
   if (defaults.mlp_bias) json["mlp_bias"] = mlp_bias;
+  if (type == "granite") {
+    json["embedding_multiplier"] = embedding_multiplier;
+    json["residual_multiplier"] = residual_multiplier;
+    json["attention_multiplier"] = attention_multiplier;
+    json["logits_scaling"] = logits_scaling;
+  }
+  if (!turns.empty()) {
+    json["no_rope_layers"] = nlohmann::ordered_json::array();
+    for (const bool each : turns) json["no_rope_layers"].push_back(each ? 1 : 0);
+  }
   for (const auto& [key, value] : kept.items()) json[key] = value;
   return json;
 }
@@ -515,9 +595,11 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   keys.Whole("head_dim", &c.depth);
   c.positions = defaults->positions;
   keys.Whole("max_position_embeddings", &c.positions);
+  c.epsilon = defaults->epsilon;
   keys.Number("rms_norm_eps", &c.epsilon);
   keys.Number("initializer_range", &c.deviation);
   keys.Number("attention_dropout", &c.attention_dropout);
+  c.tied = defaults->tied;
   keys.Switch("tie_word_embeddings", &c.tied);
   if (const nlohmann::json* act = keys.Find("hidden_act");
       act != nullptr && *act != "silu" && *act != "swish")
@@ -536,12 +618,18 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   keys.Switch("mlp_bias", &c.mlp_bias);
   if (c.mlp_bias && !defaults->mlp_bias) keys.Wrong("mlp_bias", absl::StrCat("which no ", c.type, " has"));
   c.qk_norm = defaults->qk_norm;
+  c.norms_results = c.type == "olmo2";
+  c.rope.theta = defaults->theta;
+  ReadMultipliers(&keys, &c);
+  ReadTurns(&keys, &c);
   ReadTileRows(c.vocab, &keys, &c.tile_rows);
   ReadRope(&keys, &c.rope);
   ReadWindow(*defaults, json, &keys, c.layers, &c.window);
   for (const char* key : kKeptKeys) {
     if (json.contains(key)) c.kept[key] = json[key];
   }
+  if (!json.contains("pad_token_id") && defaults->padding >= 0 && defaults->padding < c.vocab)
+    c.kept["pad_token_id"] = defaults->padding;
   RETURN_IF_ERROR(keys.status());
   RETURN_IF_ERROR(Validate(c));
   if (c.window > 0 && c.window < c.positions && notes != nullptr) {

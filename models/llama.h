@@ -1,5 +1,6 @@
-// The family of Llama: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM (Touvron et al. 2023). RMSNorm before
-// each half of a layer, rotary positions, grouped queries, SwiGLU; biases, norms of queries and keys, and one
+// The family of Llama: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM 1 to 3, Granite, OLMo 2 (Touvron et al.
+// 2023). RMSNorm before each half of a layer, or behind it (OLMo 2); rotary positions, in some layers none
+// (SmolLM 3); grouped queries, SwiGLU; biases, norms of queries and keys, multipliers (Granite), and one
 // embedding for input and output where a model has them.
 //
 // Block 0 is the embedding, blocks 1..L are the layers. With a head of its own (untied) the last block is the
@@ -39,7 +40,8 @@ struct Rope {
 };
 
 struct LlamaConfig {
-  std::string type = "llama";  // Hugging Face's model_type: llama, mistral, qwen2 or qwen3
+  std::string type =
+      "llama";  // Hugging Face's model_type: llama, mistral, qwen2, qwen3, smollm3, granite or olmo2
   int64_t layers = 0, width = 0, heads = 0, key_heads = 0, depth = 0, inner = 0, vocab = 0;
   int64_t positions = 2048;  // that the model was made for
   int64_t window = 0;        // positions that a layer looks back; 0: all. Longer sequences are not computed
@@ -48,14 +50,20 @@ struct LlamaConfig {
   double attention_dropout = 0;
   bool tied = false;
   bool qkv_bias = false, output_bias = false, mlp_bias = false;
-  bool qk_norm = false;
-  int64_t tile_rows = 0;  // of the vocabulary's blocks; 0: one has all of it
+  enum class QkNorm : uint8_t { kNone, kOfHeads, kOfAll };  // kOfAll: one norm over the queries of all heads
+  QkNorm qk_norm = QkNorm::kNone;
+  bool norms_results = false;  // norms are of what attention and MLP give, not of what they take
+  // Granite's. Scores of attention are multiplied by attention_multiplier; 0: 1 / sqrt(depth).
+  double embedding_multiplier = 1, residual_multiplier = 1, attention_multiplier = 0, logits_scaling = 1;
+  std::vector<bool> turns;  // by layer: whether positions turn its queries and keys; empty: in all
+  int64_t tile_rows = 0;    // of the vocabulary's blocks; 0: one has all of it
   Rope rope;
   // As given, for those who read what is exported: tokens, and which layers look back how far.
   nlohmann::json kept = nlohmann::json::object();
 
   // Of the scores.
   double AttentionScale() const;
+  bool Turns(int64_t layer) const { return turns.empty() || turns[static_cast<size_t>(layer)]; }
   int64_t Context() const { return window > 0 && window < positions ? window : positions; }
   nlohmann::json ToJson() const;
   nlohmann::ordered_json ToPublished() const;

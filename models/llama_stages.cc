@@ -54,19 +54,21 @@ Tensor Turn(const Tensor& x, const std::pair<Tensor, Tensor>& angles) {
 // `arrange` is applied to queries, keys and values [..., heads, depth]; `attend` makes [..., heads * depth]
 // of the three.
 template <typename Block, typename Arrange, typename Attend>
-Tensor Attention(const Function& f, Block& block, const Tensor& x, const Tensor& positions, Arrange arrange,
-                 Attend attend) {
+Tensor Attention(const Function& f, int64_t layer, Block& block, const Tensor& x, const Tensor& positions,
+                 Arrange arrange, Attend attend) {
   const LlamaConfig& c = f.config;
-  const std::pair<Tensor, Tensor> angles = Angles(f.frequencies, positions, x);
+  using QkNorm = LlamaConfig::QkNorm;
+  std::pair<Tensor, Tensor> angles;
+  if (c.Turns(layer)) angles = Angles(f.frequencies, positions, x);
   const auto heads = [&](const char* projection, int64_t count, const char* norm) {
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = count;
     sizes.push_back(c.depth);
-    Tensor y = block.Linear(projection, x).view(sizes);
-    if (norm != nullptr) {
-      if (c.qk_norm) y = Normalize(y, block.Get(norm), c.epsilon);
-      y = Turn(y, angles);
-    }
+    Tensor y = block.Linear(projection, x);
+    if (norm != nullptr && c.qk_norm == QkNorm::kOfAll) y = Normalize(y, block.Get(norm), c.epsilon);
+    y = y.view(sizes);
+    if (norm != nullptr && c.qk_norm == QkNorm::kOfHeads) y = Normalize(y, block.Get(norm), c.epsilon);
+    if (norm != nullptr && c.Turns(layer)) y = Turn(y, angles);
     return arrange(y);
   };
   const Tensor q = heads("self_attn.q_proj", c.heads, "self_attn.q_norm.weight");
@@ -76,20 +78,29 @@ Tensor Attention(const Function& f, Block& block, const Tensor& x, const Tensor&
 }
 
 template <typename Block, typename Arrange, typename Attend>
-Tensor Layer(const Function& f, Block& block, const Tensor& x, const Tensor& positions, Arrange arrange,
-             Attend attend) {
-  const double epsilon = f.config.epsilon;
-  const Tensor input = Normalize(x, block.Get("input_layernorm.weight"), epsilon);
-  const Tensor y = x + Attention(f, block, input, positions, arrange, attend);
-  const Tensor z = Normalize(y, block.Get("post_attention_layernorm.weight"), epsilon);
+Tensor Layer(const Function& f, int64_t layer, Block& block, const Tensor& before, const Tensor& positions,
+             Arrange arrange, Attend attend) {
+  const LlamaConfig& c = f.config;
+  const auto normal = [&](const char* name, const Tensor& of) {
+    return Normalize(of, block.Get(name), c.epsilon);
+  };
+  const auto scaled = [](const Tensor& of, double factor) { return factor == 1 ? of : of * factor; };
+  const Tensor x = layer == 0 ? scaled(before, c.embedding_multiplier) : before;
+  const Tensor input = c.norms_results ? x : normal("input_layernorm.weight", x);
+  Tensor mixed = Attention(f, layer, block, input, positions, arrange, attend);
+  if (c.norms_results) mixed = normal("post_attention_layernorm.weight", mixed);
+  const Tensor y = x + scaled(mixed, c.residual_multiplier);
+  const Tensor z = c.norms_results ? y : normal("post_attention_layernorm.weight", y);
   // Matrices may come one by one: each is asked for in a statement of its own.
   Tensor gated = torch::silu(block.Linear("mlp.gate_proj", z));
   gated = gated * block.Linear("mlp.up_proj", z);
-  return y + block.Linear("mlp.down_proj", gated);
+  Tensor result = block.Linear("mlp.down_proj", gated);
+  if (c.norms_results) result = normal("post_feedforward_layernorm.weight", result);
+  return y + scaled(result, c.residual_multiplier);
 }
 
 // Of whole sequences: x is [batch, length, width].
-Tensor TrainedLayer(const Function& f, const DescribedModule& block, const Tensor& x) {
+Tensor TrainedLayer(const Function& f, int64_t layer, const DescribedModule& block, const Tensor& x) {
   const LlamaConfig& c = f.config;
   const int64_t batch = x.size(0), length = x.size(1);
   const Tensor positions = torch::arange(length, x.options().dtype(torch::kFloat32));
@@ -102,7 +113,7 @@ Tensor TrainedLayer(const Function& f, const DescribedModule& block, const Tenso
         CausalAttention(q, k, v, c.AttentionScale(), dropout).view({batch, c.heads, length, c.depth});
     return mixed.transpose(1, 2).reshape({batch, length, c.heads * c.depth});
   };
-  return Layer(f, block, x, positions, arrange, attend);
+  return Layer(f, layer, block, x, positions, arrange, attend);
 }
 
 // The padding token's embedding is not learned, as in transformers; -1: there is none.
@@ -123,7 +134,9 @@ Tensor Embed(const DescribedModule& block, const Tensor& ids, int64_t padding) {
 template <typename Block>
 Tensor Logits(const LlamaConfig& c, Block& block, const Tensor& x) {
   const Tensor normal = Normalize(x, block.Get("norm.weight"), c.epsilon);
-  return block.Linear(c.tied ? "embed_tokens" : "lm_head", normal).to(torch::kFloat32);
+  Tensor logits = block.Linear(c.tied ? "embed_tokens" : "lm_head", normal);
+  if (c.logits_scaling != 1) logits = logits / c.logits_scaling;
+  return logits.to(torch::kFloat32);
 }
 
 class LlamaDecoder : public TensorDecoder {
@@ -132,10 +145,9 @@ class LlamaDecoder : public TensorDecoder {
       : function_{config, config.rope.Frequencies(config.depth)} {}
 
   Tensor Embed(const Tensor& tokens, const Tensor& /*positions*/) const override { return tokens; }
-  Tensor Layer(int64_t /*layer*/, BlockAccess& block, const Tensor& x,
-               const Tensor& positions) const override {
+  Tensor Layer(int64_t layer, BlockAccess& block, const Tensor& x, const Tensor& positions) const override {
     return models::Layer(
-        function_, block, x, positions, [](const Tensor& y) { return y; },
+        function_, layer, block, x, positions, [](const Tensor& y) { return y; },
         [&](const Tensor& q, const Tensor& k, const Tensor& v) {
           return block.Attend(q, k, v, function_.config.AttentionScale(), /*wide=*/false);
         });
@@ -169,13 +181,16 @@ zero::Model MakeLlama(const LlamaConfig& config, Head head) {
   }
   for (int64_t i = 0; i < config.layers; ++i) {
     model.AddStage(absl::StrCat("layers.", i), blocks.layer + static_cast<int>(i),
-                   [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
-                     return TrainedLayer(*f, *module.as<DescribedModule>(), x);
+                   [f, i](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
+                     return TrainedLayer(*f, i, *module.as<DescribedModule>(), x);
                    });
   }
   if (cut.tiles() > 1) {
     const auto norm = [f](const DescribedModule& block, const Tensor& x) {
-      return Normalize(x, block.Get("norm.weight"), f->config.epsilon);
+      const Tensor normal = Normalize(x, block.Get("norm.weight"), f->config.epsilon);
+      // A product with tiles is one with x: its logits are divided in advance.
+      const double divisor = f->config.logits_scaling;
+      return divisor == 1 ? normal : normal.to(torch::kFloat32) / divisor;
     };
     AddLastNorm(blocks.norm, norm, head, &model);
     AddHeadTiles(cut, config.tied ? embedding : "lm_head.weight", blocks.head, head, &model);

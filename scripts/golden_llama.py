@@ -1,4 +1,4 @@
-"""Writes tests/golden/llama.json; scripts/golden-llama says what with. The same releases write the same bytes."""
+"""Writes tests/golden/llama.json and llama_variants.json; scripts/golden-llama says what with. The same releases write the same bytes."""
 import json
 import os
 import sys
@@ -33,6 +33,16 @@ CASES = [
     ("qwen3", {"head_dim": 10, "tie_word_embeddings": True, "rope_theta": 1000000.0}),
     ("qwen3", {"head_dim": 4, "attention_bias": True}),
 ]
+# Other norms, multipliers and layers without positions. Few steps: small results that are normalised make rounding grow.
+VARIANTS = [
+    ("smollm3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": None}),
+    ("smollm3", {"no_rope_layers": [0, 1], "tie_word_embeddings": False, "attention_bias": True, "pad_token_id": 3}),
+    ("granite", {"embedding_multiplier": 6.0, "residual_multiplier": 0.25, "attention_multiplier": 0.125,
+                 "logits_scaling": 5.0, "tie_word_embeddings": True}),
+    ("granite", {"logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True}),
+    ("olmo2", {"num_key_value_heads": 1, "rope_theta": 500000.0}),
+    ("olmo2", {"tie_word_embeddings": True, "attention_bias": True, "rms_norm_eps": 1e-6}),
+]
 
 
 def formula(model):
@@ -55,7 +65,7 @@ def tokens(batch, length, vocab):
     return torch.tensor([[(7 * i + 5 * r + i * i * (r + 1)) % vocab for i in range(length + 1)] for r in range(batch)])
 
 
-def case(kind, keys, batch=2, length=18):
+def case(kind, keys, batch=2, length=18, steps=STEPS):
     keys = {**TINY, **keys}
     with tempfile.TemporaryDirectory() as directory:
         # As a file of transformers 4, and what this release makes of it: both spellings.
@@ -90,7 +100,7 @@ def case(kind, keys, batch=2, length=18):
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.002, weight_decay=0.1)
     answer["losses"], answer["norms"] = [], []
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss = loss_of()
         loss.backward()
         answer["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
@@ -104,9 +114,14 @@ def keys_of(cls):
     return sorted(set(cls.__dataclass_fields__) - set(transformers.PreTrainedConfig.__dataclass_fields__))
 
 
-cases = [case(*c) for c in CASES]
-keys = {cls.model_type: keys_of(cls) for cls in (transformers.LlamaConfig, transformers.MistralConfig,
-                                                 transformers.Qwen2Config, transformers.Qwen3Config)}
-with open(os.path.join(OUT, "llama.json"), "w") as file:
-    file.write('{"made_with": ' + json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}) +
-               ',\n"keys": ' + json.dumps(keys) + ',\n"cases": [\n  ' + ",\n  ".join(json.dumps(c) for c in cases) + "\n]}\n")
+def write(name, cases, classes):
+    keys = {cls.model_type: keys_of(cls) for cls in classes}
+    with open(os.path.join(OUT, name), "w") as file:
+        file.write('{"made_with": ' + json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}) +
+                   ',\n"keys": ' + json.dumps(keys) + ',\n"cases": [\n  ' + ",\n  ".join(json.dumps(c) for c in cases) + "\n]}\n")
+
+
+write("llama.json", [case(*c) for c in CASES],
+      (transformers.LlamaConfig, transformers.MistralConfig, transformers.Qwen2Config, transformers.Qwen3Config))
+write("llama_variants.json", [case(*c, steps=8) for c in VARIANTS],
+      (transformers.SmolLM3Config, transformers.GraniteConfig, transformers.Olmo2Config))

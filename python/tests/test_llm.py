@@ -23,11 +23,18 @@ def tiny(family):
         "llama": ("LlamaConfig", "LlamaForCausalLM"),
         "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
         "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+        "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
+        "granite": ("GraniteConfig", "GraniteForCausalLM"),
+        "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     }[family]
     if not hasattr(transformers, config):
         pytest.skip(f"this transformers has no {config}")
-    more = {"head_dim": 16} if family == "qwen3" else {}
-    return getattr(transformers, model)(getattr(transformers, config)(**LLAMA, **more, tie_word_embeddings=family == "qwen2"))
+    more = {
+        "qwen3": {"head_dim": 16},
+        "smollm3": {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 3},
+        "granite": {"embedding_multiplier": 6.0, "residual_multiplier": 0.25, "attention_multiplier": 0.125, "logits_scaling": 5.0},
+    }.get(family, {})
+    return getattr(transformers, model)(getattr(transformers, config)(**{**LLAMA, **more}, tie_word_embeddings=family == "qwen2"))
 
 
 def written(directory, family="llama", dtype=torch.float32):
@@ -52,7 +59,7 @@ def greedy(model, prompt, count):
     return tokens[len(prompt):]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "smollm3", "granite", "olmo2"])
 def test_greedy_tokens_are_those_of_transformers(directory, family):
     model = written(directory, family)
     prompts = [[1, 2, 3], [250, 7], [9] * 40, list(range(3, 150))]

@@ -15,7 +15,7 @@ using testing_support::kMiB;
 using testing_support::LlamaConfigOf;
 using testing_support::ManyPrompts;
 using testing_support::Setting;
-using tools::testing_support::Golden;
+using tools::testing_support::GoldenLlamas;
 
 class GenerateGpuTest : public testing_support::GeneratingTest {
  protected:
@@ -29,7 +29,7 @@ class GenerateGpuTest : public testing_support::GeneratingTest {
 };
 
 TEST_F(GenerateGpuTest, GreedyTokensAreThoseOfTransformers) {
-  const json golden = Golden("llama.json");
+  const json golden = GoldenLlamas();
   int number = 0;
   for (const json& c : golden["cases"]) {
     SCOPED_TRACE(c["old"].dump());

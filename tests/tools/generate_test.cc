@@ -27,7 +27,7 @@ using testing_support::kMiB;
 using testing_support::LlamaConfigOf;
 using testing_support::ManyPrompts;
 using tools::testing_support::Formula;
-using tools::testing_support::Golden;
+using tools::testing_support::GoldenLlamas;
 
 class GenerateTest : public testing_support::GeneratingTest {};
 
@@ -74,7 +74,7 @@ TEST(RingTest, ThreeTimesTheLargestNeverBlocksBehindOne) {
 }
 
 TEST_F(GenerateTest, GreedyTokensAreThoseOfTransformers) {
-  const json golden = Golden("llama.json");
+  const json golden = GoldenLlamas();
   int number = 0;
   for (const json& c : golden["cases"]) {
     SCOPED_TRACE(c["old"].dump());

@@ -35,6 +35,15 @@ inline nlohmann::json Golden(const std::string& name) {
   return golden;
 }
 
+// All of Llama's family: cases and keys of both files.
+inline nlohmann::json GoldenLlamas() {
+  nlohmann::json all = Golden("llama.json");
+  const nlohmann::json variants = Golden("llama_variants.json");
+  for (const nlohmann::json& each : variants["cases"]) all["cases"].push_back(each);
+  all["keys"].update(variants["keys"]);
+  return all;
+}
+
 // Exact in fp32, by the tensor's published name.
 inline std::vector<float> Formula(const std::string& name, int64_t elements) {
   uint64_t salt = 0;

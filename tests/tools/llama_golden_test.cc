@@ -1,5 +1,6 @@
-// The family of Llama against transformers: tests/golden/llama.json has configs in both spellings, logits,
-// greedy tokens, losses and gradient norms of 20 steps. scripts/golden-llama asks for them.
+// The family of Llama against transformers: tests/golden/llama.json and llama_variants.json have configs in
+// both spellings, logits, greedy tokens, losses and gradient norms of some steps. scripts/golden-llama asks
+// for them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -25,7 +26,7 @@ namespace {
 
 using nlohmann::json;
 using testing::HasSubstr;
-using testing_support::Golden;
+using testing_support::GoldenLlamas;
 
 // A model whole in memory, with the formula's weights, without an engine.
 class WholeModel {
@@ -67,7 +68,7 @@ zero::TensorBatch BatchOf(const std::vector<int64_t>& tokens) {
 class LlamaGoldenTest : public testing_support::ProgramTest {};
 
 TEST_F(LlamaGoldenTest, LogitsAndGreedyTokensAreThoseOfTransformers) {
-  const json golden = Golden("llama.json");
+  const json golden = GoldenLlamas();
   for (const json& c : golden["cases"]) {
     SCOPED_TRACE(c["old"].dump());
     const auto description = models::ModelFromJson(c["config"]);
@@ -95,7 +96,7 @@ TEST_F(LlamaGoldenTest, LogitsAndGreedyTokensAreThoseOfTransformers) {
 // The whole way of a user: a directory by --model, then the engine.
 TEST_F(LlamaGoldenTest, TrainsAsTransformers) {
   int number = 0;
-  const json golden = Golden("llama.json");
+  const json golden = GoldenLlamas();
   for (const json& c : golden["cases"]) {
     SCOPED_TRACE(c["old"].dump());
     const std::string directory = dir_ + "/model" + std::to_string(number);
@@ -112,7 +113,7 @@ TEST_F(LlamaGoldenTest, TrainsAsTransformers) {
 }
 
 TEST(LlamaConfigGolden, BothSpellingsAreOneModelAndItIsWrittenForOthers) {
-  const json golden = Golden("llama.json");
+  const json golden = GoldenLlamas();
   for (const json& c : golden["cases"]) {
     SCOPED_TRACE(c["old"].dump());
     std::vector<std::string> notes;
@@ -157,7 +158,7 @@ TEST(LlamaConfigGolden, BothSpellingsAreOneModelAndItIsWrittenForOthers) {
 
 // A key that transformers' classes get in a later release must be looked at here: it may change the function.
 TEST(LlamaConfigGolden, EveryKeyOfTheClassesIsKnown) {
-  const json golden = Golden("llama.json");
+  const json golden = GoldenLlamas();
   for (const auto& [type, keys] : golden["keys"].items()) {
     json config = golden["cases"][0]["old"];
     config["model_type"] = type;
@@ -260,7 +261,7 @@ TEST_F(LlamaGoldenTest, WeightsComeBackToTheBitThroughTheProgram) {
   for (int i = 0; i < 4000; ++i) tokens += {static_cast<char>((i * 7 + i / 5) % 31), '\0'};
   testing_support::WriteFile(dir_ + "/tokens.bin", tokens);
   int number = 0;
-  const json golden = Golden("llama.json");
+  const json golden = GoldenLlamas();
   for (const json& c : golden["cases"]) {
     if (c["length"] != 18) continue;
     SCOPED_TRACE(c["old"].dump());

@@ -393,9 +393,9 @@ class VocabularyTilesTest : public testing_support::ProgramTest {
 
 // The whole way of a user, with the state on a drive: a directory by --model, then the engine.
 TEST_F(VocabularyTilesTest, TrainAsTransformers) {
-  const json golden = testing_support::Golden("llama.json");
+  const json golden = testing_support::GoldenLlamas();
   int tied = 0, number = 0;
-  for (const size_t i : {0, 1, 4, 8, 9}) {
+  for (const size_t i : {0, 1, 4, 8, 9, 14, 15}) {  // 14 and 15: granite, with multipliers
     const json& c = golden["cases"][i];
     SCOPED_TRACE(c["config"].dump());
     tied += c["config"].value("tie_word_embeddings", false) ? 1 : 0;
