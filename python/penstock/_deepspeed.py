@@ -14,7 +14,9 @@ import logging
 import os
 import shutil
 import socket
+import stat
 import sys
+import time
 import weakref
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union, cast
 
@@ -425,15 +427,35 @@ def _scratch_in(parent: str) -> str:
     return os.path.join(parent, f"{_SCRATCH}{os.getpid()}-{next(_numbers)}@{host}")
 
 
-# By a process that is not seen from here: of another container.
+_YOUNG = 3600.0  # seconds in which a directory without a store may be one that is being made
+
+
+# By a process that is not seen from here: of another container. What cannot be looked at counts as in use.
 def _in_use(directory: str) -> bool:
     try:
-        with open(os.path.join(directory, "penstock.store"), "rb") as file:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
+        parts = [directory, *(os.path.join(directory, name) for name in os.listdir(directory) if name.startswith("rank-"))]
+        locks = [_lock_of(os.path.join(part, "penstock.store")) for part in parts]
+        if True in locks:
+            return True
+        return all(lock is None for lock in locks) and time.time() - os.stat(directory).st_mtime < _YOUNG
     except OSError:
         return True
+
+
+# Whether a process holds a store's lock; None: there is no such file. OSError: it cannot be looked at.
+def _lock_of(store: str) -> Optional[bool]:
+    try:
+        descriptor = os.open(store, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return True  # nobody's store: not ours to remove
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
     return False
 
 

@@ -289,12 +289,14 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt that ``chat`` makes of a conversation."""
-        if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(each, Mapping) and "role" in each for each in messages):
+        if not isinstance(messages, (str, bytes, Mapping)):
+            messages = list(messages)  # an iterator can be read once
+        if not isinstance(messages, list) or not all(isinstance(each, Mapping) and "role" in each for each in messages):
             raise TypeError("messages are a list of dictionaries, each with a role and a content")
         with self._lock:
             if self._template is None:
                 self._template = _ChatTemplate(self._directory if self._tokenizer is None else self._tokenizer)
-        return str(self._template.render(list(messages)))
+        return str(self._template.render(messages))
 
     def close(self) -> None:
         """Gives memory and threads back. Texts under way are cancelled."""
@@ -358,7 +360,8 @@ class _ChatTemplate:
     def __init__(self, directory: str) -> None:
         if not is_directory(directory):
             directory = os.path.dirname(directory) or "."
-        config = _json_of(os.path.join(directory, "tokenizer_config.json"))
+        # Of both files, as transformers: what tokenizer_config.json says wins.
+        config = {**_json_of(os.path.join(directory, "special_tokens_map.json")), **_json_of(os.path.join(directory, "tokenizer_config.json"))}
         source = config.get("chat_template")
         if isinstance(source, list):  # several, by name
             source = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}.get("default")
@@ -374,7 +377,19 @@ class _ChatTemplate:
             import jinja2.sandbox
         except ImportError:
             raise ImportError("chat needs jinja2, which runs the model's chat template: pip install 'penstock[chat]', or jinja2") from None
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+
+        class Generation(jinja2.ext.Extension):
+            """{% generation %}: marks what an assistant says, for training; here it is what stands in it."""
+
+            tags = {"generation"}
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,6 +34,15 @@ namespace {
 // What is new of a text, as the bytes of UTF-8 that its tokens are.
 nb::bytes Bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
+// Of a text that this process makes.
+const LlmText& Here(const LlmText& text) {
+  if (!text.here()) {
+    throw std::runtime_error(
+        "this text is made by the parent process: a forked child must make its own, with an LLM of its own");
+  }
+  return text;
+}
+
 class PyLlm {
  public:
   PyLlm(std::vector<std::string> directories, std::optional<std::string> tokenizer, uint64_t host_memory,
@@ -56,11 +66,13 @@ class PyLlm {
     llm_ = MakeOwned(*std::move(made));
   }
 
-  Llm& get() const {
+  // Keeps the model as long as it is used: another thread may close this object meanwhile.
+  std::shared_ptr<Owned<Llm>> shared() const {
     if (llm_ == nullptr) throw nb::value_error("this LLM is closed");
     llm_->CheckHere();
-    return llm_->get();
+    return llm_;
   }
+  Llm& get() const { return shared()->get(); }
   void Close() { llm_.reset(); }
 
  private:
@@ -75,6 +87,7 @@ void BindLlm(nb::module_& module) {
           "next",
           [](LlmText& text, double seconds) {
             std::string part;
+            Here(text);
             {
               nb::gil_scoped_release release;
               part = text.Next(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
@@ -84,14 +97,14 @@ void BindLlm(nb::module_& module) {
           nb::arg("seconds"))
       .def("check",
            [](const LlmText& text) {
-             const absl::Status status = text.status();
+             const absl::Status status = Here(text).status();
              if (!status.ok()) RaiseOfModel(status);
            })
       .def("cancel", &LlmText::Cancel)
-      .def_prop_ro("over", &LlmText::over)
-      .def_prop_ro("text", [](const LlmText& text) { return Bytes(text.text()); })
-      .def_prop_ro("tokens", &LlmText::tokens)
-      .def_prop_ro("finish", &LlmText::finish);
+      .def_prop_ro("over", [](const LlmText& text) { return Here(text).over(); })
+      .def_prop_ro("text", [](const LlmText& text) { return Bytes(Here(text).text()); })
+      .def_prop_ro("tokens", [](const LlmText& text) { return Here(text).tokens(); })
+      .def_prop_ro("finish", [](const LlmText& text) { return Here(text).finish(); });
   nb::class_<PyLlm>(module, "Llm")
       .def(nb::init<std::vector<std::string>, std::optional<std::string>, uint64_t, int64_t, int64_t,
                     std::string, std::string, int64_t, int>(),
@@ -110,11 +123,11 @@ void BindLlm(nb::module_& module) {
                                                 .repetition_penalty = repetition_penalty},
                                    .seed = seed,
                                    .stops = std::move(stops)};
-            Llm& model = llm.get();
+            const std::shared_ptr<Owned<Llm>> model = llm.shared();
             absl::StatusOr<std::shared_ptr<LlmText>> text;
             {
               nb::gil_scoped_release release;
-              text = model.Submit(std::move(request));
+              text = model->get().Submit(std::move(request));
             }
             if (!text.ok()) RaiseOfModel(text.status());
             return *std::move(text);
@@ -124,7 +137,13 @@ void BindLlm(nb::module_& module) {
       .def(
           "encode",
           [](PyLlm& llm, const std::string& text, bool complete) {
-            return ValueOrRaise(llm.get().Encode(text, complete));
+            const std::shared_ptr<Owned<Llm>> model = llm.shared();
+            absl::StatusOr<std::vector<int64_t>> tokens;
+            {
+              nb::gil_scoped_release release;  // a prompt may be a book
+              tokens = model->get().Encode(text, complete);
+            }
+            return ValueOrRaise(std::move(tokens));
           },
           nb::arg("text"), nb::arg("complete"))
       .def("close", &PyLlm::Close)

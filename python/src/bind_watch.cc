@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "base/json.h"
 #include "engine_options.h"
 #include "errors.h"
@@ -46,14 +47,13 @@ class PyMonitors {
   tools::Monitors monitors_;
 };
 
-// Of the last commit's record; "null" where there is no run, or none that can be read.
+// Of the last commit's record; "null" where that does not say it.
 std::string RecordOf(const std::vector<std::string>& directories, const std::string& what) {
-  const auto parts = zero::FindShards(directories);  // of ranks, where they are several
-  if (!parts.ok()) return "null";
-  const auto found = swap::Inspect(parts->front());
-  if (!found.ok()) return "null";
-  const auto payload = penstock::ParseJsonObject(found->record.payload, "");
-  return payload.ok() && payload->contains(what) ? (*payload)[what].dump() : "null";
+  const auto parts = ValueOrRaise(zero::FindShards(directories));  // of ranks, where they are several
+  const auto found = ValueOrRaise(swap::Inspect(parts.front()));
+  const auto payload = ValueOrRaise(
+      penstock::ParseJsonObject(found.record.payload, absl::StrCat(directories.front(), ": its record")));
+  return payload.contains(what) ? payload[what].dump() : "null";
 }
 
 }  // namespace
@@ -69,7 +69,8 @@ void BindWatch(nb::module_& module) {
   module.def(
       "record_of", &RecordOf, nb::arg("directories"), nb::arg("what") = "run",
       "What the run in state directories or a checkpoint was made with, as JSON; with `step` what its last "
-      "commit says. null where there is none.");
+      "commit says. null where it does not say so. OSError, ValueError: there is no run, or none that can be "
+      "read.");
   nb::class_<PyMonitors>(module, "Monitors", "csv_monitor and tensorboard of a DeepSpeed configuration.")
       .def(nb::init<const std::string&, const std::string&, bool, const std::vector<std::string>&, bool>(),
            nb::arg("config"), nb::arg("run_id"), nb::arg("resumes"), nb::arg("replaces"),

@@ -49,6 +49,7 @@ std::string LlmText::finish() const {
 }
 
 void LlmText::Cancel() {
+  if (!here()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   cancelled_ = true;
 }

@@ -9,6 +9,8 @@
 #ifndef PENSTOCK_PYTHON_LLM_H_
 #define PENSTOCK_PYTHON_LLM_H_
 
+#include <unistd.h>
+
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -59,14 +61,17 @@ class LlmText {
   std::string text() const;
   std::vector<int64_t> tokens() const;  // that ended it included
   std::string finish() const;           // "length", "stop", "end"; "" while it is under way
-  // It ends with the next token. Nothing waits.
+  // It ends with the next token. Nothing waits. In a forked child, where nothing makes it, it does nothing;
+  // whatever else is called there may wait for ever.
   void Cancel();
+  bool here() const { return getpid() == process_; }
 
  private:
   friend class Llm;
   LlmText(const tools::TextModel* model, TextRequest request)
       : request_(std::move(request)), growing_(model, &request_.stops) {}
 
+  const pid_t process_ = getpid();
   const TextRequest request_;
   mutable std::mutex mutex_;  // of the following
   std::condition_variable changed_;

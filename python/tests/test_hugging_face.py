@@ -193,6 +193,15 @@ def test_the_scratch_of_a_process_that_is_not_seen_here_stays(tmp_path):
         assert [each.name for each in tmp_path.iterdir()] == [first]
     _scratch_in(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+    # What is no store is nobody's to remove, and nothing waits for it; what has none may be one that is being made.
+    for name in (first, second):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / first / "penstock.store")
+    _scratch_in(str(tmp_path))
+    assert sorted(each.name for each in tmp_path.iterdir()) == [first, second]
+    os.utime(tmp_path / second, (0, 0))
+    _scratch_in(str(tmp_path))
+    assert [each.name for each in tmp_path.iterdir()] == [first]
 
 
 CYCLE = """

@@ -298,3 +298,34 @@ def test_the_wheels_program_generates_packs_and_plans(directory):
     refused = run("generate", directory, "--prompt", "1", "--device", "cuda")
     assert refused.returncode == 2 and "LibTorch" in refused.stderr
     assert run("plan", "--data", "x").returncode == 2
+
+
+def test_a_conversation_may_be_an_iterator_and_a_template_may_mark_what_is_generated(directory):
+    written(directory)
+    byte_tokenizer(directory, "{{ bos_token }}{% for m in messages %}{% generation %}<{{ m.content }}>{% endgeneration %}{% endfor %}")
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    del config["bos_token"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        assert llm.chat_prompt({"role": "user", "content": word} for word in ("a", "b")) == "<s><a><b>"
+        with pytest.raises(TypeError, match="list of dictionaries"):
+            llm.chat_prompt("a")
+
+
+def test_a_forked_child_is_told_that_a_text_is_not_its_own(directory):
+    written(directory)
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        stream = llm.stream([1, 2, 3], max_tokens=100)
+        next(stream)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                next(stream)
+            except RuntimeError as error:
+                code = 0 if "forked child" in str(error) else 2
+            stream.close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(stream.tokens) >= 1

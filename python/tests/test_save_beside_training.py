@@ -282,6 +282,7 @@ def test_a_program_that_ends_without_a_close_has_its_checkpoint_or_says_why_not(
     """
     status, _, error = in_child(text, tmp_path / "first", os.path.dirname(__file__))
     assert "could not be closed" in error and "step-00000001" in error, error
+    assert status == 1
     text = FULL + """
     engine.save_checkpoint(where + "/b")
     """
@@ -425,3 +426,38 @@ def test_deepspeeds_name_waits_unless_its_writer_is_decoupled(tmp_path, decouple
         engine.wait_for_checkpoint()
     assert os.path.isdir(tmp_path / "kept" / "global_step1") and (tmp_path / "kept" / "latest").read_text() == "step-00000001"
     engine.destroy()
+
+
+def test_what_cannot_be_read_is_no_checkpoint_with_an_empty_client_state(tmp_path):
+    with make(net(), tmp_path / "run", overwrite=True) as engine:
+        step(engine, batches(1)[0])
+        path = engine.save_checkpoint(tmp_path / "kept", client_state={"epoch": 7}, wait=True)
+    store = next(each for each in (tmp_path / "kept").rglob("penstock.store"))
+    whole = store.read_bytes()
+    for damaged in (b"", whole[:4096], None):
+        store.unlink()
+        if damaged is not None:
+            store.write_bytes(damaged)
+        with make(net(), tmp_path / "run", overwrite=True) as engine, pytest.raises((OSError, ValueError, RuntimeError)):
+            engine.load_checkpoint(tmp_path / "kept")
+        if damaged is None:
+            store.write_bytes(whole)
+    with make(net(), tmp_path / "run", overwrite=True) as engine:
+        assert engine.load_checkpoint(tmp_path / "kept") == (path, {"epoch": 7})
+
+
+def test_what_stands_in_for_a_checkpoint_of_another_run_is_not_removed(tmp_path):
+    kept = tmp_path / "kept"
+    with make(net(), tmp_path / "first") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(kept, wait=True)
+    (kept / "step-00000001").rename(kept / ".step-00000001.replaced")  # as a kill between two renames leaves it
+    with make(net(), tmp_path / "second") as engine:
+        step(engine, batches(1)[0])
+        with pytest.raises(FileExistsError, match="another run"):
+            engine.save_checkpoint(kept)
+        assert (kept / ".step-00000001.replaced").is_dir()
+        with pytest.raises(TypeError):
+            engine.save_checkpoint(kept, replaces_others="no")
+        with pytest.raises(ValueError, match="tag"):
+            engine.save_checkpoint(kept, "x" * 300)

@@ -133,6 +133,47 @@ TEST_F(GenerateCliTest, AFileThatIsNotItsOwnIsLeftAsItIs) {
   }
 }
 
+TEST_F(GenerateCliTest, OverwriteReplacesNothingBeforeThereIsAText) {
+  const std::string out = dir_ + "/out.jsonl";
+  const Arguments to_file = {"--prompt", "a", "--tokens", "4", "--out", out};
+  ASSERT_EQ(Run(Generate(to_file)).code, 0);
+  const std::string first = ReadFile(out);
+  ASSERT_FALSE(first.empty());
+  const Arguments again = to_file + Arguments{"--overwrite"};
+  for (const Arguments& refused :
+       {Arguments{"--host-memory", "100K"}, Arguments{"--kv", "nvme", "--kv-dir", "/proc/none"},
+        Arguments{"--report", dir_ + "/none/report.json"}}) {
+    EXPECT_NE(Run(Generate(again + refused)).code, 0);
+    EXPECT_EQ(ReadFile(out), first);
+  }
+  ASSERT_EQ(Run(Generate({"--prompt", "ab", "--tokens", "2", "--out", out, "--overwrite"})).code, 0);
+  EXPECT_NE(ReadFile(out), first);
+}
+
+TEST_F(GenerateCliTest, NoOutputTakesThePlaceOfAModelsOrAStatesFile) {
+  const std::string config = ReadFile(Model() + "/config.json");
+  for (const Arguments& to : {Arguments{"--report", Model() + "/config.json"},
+                              Arguments{"--out", Model() + "/model.safetensors", "--overwrite"}}) {
+    const Ran ran = Run(Generate(Arguments{"--prompt", "a"} + to));
+    EXPECT_EQ(ran.code, 2);
+    EXPECT_THAT(ran.err, HasSubstr("is a file of a model or a state"));
+  }
+  EXPECT_EQ(ReadFile(Model() + "/config.json"), config);
+  EXPECT_EQ(Run(Generate({"--prompt", "a"})).code, 0);
+  const std::string state = dir_ + "/state";
+  const Arguments train = {"train", "--model", "gpt-tiny", "--data",      text_, "--seq",
+                           "16",    "--batch", "1",        "--state-dir", state, "--steps"};
+  ASSERT_EQ(Run(train + Arguments{"1"}).code, 0);
+  std::filesystem::create_symlink(state + "/penstock.store", dir_ + "/report.json");
+  for (const char* to : {"/state/penstock.store", "/report.json"}) {
+    const Ran ran = Run(train + Arguments{"2", "--resume", "--report", dir_ + to});
+    EXPECT_EQ(ran.code, 2);
+    EXPECT_THAT(ran.err, HasSubstr("is a file of a model or a state"));
+  }
+  EXPECT_EQ(Run({"export", state, state + "/penstock.store", "--overwrite"}).code, 2);
+  EXPECT_EQ(Run({"verify", state}).code, 0);
+}
+
 TEST_F(GenerateCliTest, TextEndsAtItsLengthOrAtAStopWord) {
   const Ran plain = Run(Generate({"--prompt", "hello", "--tokens", "60"}));
   ASSERT_EQ(plain.code, 0) << plain.err;

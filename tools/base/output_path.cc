@@ -6,10 +6,14 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
+#include <string_view>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
 #include "base/io_error.h"
+#include "base/status_macros.h"
 
 namespace penstock::tools {
 
@@ -19,6 +23,7 @@ absl::Status CheckWritable(const char* flag, const std::optional<std::string>& p
     return absl::InvalidArgumentError(
         absl::StrCat(flag, " ", *path, ": cannot be written: ", why, ": give another file"));
   };
+  RETURN_IF_ERROR(CheckIsNoModelFile(flag, *path));
   const absl::StatusOr<PathKind> kind = KindOf(*path);
   if (!kind.ok()) return cannot(std::strerror(ErrnoOf(kind.status())));
   if (*kind != PathKind::kMissing) {
@@ -34,6 +39,24 @@ absl::Status CheckWritable(const char* flag, const std::optional<std::string>& p
   if (*of_parent != PathKind::kDirectory) return cannot(absl::StrCat(parent, " is not a directory"));
   if (access(parent.c_str(), W_OK | X_OK) != 0)
     return cannot(absl::StrCat(parent, ": ", std::strerror(errno)));
+  return absl::OkStatus();
+}
+
+absl::Status CheckIsNoModelFile(const std::string& what, const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path meant = std::filesystem::weakly_canonical(path, error);
+  for (const std::string& name :
+       {meant.filename().string(), std::filesystem::path(path).filename().string()}) {
+    constexpr std::string_view kNames[] = {"penstock.store",         "config.json",
+                                           "generation_config.json", "tokenizer.json",
+                                           "tokenizer_config.json",  "special_tokens_map.json",
+                                           "adapter_config.json",    "chat_template.jinja"};
+    const bool named = std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
+    if (!named && !absl::EndsWith(name, ".safetensors") && !absl::EndsWith(name, ".safetensors.index.json"))
+      continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, " ", path, ": is a file of a model or a state by its name: give another file"));
+  }
   return absl::OkStatus();
 }
 

@@ -42,8 +42,8 @@ absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::
   if (!locked) {
     return absl::FailedPreconditionError(absl::StrCat("--out ", path, ": another process writes it"));
   }
-  if (overwrite && ::ftruncate(fd, 0) != 0) return Failed("truncate", path, errno);
-  RETURN_IF_ERROR(output->ReadDone());
+  output->replaces_ = overwrite;
+  if (!overwrite) RETURN_IF_ERROR(output->ReadDone());
   return output;
 }
 
@@ -92,6 +92,8 @@ absl::StatusOr<bool> GenerateOutput::Has(int64_t index, const std::string& key) 
 absl::Status GenerateOutput::Append(const nlohmann::ordered_json& line) {
   // Texts of bytes may be no UTF-8.
   const std::string text = line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  if (replaces_ && ::ftruncate(fd_, 0) != 0) return Failed("truncate", path_, errno);
+  replaces_ = false;
   for (size_t written = 0; written < text.size();) {
     const ssize_t n = ::write(fd_, text.data() + written, text.size() - written);
     if (n < 0 && errno == EINTR) continue;

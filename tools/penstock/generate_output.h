@@ -24,7 +24,9 @@ namespace penstock::tools {
 class GenerateOutput {
  public:
   // Makes the file, or reads what is done from the one that is there; cuts off a line that a kill has torn.
-  // kFailedPrecondition: another process writes it. kInvalidArgument: not such a file, which stays as it is.
+  // `overwrite`: nothing is done, and what stands there is gone with the first line that is appended, not
+  // before. kFailedPrecondition: another process writes it. kInvalidArgument: not such a file, which stays as
+  // it is.
   static absl::StatusOr<std::unique_ptr<GenerateOutput>> Open(const std::string& path, bool overwrite);
   ~GenerateOutput();
   GenerateOutput(const GenerateOutput&) = delete;
@@ -43,6 +45,7 @@ class GenerateOutput {
   const std::string path_;
   const int fd_;
   uint64_t bytes_ = 0;
+  bool replaces_ = false;                // what stands in the file still goes
   std::map<int64_t, std::string> keys_;  // by index
 };
 

@@ -16,6 +16,7 @@
 #include "models/family.h"
 #include "models/lora.h"
 #include "models/weight_export.h"
+#include "swap/format.h"
 #include "swap/inspect.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
@@ -293,6 +294,11 @@ absl::StatusOr<std::string> DeepSpeedsOwn(const ExportFlags& flags) {
 absl::Status Run(const ExportFlags& flags, std::ostream& out, std::ostream& err) {
   if (flags.dtype != "fp32" && flags.dtype != "bf16") {
     return absl::InvalidArgumentError(absl::StrCat("--dtype ", flags.dtype, ": must be fp32 or bf16"));
+  }
+  // The weights that are written may be of that name; a state's own file is never replaced by them.
+  if (std::filesystem::path(flags.out).filename() == swap::kStoreFileName) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(flags.out, ": is a state's own file by its name: give another file, or a directory"));
   }
   ASSIGN_OR_RETURN(const std::string theirs, DeepSpeedsOwn(flags));
   if (!theirs.empty()) {

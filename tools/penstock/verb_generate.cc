@@ -65,6 +65,7 @@ absl::Status CheckFlags(const GenerateFlags& flags) {
     return WrongFlag("--json writes to stdout: it goes without --out and --stream");
   if (flags.overwrite && !flags.out.has_value()) return WrongFlag("--overwrite requires --out");
   RETURN_IF_ERROR(CheckWritable("--report", flags.report, /*replaced=*/true));
+  if (flags.out.has_value()) RETURN_IF_ERROR(CheckIsNoModelFile("--out", *flags.out));
   std::vector<std::string> read;
   for (const auto* file : {&flags.prompts, &flags.tokenizer}) {
     if (file->has_value()) read.push_back(**file);

@@ -8,6 +8,7 @@ import copy
 import errno
 import functools
 import json
+import logging
 import os
 import re
 import secrets
@@ -68,6 +69,7 @@ def _close_all(process: int = os.getpid()) -> None:
     if os.getpid() != process:
         return
     error = getattr(sys, "last_value", None)  # that the program ends with
+    failed = False
     for engine in list(_engines):
         told = error is not None and engine.world_size > 1
         if told:
@@ -75,9 +77,16 @@ def _close_all(process: int = os.getpid()) -> None:
         try:
             engine.close()
         except Exception as raised:  # noqa: B902
+            failed = True
             if not told:
                 print(f"penstock: an engine could not be closed: {type(raised).__name__}: {raised}", file=sys.stderr)
     end_group()
+    if failed and error is None:
+        # A step or a checkpoint is lost: the program has not succeeded, which nothing else tells its caller any more.
+        logging.shutdown()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(1)
 
 
 class Engine:
@@ -168,6 +177,7 @@ class Engine:
         self._told_of_buffers = False
         self._kept_buffers: Optional[Dict[str, torch.Tensor]] = None  # as the last step left them
         self._written: Set[str] = set()  # checkpoints of this engine
+        self._run_id = ""
         self._copied: Optional[str] = None  # the path of one that is being copied, or whose end nobody has heard of
         self._gathered = False
         self._looked_at: List[nn.Parameter] = []  # those that are gathered, and not to be written back
@@ -395,7 +405,10 @@ class Engine:
             )
         where = [self._restore_from] if self._restore_from else self._own_dirs()
         goes_on = resume or bool(self._restore_from)
-        known = (json.loads(_core.record_of(where)) or {}).get("run_id", "") if where else ""
+        known = ""
+        if where and goes_on:
+            with contextlib.suppress(OSError, ValueError):  # what cannot be read the engine refuses, on all ranks
+                known = (json.loads(_core.record_of(where)) or {}).get("run_id", "")
         known = self._ranks.texts("the run's name", known)[0]
         run_id = self._ranks.texts("the run's name", known if goes_on and known else f"python-{secrets.token_hex(6)}")[0]
         options = {
@@ -486,6 +499,7 @@ class Engine:
     ) -> None:
         settings = self._settings
         goes_on, run_id = options["resume"] or bool(self._restore_from), options["run"]["run_id"]
+        self._run_id = run_id
         try:
             with self._import_directory(options):
                 core = _core.TrainingEngine(described, stages, json.dumps(options), self._ranks.core)
@@ -1236,6 +1250,7 @@ class Engine:
         self._ready()
         self.wait_for_checkpoint()
         save_latest, wait = truth(save_latest, "save_latest"), truth(wait, "wait")
+        replaces_others = truth(replaces_others, "replaces_others")
         self._check_tag(os.fspath(save_dir), tag)
         if client_state is not None:
             before, self.client_state = self.client_state, dict(client_state)
@@ -1254,9 +1269,8 @@ class Engine:
         """
         if self._core is None or self._core.closed or self._copied is None:
             return
-        path, self._copied = self._copied, None
+        self._copied = None
         self._core.finish_checkpoint()
-        self._written.add(os.path.realpath(path))
 
     # For others who read it. Its error is raised as ever. A pass that is open is not waited for.
     def _settle_checkpoint(self) -> None:
@@ -1274,6 +1288,12 @@ class Engine:
         if exists(link, follow=False) and not os.path.islink(link) and tag != _STEP % self.global_steps:
             raise FileExistsError(errno.EEXIST, "something else than a checkpoint's tag has this name", link)
 
+    # What a kill has left of a replacement is whole, and this engine may put its own in its place if the run is the same.
+    def _check_is_of_this_run(self, path: str) -> None:
+        if (json.loads(_core.record_of([path])) or {}).get("run_id") != self._run_id:
+            why = "a checkpoint of this step is there, of another run, whose replacement was interrupted: rename it to step-N or remove it"
+            raise FileExistsError(errno.EEXIST, why, path)
+
     # One of the same step that is there already stands until the new one does, which is waited for then.
     def _checkpoint(self, parent: str, tag: str, latest: bool, replaces_others: bool, wait: bool) -> str:
         name = _STEP % self.global_steps
@@ -1282,11 +1302,15 @@ class Engine:
 
         def begin() -> None:
             self._copied = self._core.begin_checkpoint(parent, tag, latest, description)
+            # From here on what has its name is this engine's, however the copy ends.
+            self._written.add(os.path.realpath(self._copied))
             checkpoint_names.begun(self, parent)
 
         found: List[str] = []
         self._ranks.on_first("what is there of this step", lambda: found.extend("yn"[not exists(each, follow=False)] for each in (old, aside)))
         there = self._ranks.texts("what is there of this step", "".join(found))[0]
+        if there == "ny" and not (replaces_others or os.path.realpath(old) in self._written):
+            self._ranks.on_first("the checkpoint that stands in", lambda: self._check_is_of_this_run(aside))
         if there == "nn":
             begin()
             if wait:
@@ -1716,6 +1740,8 @@ def _closed_forward(*_: Any, **__: Any) -> Any:
 # Of a checkpoint, within its directory.
 def _is_tag(tag: Any) -> bool:
     if not isinstance(tag, str) or not tag or tag.startswith("."):
+        return False
+    if len(os.fsencode(tag)) > 200:  # names of 255 bytes are all that file systems take, and temporary ones are longer
         return False
     return "/" not in tag and "\0" not in tag and tag not in (checkpoint_names.LATEST, "latest_universal")
 
