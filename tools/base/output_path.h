@@ -16,7 +16,8 @@ absl::Status CheckWritable(const char* flag, const std::optional<std::string>& p
 
 // That nothing a run or a model consists of would be replaced: by its name, links followed, a store of a
 // state or checkpoint (penstock.store), weights (*.safetensors, their index), or what lies beside them
-// (config.json, tokenizer.json, ...). kInvalidArgument names `what` and the path. Part of CheckWritable.
+// (config.json, tokenizer.json, ...). kInvalidArgument names `what` and the path. Part of CheckWritable and
+// of WriteWholeFile.
 absl::Status CheckIsNoModelFile(const std::string& what, const std::string& path);
 
 // The directory that `path` is in, a slash at its end or not: "kept" of "kept/step-00000001", "." of a bare

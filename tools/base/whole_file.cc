@@ -15,6 +15,7 @@
 #include "base/directory.h"
 #include "base/io_error.h"
 #include "base/status_macros.h"
+#include "tools/base/output_path.h"
 
 namespace penstock::tools {
 namespace {
@@ -70,6 +71,7 @@ absl::StatusOr<bool> AreOneFile(const std::string& a, const std::string& b) {
 absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text,
                             bool durable) {
   if (const std::optional<int> own = OwnDescriptor(path)) return WriteAll(*own, what, path, text);
+  RETURN_IF_ERROR(CheckIsNoModelFile(what, path));
   const absl::StatusOr<PathKind> kind = KindOf(path);
   if (!kind.ok()) return Failed(what, path, "stat", ErrnoOf(kind.status()));
   const bool there = *kind != PathKind::kMissing;

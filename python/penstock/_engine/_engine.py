@@ -77,7 +77,7 @@ def _close_all(process: int = os.getpid()) -> None:
         try:
             engine.close()
         except Exception as raised:  # noqa: B902
-            failed = True
+            failed = failed or engine.world_size == 1  # of several, the one that failed says so
             if not told:
                 print(f"penstock: an engine could not be closed: {type(raised).__name__}: {raised}", file=sys.stderr)
     end_group()
@@ -406,8 +406,8 @@ class Engine:
         where = [self._restore_from] if self._restore_from else self._own_dirs()
         goes_on = resume or bool(self._restore_from)
         known = ""
-        if where and goes_on:
-            with contextlib.suppress(OSError, ValueError):  # what cannot be read the engine refuses, on all ranks
+        if where:
+            with contextlib.suppress(OSError, ValueError):  # none is there, or the engine refuses it, on all ranks
                 known = (json.loads(_core.record_of(where)) or {}).get("run_id", "")
         known = self._ranks.texts("the run's name", known)[0]
         run_id = self._ranks.texts("the run's name", known if goes_on and known else f"python-{secrets.token_hex(6)}")[0]
