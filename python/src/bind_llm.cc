@@ -34,13 +34,21 @@ namespace {
 // What is new of a text, as the bytes of UTF-8 that its tokens are.
 nb::bytes Bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
-// Of a text that this process makes.
-const LlmText& Here(const LlmText& text) {
+// Refuses a text that another process makes.
+void CheckHere(const LlmText& text) {
   if (!text.here()) {
     throw std::runtime_error(
         "this text is made by the parent process: a forked child must make its own, with an LLM of its own");
   }
-  return text;
+}
+
+// What a function of a text says, of one that this process makes.
+template <class T>
+auto Read(T (LlmText::*get)() const) {
+  return [get](const LlmText& text) {
+    CheckHere(text);
+    return (text.*get)();
+  };
 }
 
 class PyLlm {
@@ -87,7 +95,7 @@ void BindLlm(nb::module_& module) {
           "next",
           [](LlmText& text, double seconds) {
             std::string part;
-            Here(text);
+            CheckHere(text);
             {
               nb::gil_scoped_release release;
               part = text.Next(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
@@ -97,14 +105,19 @@ void BindLlm(nb::module_& module) {
           nb::arg("seconds"))
       .def("check",
            [](const LlmText& text) {
-             const absl::Status status = Here(text).status();
+             CheckHere(text);
+             const absl::Status status = text.status();
              if (!status.ok()) RaiseOfModel(status);
            })
       .def("cancel", &LlmText::Cancel)
-      .def_prop_ro("over", [](const LlmText& text) { return Here(text).over(); })
-      .def_prop_ro("text", [](const LlmText& text) { return Bytes(Here(text).text()); })
-      .def_prop_ro("tokens", [](const LlmText& text) { return Here(text).tokens(); })
-      .def_prop_ro("finish", [](const LlmText& text) { return Here(text).finish(); });
+      .def_prop_ro("over", Read(&LlmText::over))
+      .def_prop_ro("text",
+                   [](const LlmText& text) {
+                     CheckHere(text);
+                     return Bytes(text.text());
+                   })
+      .def_prop_ro("tokens", Read(&LlmText::tokens))
+      .def_prop_ro("finish", Read(&LlmText::finish));
   nb::class_<PyLlm>(module, "Llm")
       .def(nb::init<std::vector<std::string>, std::optional<std::string>, uint64_t, int64_t, int64_t,
                     std::string, std::string, int64_t, int>(),

@@ -117,7 +117,7 @@ absl::StatusOr<std::shared_ptr<LlmText>> Llm::Submit(TextRequest request) {
     LlmText text;
   };
   const auto held = std::shared_ptr<Held>(new Held{model_, LlmText(model_.get(), std::move(request))});
-  const std::shared_ptr<LlmText> text(held, &held->text);
+  std::shared_ptr<LlmText> text(held, &held->text);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closing_) return absl::FailedPreconditionError("this LLM is closed");

@@ -1,6 +1,11 @@
 #include "tools/penstock/train_options.h"
 
 #include <CLI/CLI.hpp>
+#include <string>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "zero/config/config.h"
 
 namespace penstock::tools {
 

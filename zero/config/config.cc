@@ -508,7 +508,7 @@ std::vector<std::string> NvmePaths(const ZeroConfig& config) {
 }
 
 absl::StatusOr<StateDirectories> StateDirectoriesOf(const Config& config) {
-  const absl::StatusOr<StateDirectories> parsed =
+  absl::StatusOr<StateDirectories> parsed =
       ParseStateDirectories(config.penstock.state_dirs.value_or(NvmePaths(config.zero)));
   if (parsed.ok() || !config.penstock.state_dirs.has_value()) return parsed;
   return absl::Status(parsed.status().code(),

@@ -116,7 +116,7 @@ Stripes ChooseStripes(const StorageOptions& storage, int64_t memory_bytes) {
   const uint64_t most = memory_bytes > 0 ? static_cast<uint64_t>(memory_bytes) / 4 : UINT64_MAX;
   absl::StatusOr<std::vector<double>> rates = absl::UnavailableError("nothing is to be measured");
   if (storage.measures_drives) rates = MeasureDirectories(directories, most);
-  if (rates.ok()) stripes.bytes_per_s = *std::move(rates);
+  if (rates.ok()) stripes.bytes_per_s = *rates;
   std::string why;
   if (!storage.state_dir_weights.empty()) {
     why = "by the weights that were given";
