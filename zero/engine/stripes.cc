@@ -20,6 +20,11 @@ constexpr uint64_t kInFlight = uint64_t{8} << 20;
 
 double Sum(const std::vector<double>& values) { return std::accumulate(values.begin(), values.end(), 0.0); }
 
+// Of the bytes, from 0 to 1, that directory `i` of `count` gets.
+double ShareOf(const std::vector<double>& weights, size_t i, size_t count) {
+  return weights.empty() ? 1.0 / static_cast<double>(count) : weights[i] / Sum(weights);
+}
+
 // Of the drive that `directory` is on, from a stored profile or measured now.
 absl::StatusOr<double> RateOf(const std::string& directory, const std::string& device, uint64_t most_memory) {
   const std::string cache = StripeCachePath();
@@ -79,7 +84,7 @@ std::string Describe(const std::vector<std::string>& directories, const Stripes&
 }  // namespace
 
 double Stripes::share(size_t directory, size_t directories) const {
-  return weights.empty() ? 1.0 / static_cast<double>(directories) : weights[directory] / Sum(weights);
+  return ShareOf(weights, directory, directories);
 }
 
 std::string StripeCachePath() {
@@ -97,9 +102,7 @@ double ReachedOf(const std::vector<double>& bytes_per_s, const std::vector<doubl
   if (bytes_per_s.empty()) return 1;
   double together = 0;  // bytes per second: what the slowest for its share allows
   for (size_t i = 0; i < bytes_per_s.size(); ++i) {
-    const double share =
-        weights.empty() ? 1.0 / static_cast<double>(bytes_per_s.size()) : weights[i] / Sum(weights);
-    const double allowed = bytes_per_s[i] / share;
+    const double allowed = bytes_per_s[i] / ShareOf(weights, i, bytes_per_s.size());
     together = i == 0 ? allowed : std::min(together, allowed);
   }
   return together / Sum(bytes_per_s);
