@@ -63,14 +63,16 @@ TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
   const Ran warm = Run(Train(dir_ + "/warm", {"--steps", "2"}));
   ASSERT_EQ(warm.code, 0) << warm.err;
   if (warm.written_bytes == 0) GTEST_SKIP() << "the kernel counts no bytes of this file system";
-  // Where every step is clipped, gradients may go to the drive and come back (4 bytes). The order is given,
-  // since the one that the planner finds depends on what else the machine does: tiles that wait for the next
-  // forward have their gradients on the drive.
+  // With nothing kept in memory a step in fp32 reads weights twice (8 bytes) and the moments (8, or 2 of 8
+  // bits and their scales), and writes all three (12 or 6); where every step is clipped, gradients go to the
+  // drive and come back (8). What the budget keeps is less by as much as the planner's measurements of the
+  // machine have it keep, so that only these bounds hold everywhere. The order is given, since it changes
+  // them: tiles that wait for the next forward have their gradients on the drive.
   struct Case {
     const char *states, *clip;
     double most;
   };
-  for (const auto& [states, clip, most] : {Case{"fp32", "0", 26}, {"8bit", "0", 14.1}, {"fp32", "1", 30}}) {
+  for (const auto& [states, clip, most] : {Case{"fp32", "0", 28}, {"8bit", "0", 16.1}, {"fp32", "1", 36}}) {
     const Arguments model = {"train", "--model", "gpt-small", "--data", text_, "--batch", "1", "--seq", "64"};
     const Arguments places = {"--state-dir", dir_ + "/state", "--report", dir_ + "/report"};
     const std::string order = dir_ + "/order.json";
@@ -100,7 +102,7 @@ TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
     const double per_parameter = report["nvme_bytes_per_param_per_step"];
     EXPECT_NEAR(per_parameter, static_cast<double>(in_steps) / 7 / report["params"].get<double>(), 0.01);
     EXPECT_GT(per_parameter, 1);
-    EXPECT_LE(per_parameter, most);
+    EXPECT_LT(per_parameter, most);
     EXPECT_LE(report["peak_managed_bytes"].get<int64_t>(), int64_t{96} << 20);
   }
 }
