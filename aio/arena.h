@@ -1,6 +1,6 @@
 // The pinned arena: one mapping, 2 MiB aligned, on huge pages where the machine has them, locked, handed out
 // in regions cut to the byte. It is registered once with the I/O engine (EngineOptions::arenas) and, by
-// whoever computes on a GPU, once with CUDA (data(), bytes()): what lives in it is transferred without
+// the code that computes on a GPU, once with CUDA (data(), bytes()): what lives in it is transferred without
 // pinning pages for every request, which on 1 MiB direct reads is the difference between 4-6 and 40-44 ms of
 // CPU per GiB.
 //

@@ -21,8 +21,8 @@ class SteadyClock final : public Clock {
   static const SteadyClock& Get();
 };
 
-// Stands still until it is told. A simulation shares one of these between the simulated disk and everything
-// else that takes time, so that a whole run is one deterministic sequence of events.
+// Stands still between AdvanceTo and AdvanceBy. A simulation shares one of these between the simulated disk
+// and everything else that takes time, so that a whole run is one deterministic sequence of events.
 class VirtualClock final : public Clock {
  public:
   int64_t NowNs() const override { return now_ns_.load(std::memory_order_acquire); }

@@ -1,7 +1,7 @@
 // A device queue: everything of the engine that belongs to one block device. One thread owns the backend,
 // cuts requests into pieces, keeps them in flight within the byte caps, continues short transfers, retries,
-// and completes requests. On the simulated disk there is no thread: whoever calls Engine::Poll or waits is
-// the queue's thread for that moment.
+// and completes requests. On the simulated disk there is no thread: the thread that calls Engine::Poll or
+// waits is the queue's thread for that moment.
 //
 // Internal to aio. Enqueue, Cancel, Wake, Describe, Snapshot and ForgetFile may be called from any thread;
 // everything else runs on the queue's thread.

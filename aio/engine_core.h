@@ -57,7 +57,7 @@ struct EngineCore {
   SharedStopwatch busy;
   SharedStopwatch saturated;
 
-  // Held by whoever drives the queues in virtual time; a callback may destroy a file.
+  // Held by the thread that drives the queues in virtual time; a callback may destroy a file.
   std::recursive_mutex turn_mutex;
 
   // Waiters sleep here. One that waits for a single request leaves its address, so that queues wake it for

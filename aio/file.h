@@ -96,7 +96,7 @@ class File {
   // The file's size now (one fstat; a block device's capacity).
   absl::StatusOr<uint64_t> Size() const;
 
-  // Reserves blocks for [0, bytes) and makes the file at least that long; what is there stays.
+  // Reserves blocks for [0, bytes) and makes the file at least that long; existing bytes stay.
   // kResourceExhausted says how much was asked, is free, and is missing, and leaves the file as long as it
   // was. File systems without fallocate are given a sparse file instead (kUnimplemented is not returned:
   // preallocated() says whether it held).
@@ -112,7 +112,7 @@ class File {
 
   // flock, exclusive, on the very description that the engine transfers through: after a SIGKILL the kernel
   // lets go of it only when the writes still in flight are done. Retries for `patience_ms`;
-  // kFailedPrecondition when another still holds it then. `shared`: with whoever else only reads.
+  // kFailedPrecondition when another still holds it then. `shared`: with other readers.
   absl::Status Lock(int patience_ms = 10'000, bool shared = false);
 
  private:

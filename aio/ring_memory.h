@@ -1,4 +1,4 @@
-// What ThreadSanitizer has to be told of rings: liburing maps and unmaps their memory by system calls of its
+// Annotations of rings for ThreadSanitizer: liburing maps and unmaps their memory by system calls of its
 // own, which the sanitizer does not see. A ring that is mapped where another thread's was would look like
 // memory that both use at once. The kernel orders the two; these calls say so. Without the sanitizer they are
 // nothing.

@@ -55,7 +55,7 @@ class AtomicFile {
   // content stands under its name, and a power cut may still bring the old one back.
   absl::Status Commit();
 
-  // Commits files of one directory that only mean something together: whoever begins to read at one of
+  // Commits files of one directory that only mean something together: a reader that begins at one of
   // `keys`, at any moment and after a kill or a power cut at any moment, finds all the old files, all the new
   // ones, or no key. The last of `files` is the one to begin with, and its path one of `keys`; the other keys
   // are what an older state may begin with, and are gone afterwards.

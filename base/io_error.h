@@ -19,7 +19,7 @@ struct IoError {
   std::string_view path = {};
   std::string_view device = {};  // "vda"
   uint64_t offset = 0;
-  uint64_t bytes = 0;  // asked for; 0: neither offset nor length is told
+  uint64_t bytes = 0;  // asked for; 0: the message names neither offset nor length
   uint64_t done_bytes = 0;
   int error = 0;  // errno
 };

@@ -5,7 +5,7 @@
 //   the drive -> Stream's ring or homes, host memory -> places or homes, the device's memory -> products
 //
 // A place is free again when its item is released: what is copied there next waits for what has been enqueued
-// to compute by then (zero::Device::CopyIn). So whoever computes there need not wait.
+// to compute by then (zero::Device::CopyIn). So the code that computes there need not wait.
 //
 // Threads: one; the device's own call back. Errors: of the read or of the copy that failed; after one only
 // destruction is left.

@@ -38,7 +38,7 @@ struct CacheGeometry {
 
   int64_t page_records() const;  // in one page, whose bytes are a multiple of 4096
   uint64_t page_bytes() const { return static_cast<uint64_t>(page_records()) * record_bytes; }
-  // Of a sequence of so many positions: in host memory; in the file; in memory beside the file.
+  // Bytes of a sequence of `positions`: in host memory; in the file; in memory beside the file.
   uint64_t host_bytes(int64_t positions) const;
   uint64_t file_bytes(int64_t positions) const;
   uint64_t tail_bytes() const;
@@ -61,7 +61,7 @@ class KvCache {
   // In host memory: at most `bytes` of `arena`.
   static std::unique_ptr<KvCache> InHostMemory(const CacheGeometry& geometry, aio::Arena* arena,
                                                uint64_t bytes);
-  // In a device's memory, which stays the caller's: as many slots of so many positions as it holds.
+  // In a device's memory, which stays the caller's: as many slots of `positions` as it holds.
   static std::unique_ptr<KvCache> OnDevice(const CacheGeometry& geometry, std::span<std::byte> memory,
                                            int64_t positions);
   // In a file without a name in `directory`, of `slots` sequences of at most `positions`. It goes with the

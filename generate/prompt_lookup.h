@@ -1,4 +1,4 @@
-// Guessing what comes next from what was there before: the text after an earlier place that reads like the
+// Guesses the next tokens from earlier text: the text after an earlier place that reads like the
 // end. Where a text repeats its prompt (summaries, corrections, code) many guesses are right, and a pass that
 // verifies several of them reads the weights once. See "Prompt Lookup Decoding", A. Saxena, 2023.
 //

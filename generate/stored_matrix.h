@@ -1,4 +1,4 @@
-// A matrix as it is stored, for whoever multiplies with it.
+// A matrix as it is stored, for kernels that multiply with it.
 #ifndef PENSTOCK_GENERATE_STORED_MATRIX_H_
 #define PENSTOCK_GENERATE_STORED_MATRIX_H_
 

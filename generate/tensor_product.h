@@ -21,7 +21,7 @@ namespace penstock::generate {
 
 // Which rows of x are multiplied how.
 struct ProductRows {
-  int64_t single = 0;                               // the first so many: a multiple of kDeviceRows
+  int64_t single = 0;                               // rows at the front: a multiple of kDeviceRows
   std::vector<std::pair<int64_t, int64_t>> chunks;  // first row and rows, multiplied together
 };
 

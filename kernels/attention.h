@@ -18,8 +18,8 @@
 //            (Cephes, expf) by Horner's rule, times 2^n
 // A score that is not a number makes all of its head's outputs so.
 //
-// On the calling thread; whoever has several gives each some of the key heads. Nothing is allocated. Any
-// alignment; thread-safe.
+// On the calling thread; a caller with several threads gives each some of the key heads. Nothing is
+// allocated. Any alignment; thread-safe.
 #ifndef PENSTOCK_KERNELS_ATTENTION_H_
 #define PENSTOCK_KERNELS_ATTENTION_H_
 

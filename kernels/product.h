@@ -20,8 +20,8 @@
 //                     AMX's TDPBF16PS does so, with sixteen rows at a time.
 //                     An instruction is used where a sample of it has these bits.
 //
-// On the calling thread; whoever has several gives each some of the outputs. Nothing is allocated (40 KiB of
-// stack). Any alignment of weights; thread-safe. No overlap of y with the rest.
+// On the calling thread; a caller with several threads gives each some of the outputs. Nothing is allocated
+// (40 KiB of stack). Any alignment of weights; thread-safe. No overlap of y with the rest.
 #ifndef PENSTOCK_KERNELS_PRODUCT_H_
 #define PENSTOCK_KERNELS_PRODUCT_H_
 

@@ -18,8 +18,8 @@ namespace penstock::kernels {
 
 class ThreadPool {
  public:
-  // `threads` counts the caller: ThreadPool(2) starts one thread, and work is shared by it and by whoever
-  // calls ParallelFor. Values below 1 mean 1. If the system refuses a thread, the pool is smaller: see
+  // `threads` counts the caller: ThreadPool(2) starts one thread, and work is shared by it and by the
+  // caller of ParallelFor. Values below 1 mean 1. If the system refuses a thread, the pool is smaller: see
   // threads(). `cpus`, where given, pins the started thread i to cpus[i % size] (best effort: a refusal is
   // not an error); the caller is never pinned.
   explicit ThreadPool(int threads, std::vector<int> cpus = {});

@@ -1,5 +1,5 @@
 // What generation computes, as numbers and names: the function of a family whose layers are those of GPT-2 or
-// Llama. Whoever generates keeps the keys and values of the tokens before (the KV cache), and has the weights
+// Llama. The caller keeps the keys and values of the tokens before (the KV cache), and has the weights
 // only while they are used.
 //
 //   x = embedding_scale * a row of the token table, and of the position table where there is one

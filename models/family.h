@@ -47,7 +47,7 @@ struct StageProducts {
   int64_t attention_width = 0;    // heads times depth of a head; 0: no attention
   int64_t frozen_parameters = 0;  // of those, that backward makes no gradient of
 
-  // Of a forward pass over so many sequences: 2 * parameters for each token, and in attention 2 * width for
+  // Of a forward pass over `sequences`: 2 * parameters for each token, and in attention 2 * width for
   // each of two products (queries with keys, probabilities with values) and each pair of a position with one
   // that it may see, itself included.
   double ForwardFlops(int64_t sequences, int64_t length) const;
@@ -78,7 +78,7 @@ class LanguageModel {
 
   // Rows of the vocabulary that a block has (models/vocabulary_tiles.h); 0: all of them.
   virtual int64_t tile_rows() const { return 0; }
-  // The same function in blocks of so many rows; 0: in one. Of a model with adapters, see
+  // The same function in blocks of `rows` rows; 0: in one. Of a model with adapters, see
   // WithVocabularyTiles.
   virtual std::shared_ptr<const LanguageModel> WithTileRows(int64_t rows) const = 0;
 
@@ -109,7 +109,7 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohman
 int VocabularyTiles(const LanguageModel& model);
 // and should be: 1 unless it is far larger than a layer.
 int64_t UsualVocabularyTiles(const LanguageModel& model);
-// The same function with embedding and head in blocks of so many rows of the vocabulary; 0, or as many as it
+// The same function with embedding and head in blocks of `rows` rows of the vocabulary; 0, or as many as it
 // has: in one. Its ToJson says so, and the first values that a run draws are others. kInvalidArgument: a
 // target of the adapters is the head.
 absl::StatusOr<std::shared_ptr<const LanguageModel>> WithVocabularyTiles(

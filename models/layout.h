@@ -65,7 +65,7 @@ struct PublishedTensor {
   int64_t rows = 0;
   int64_t columns = 0;
   bool transposed = false;
-  // Above 0: `block` has the first so many rows of it and each block behind it as many more, at its offset.
+  // Above 0: `block` has the first rows_of_block rows, each block behind it as many more, at its offset.
   int64_t rows_of_block = 0;
   // As it is published, where it is neither a vector nor a matrix: `rows` are its elements then.
   std::optional<std::vector<uint64_t>> shape = std::nullopt;

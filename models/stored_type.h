@@ -9,7 +9,7 @@
 
 namespace penstock::models {
 
-// Values of a file are read as fp32 through buffers of so many.
+// Values of a file are read as fp32 through buffers of this size.
 inline constexpr int64_t kBufferElements = 64 << 10;  // 256 KiB
 
 // Whether a file's values may be read so.
@@ -17,7 +17,7 @@ inline bool IsFloat(swap::Dtype dtype) {
   return dtype == swap::Dtype::kF32 || dtype == swap::Dtype::kBf16 || dtype == swap::Dtype::kF16;
 }
 
-// `dtype`: one of those; whoever opens a file has refused all others.
+// `dtype`: one of those; the opening of a file refuses all others.
 inline kernels::DType StoredType(swap::Dtype dtype) {
   return dtype == swap::Dtype::kF32    ? kernels::DType::kFp32
          : dtype == swap::Dtype::kBf16 ? kernels::DType::kBf16

@@ -1,5 +1,5 @@
 // What generation computes where LibTorch does, on a device: a decoder's function (models/decoder.h) in
-// LibTorch's operations. Whoever generates keeps the keys and values of the tokens before (the KV cache), and
+// LibTorch's operations. The caller keeps the keys and values of the tokens before (the KV cache), and
 // has the weights only while they are used.
 //
 //   x = decoder->Embed(rows of the token table, rows of the position table);
@@ -28,7 +28,7 @@ class BlockAccess {
   virtual at::Tensor Get(std::string_view name) const = 0;
   // x times NAME.weight (or NAME, where the block calls it that), plus NAME.bias where there is one.
   virtual at::Tensor Linear(std::string_view name, const at::Tensor& x) = 0;
-  // Keeps k and v [rows, key heads, depth] with what is there of their sequences, and attends: q is
+  // Keeps k and v [rows, key heads, depth] with the earlier ones of their sequences, and attends: q is
   // [rows, heads, depth], the result [rows, heads * depth]. `wide`: scores and sums in fp32.
   virtual at::Tensor Attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                             bool wide) = 0;

@@ -11,7 +11,7 @@ namespace penstock::models {
 
 struct SamplingOptions {
   double temperature = 0;         // 0 takes the likeliest token, the first of equals
-  int64_t top_k = 0;              // among the likeliest so many; 0: all
+  int64_t top_k = 0;              // choose among this many of the likeliest tokens; 0: all
   double top_p = 1;               // of those, the likeliest that together have this much; above 0, at most 1
   double repetition_penalty = 1;  // above 0: divides logits above 0 of tokens that were there, and multiplies
                                   // those below

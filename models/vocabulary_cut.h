@@ -31,10 +31,10 @@ class VocabularyCut {
   int64_t vocabulary_, rows_;
 };
 
-// Of each of so many tiles, or of one more where they come out uneven: rounded up.
+// Rows of a tile where the vocabulary is cut into `tiles`: rounded up, so the last one may have fewer.
 inline int64_t RowsOfTiles(int64_t vocabulary, int64_t tiles) { return (vocabulary + tiles - 1) / tiles; }
 
-// How many tiles a matrix of [vocabulary, width] should be, beside layers of at most so many parameters: 1
+// How many tiles a matrix of [vocabulary, width] should be, beside layers of at most `layer_parameters`: 1
 // unless it is far larger than one of them and than what a small budget holds. Few tiles are fast: each costs
 // two or three stages of its own, so one is as large as a layer, or 32 million parameters.
 int64_t UsualTiles(int64_t vocabulary, int64_t width, int64_t layer_parameters);

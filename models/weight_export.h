@@ -39,7 +39,7 @@ struct MatrixAdapter {
 
 struct ExportOptions {
   std::string path;  // of the one file; of shards, what their names and the index's are made of
-  // Not 0: files with so many bytes of tensors at the most (a larger tensor has one of its own),
+  // Not 0: files with at most this many bytes of tensors (a larger tensor has one of its own),
   // "model-00001-of-00003.safetensors" beside "model.safetensors.index.json" as Hugging Face has them. Where
   // one holds everything it is the one file, without an index.
   uint64_t max_shard_bytes = 0;

@@ -20,7 +20,7 @@ namespace penstock::models {
 struct PackOptions {
   int bits = 8;
   size_t group = 64;
-  std::string source;  // kept with the weights, for whoever asks what they were made of
+  std::string source;  // kept with the weights: what they were made of
   uint64_t max_shard_bytes = uint64_t{4} << 30;
   std::function<void(uint64_t done, uint64_t total)> progress;  // in coded bytes; may be null
 };

@@ -64,7 +64,7 @@ class CheckpointCopy {
  public:
   // Copies what `store` has committed, with the same uuid and the very checksums, verified on the way.
   // `options.memory` holds one padded tile. kFailedPrecondition: nothing committed, a commit in flight, a
-  // version held already. What follows on the copy's thread is told by Finish: kAlreadyExists: a checkpoint
+  // version held already. Finish returns the errors of the copy's thread: kAlreadyExists: a checkpoint
   // of this step; kResourceExhausted: no space.
   static absl::StatusOr<std::unique_ptr<CheckpointCopy>> OfStore(Store& store,
                                                                  const CheckpointOptions& options);
@@ -79,8 +79,8 @@ class CheckpointCopy {
   void Allow(uint32_t tiles);
   void AllowAll();
   bool finished() const { return finished_.load(std::memory_order_acquire); }
-  // Allows all, waits until no tile of the source is needed any more, and releases what was held. How it
-  // ended is told by Finish; where several ranks write one checkpoint, that waits for all of them, and this
+  // Allows all, waits until no tile of the source is needed any more, and releases what was held. Finish
+  // returns how it ended; where several ranks write one checkpoint, that waits for all of them, and this
   // does not.
   void FinishTiles();
   // Allows all, waits for the end and releases what was held. An error (damage in the run, a full disk) left

@@ -139,7 +139,7 @@ class LockedCheckpoint {
     ASSIGN_OR_RETURN(const bool in_the_way, InTheWay(directory));
     if (in_the_way) {
       return absl::FailedPreconditionError(
-          absl::StrCat(directory, " is no directory of ours and is not removed: move it away"));
+          absl::StrCat(directory, " is no directory of a checkpoint and is not removed: move it away"));
     }
     LockedCheckpoint taken(directory);
     ASSIGN_OR_RETURN(const std::vector<std::string> parts, PartsOf(directory));

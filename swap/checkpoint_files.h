@@ -1,4 +1,4 @@
-// The directory side of checkpoints: names, what is there, and how one appears whole or not at all.
+// The directory side of checkpoints: names, listings, and how one appears whole or not at all.
 #ifndef PENSTOCK_SWAP_CHECKPOINT_FILES_H_
 #define PENSTOCK_SWAP_CHECKPOINT_FILES_H_
 

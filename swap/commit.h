@@ -36,7 +36,7 @@ class Store;
 struct CommitInfo {
   uint64_t step = 0;         // the step that this commit completes; a skipped one is committed too
   uint64_t updates = 0;      // optimizer updates applied so far; below `step` after skips
-  std::string_view payload;  // JSON for whoever resumes: schedule, loss scale, random state, data position,
+  std::string_view payload;  // JSON for a resumed run: schedule, loss scale, random state, data position,
                              // log line; at most StoreOptions::payload_capacity bytes. Copied; opaque here
   Uuid checkpoint{};         // Record::checkpoint
 };

@@ -191,7 +191,7 @@ class TileIo {
   uint32_t segment_count() const { return segment_count_; }
   // Memory of segment `first_segment() + i`.
   void* data(uint32_t i) const { return data_[i]; }
-  // For cancelling, priorities and times. Prepare it never.
+  // For cancelling, priorities and times. Never call Prepare* on it.
   aio::Request& request() { return request_; }
   const aio::Request& request() const { return request_; }
 

@@ -70,7 +70,7 @@ class PlainFile {
   absl::StatusOr<bool> IsAt(const std::string& path) const;
   uint64_t names() const;  // how many it has now
   // No other descriptor of it is open anywhere. In doubt: there is. Of a file that has no name any more; of
-  // another somebody who opens it just now may be told to try again.
+  // another, a process that opens it at this moment may be asked to try again.
   bool IsOpenHereOnly() const;
 
  private:

@@ -102,7 +102,7 @@ absl::Status Replaced(const std::string& path) {
   return absl::FailedPreconditionError(absl::StrCat(
       path,
       " was replaced or moved away just now: another run was started at the same time, or somebody is "
-      "at work there; look what is there and start again"));
+      "at work there; look into the directory and start again"));
 }
 
 // The store file of an old run in a directory, ours and locked, so that nobody else removes it or goes on

@@ -1,4 +1,4 @@
-// Reading long runs of a store in order, ahead of whoever consumes them, in bounded memory: what verify,
+// Reading long runs of a store in order, ahead of their consumer, in bounded memory: what verify,
 // export and checkpoints are made of. The training step does not use it: it knows its own order (zero/).
 //
 //   ReadStream stream(engine, memory, /*chunk_bytes=*/4 << 20, next_range);

@@ -38,7 +38,7 @@ struct VerifyReport {
 
 // Checks the committed version of every tile. `memory` (from an arena, or any memory at a multiple of 4096)
 // bounds what is in flight: 32 MiB reach the bandwidth of one drive. Blocks; the store's own thread; training
-// may not write meanwhile. `progress`, if given, is told the bytes checked so far and the total about every
+// may not write meanwhile. `progress`, if given, gets the bytes checked so far and the total about every
 // 64 MiB; false cancels (kCancelled). kFailedPrecondition: nothing committed. Damage is no error of this
 // function: it is in the report.
 absl::StatusOr<VerifyReport> VerifyAll(

@@ -19,7 +19,7 @@ SEQ = 64
 
 
 def config(load):
-    """ZeRO-3, fp32. What Penstock writes for DeepSpeed is the universal format, which DeepSpeed wants to be told."""
+    """ZeRO-3, fp32. What Penstock writes for DeepSpeed is the universal format, which DeepSpeed reads only if its config asks for it."""
     universal = bool(load) and (pathlib.Path(load) / "latest_universal").exists()
     return {
         "train_micro_batch_size_per_gpu": 2,

@@ -21,7 +21,7 @@ inline unsigned GridFor(uint64_t items) {
 }
 
 // Every kernel is enqueued here. The code is that of this launch, whatever an earlier call has left behind;
-// and whoever asks for the last error later does not get this one again.
+// and a later query of the last error does not get this one again.
 template <class... Params, class... Args>
 int Enqueue(void (*kernel)(Params...), unsigned blocks, int threads, Stream stream, const Args&... args) {
   cudaLaunchConfig_t config = {};

@@ -26,8 +26,8 @@ struct UpdateChunk {
   int16_t* master_low;
   uint16_t* copy_out;
   bool copy_is_fp16;
-  // Store the copy around the caches: copy_out is aligned to 32 bytes, and nobody reads it soon. Whoever
-  // called the kernels of a piece calls stream_fence after the last: a fence after each chunk stalls.
+  // Store the copy around the caches: copy_out is aligned to 32 bytes, and nobody reads it soon. The
+  // caller of the kernels of a piece calls stream_fence after the last: a fence after each chunk stalls.
   bool stream_copy;
   const void* grad;
   void* m;

@@ -476,7 +476,7 @@ def _is_decoupled(config: Mapping[str, Any]) -> bool:
 
 
 def _nvme_path(part: Any, key: str) -> Optional[str]:
-    """Of zero_optimization's `key`, where it is on a drive. ValueError: accelerate was told no path, and says "none"."""
+    """Of zero_optimization's `key`, where it is on a drive. ValueError: accelerate got no path, and says "none"."""
     if not isinstance(part, dict) or part.get("device") != "nvme" or not part.get("nvme_path"):
         return None
     path = str(part["nvme_path"])

@@ -82,10 +82,10 @@ def _zero_to_fp32(arguments: List[str]) -> int:
     parser.add_argument("checkpoint_dir", nargs="+", help="what save_checkpoint was given, a checkpoint, or a state directory (all of a striped run)")
     parser.add_argument("output", help="a directory, made where it is missing, or a file .safetensors, .bin or .pt")
     parser.add_argument("-t", "--tag", help="which checkpoint [what `latest` names]")
-    parser.add_argument("--max_shard_size", "--max-shard", help="files of so many bytes at the most, as 5GB, and an index of them [one file]")
+    parser.add_argument("--max_shard_size", "--max-shard", help="largest size of a file, as 5GB: several files and their index [one file]")
     parser.add_argument("--exclude_frozen_parameters", "--exclude-frozen-parameters", action="store_true", help="leave out what did not train")
     parser.add_argument("--safe_serialization", action="store_true", help="as it is anyway")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     given = parser.parse_args(arguments)
     try:
         from ._fp32 import write_weights

@@ -17,7 +17,7 @@ VERSION = "0.18.9+penstock"
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What libraries that look for an installed package named deepspeed are told."""
+    """The answer to libraries that look for an installed package named deepspeed."""
 
     def read_text(self, filename: str) -> Optional[str]:
         if filename not in ("METADATA", "PKG-INFO"):

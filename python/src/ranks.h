@@ -35,7 +35,7 @@ class PyRanks {
   void Agree(const std::string& json) const;
   // What rank `from` has at its address is there on all. In pieces, so that it takes little memory.
   void Share(uint64_t address, uint64_t bytes, int from) const;
-  // Every call fails from now on, here and on the others, which are told why.
+  // Every call fails from now on, here and on the others, with `why` as the reason.
   void Abort(const std::string& why) const;
   // Why every call fails; empty: they do not.
   std::string Failure() const { return std::string(held()->get().comm->failure().message()); }

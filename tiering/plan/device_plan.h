@@ -47,7 +47,7 @@ struct TensorSlack {
   int64_t fixed_bytes = 0;  // pieces that are partly used, workspaces of libraries
   int64_t gap_bytes = 0;    // the most that gaps between large tensors take, where none fits in
 
-  // Beside tensors of so many bytes: few and small ones leave few gaps.
+  // Beside tensors of `tensor_bytes`: few and small ones leave few gaps.
   int64_t Beside(int64_t tensor_bytes) const { return fixed_bytes + std::min(tensor_bytes / 4, gap_bytes); }
 };
 
@@ -58,7 +58,7 @@ struct DeviceOptions {
   bool collectives = false;   // over several ranks: devices hand each other their parts without the host
   bool gds = false;           // weights may come from the drive past host memory
   bool writes_state = false;  // what lives there is written to a drive after every update
-  double state_share = 0;     // of the elements: at most so many are in blocks that live there
+  double state_share = 0;     // most of the elements that may be in blocks that live there
 };
 
 struct DevicePlan {

@@ -95,7 +95,7 @@ struct Plan {
   Precision precision;
   int world = 1;
   int micro_batches = 1;
-  int calls = 1;         // of a step, each over so many micro-batches
+  int calls = 1;         // of a step, each over `micro_batches`
   bool on_nvme = false;  // state has its home on the drive; otherwise everything is resident
   bool trains = true;    // false: forward only, no state, no gradients
   // Every step is one that a restart finds. Otherwise only those are that the program is told to persist
@@ -227,7 +227,7 @@ struct Plan {
   int64_t state_segment_offset(int segment, int64_t elements) const;
 };
 
-// Gradients are reduced over ranks in pieces of so many elements, two at a time: one arrives while one is
+// Gradients are reduced over ranks in pieces of this many elements, two at a time: one arrives while one is
 // summed.
 inline constexpr int64_t kNetworkPiece = 1 << 16;
 // What the pieces of all ranks take, and the fp32 sums of one.
@@ -254,7 +254,7 @@ struct PlanBounds {
   // stage3_max_reuse_distance: weights stay only where no more elements are used between two of their uses.
   std::optional<int64_t> reuse_elements;
   // stage3_param_persistence_threshold: weights of blocks up to this size stay, before all others;
-  // stage3_model_persistence_threshold: up to so many elements of them.
+  // stage3_model_persistence_threshold: at most this many elements of them.
   std::optional<int64_t> persistent_block_elements;
   std::optional<int64_t> persistent_elements;
   // offload_optimizer.pipeline_read and _write: tiles in flight at once; its buffer_count, buffers of

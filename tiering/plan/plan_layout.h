@@ -36,8 +36,8 @@ class PlanLayout {
   PlanLayout(const ModelGraph& graph, const PlanOptions& options, DevicePlan device)
       : graph_(graph), options_(options), device_(std::move(device)) {}
 
-  // The working set of `level` within the user's bounds, with the gradients of so many blocks in memory;
-  // within `budget` as far as inputs can go to the drive (0: they stay).
+  // The working set of `level` within the user's bounds, with the gradients of `resident_gradients` blocks in
+  // memory; within `budget` as far as inputs can go to the drive (0: they stay).
   Plan Build(const Level& level, int resident_gradients, int64_t budget) const;
 
   // Numbers the slots and gives each its place: shared runs by class, private runs, tiles, gradients,

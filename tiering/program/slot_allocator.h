@@ -2,7 +2,7 @@
 //
 // Invariants:
 //   a slot is given up together with all operations that still use its content: those that read it from the
-//   drive, wrote it there, copied it, gathered into it or computed with it. Whoever fills it waits for them.
+//   drive, wrote it there, copied it, gathered into it or computed with it. Its next filling waits for them.
 //   a block's weights are in one slot at most, in its own one or in one of its class.
 //   what is recorded of a slot's content is recorded of what the slot holds, in the order of the program.
 #ifndef PENSTOCK_TIERING_PROGRAM_SLOT_ALLOCATOR_H_

@@ -20,7 +20,7 @@ class SlotUsers {
  public:
   explicit SlotUsers(size_t slots) : users_(slots) {}
 
-  // For whoever makes the next content, which starts without users.
+  // For the maker of the next content, which starts without users.
   Edges Take(I slot) { return TakeAll(&users_[slot]); }
   // `id` uses the content, or makes it.
   void Add(I slot, OpId id) {

@@ -1,4 +1,4 @@
-// The operations of one training step, for whoever counts what it moves.
+// The operations of one training step, for callers that count what it moves.
 //
 // Tiles of a block that are alike move the same bytes in the same way. One of them stands for all of them, so
 // that the step of a model of a million tiles is counted as fast as that of a small one, and to the same

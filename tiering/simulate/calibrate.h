@@ -21,7 +21,7 @@ namespace penstock::tiering {
 
 class Calibration {
  public:
-  // `busy_bytes`: the drive counts as busy with at least so many in flight (what saturates it).
+  // `busy_bytes`: the drive counts as busy with at least this many in flight (what saturates it).
   Calibration(const ModelGraph& graph, const Plan& plan, const MachineModel& machine, int64_t busy_bytes)
       : graph_(graph), plan_(plan), machine_(machine), busy_bytes_(busy_bytes) {}
 

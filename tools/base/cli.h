@@ -37,7 +37,7 @@ inline constexpr std::string_view kNoMemory =
     ": the system gave this process no more memory: free some, raise its limit (ulimit -v), or give a "
     "smaller --host-memory; committed steps are safe\n";
 
-// What `run` returns. What it throws, which is a mistake of ours since errors come as statuses, becomes one
+// What `run` returns. What it throws, which is a bug, since errors are statuses, becomes one
 // line on `err` that says what to report, and kExitFailed. So does std::bad_alloc, with a line that says what
 // memory there is to be had.
 int OrBug(const std::function<int()>& run, std::string_view program, std::string_view arguments,

@@ -37,7 +37,7 @@ class CsvMonitor : public ScalarSink {
   // Whether the directory's samples are the run's own; kFailedPrecondition as Open's.
   absl::StatusOr<bool> Owns() const;
   absl::StatusOr<File*> FileOf(const std::string& tag);
-  // Reads what is there, and cuts it. `keeps`: what lies ahead is somebody else's.
+  // Reads the existing samples, and cuts them. `keeps`: what lies ahead is somebody else's.
   absl::Status Take(const std::string& path, int64_t samples, bool keeps, File* file) const;
 
   const std::string directory_;

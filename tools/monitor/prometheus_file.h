@@ -1,7 +1,7 @@
 // A page of figures in Prometheus's text format, for the textfile collector of node_exporter: it reads every
 // FILE.prom of a directory as it is scraped, so the page is replaced as a whole each time.
 //
-// Figures are told for whoever looks: a page that cannot be written costs nothing but a line, and is tried
+// Figures are only for observers: a page that cannot be written costs nothing but a line, and is tried
 // again with the next ones.
 #ifndef PENSTOCK_TOOLS_MONITOR_PROMETHEUS_FILE_H_
 #define PENSTOCK_TOOLS_MONITOR_PROMETHEUS_FILE_H_

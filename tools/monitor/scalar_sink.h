@@ -1,7 +1,7 @@
 // Where the scalars of a training go, one value a tag and sample.
 //
 // DeepSpeed counts along the samples that were trained on (global_samples), not along steps. A sink holds
-// every pair of tag and sample once: what stands there already is passed over, so that whoever is not sure
+// every pair of tag and sample once: what it has already is passed over, so that a caller that is not sure
 // whether a step was written before a kill hands it over again.
 #ifndef PENSTOCK_TOOLS_MONITOR_SCALAR_SINK_H_
 #define PENSTOCK_TOOLS_MONITOR_SCALAR_SINK_H_
@@ -23,7 +23,7 @@ struct Scalar {
 // Whose scalars a sink may hold.
 struct MonitorOwner {
   std::string run_id;
-  bool resumes = false;                 // what is there may be the run's own
+  bool resumes = false;                 // existing scalars may be the run's own
   std::set<std::string> replaces = {};  // ids of runs that go, and their scalars with them
 };
 

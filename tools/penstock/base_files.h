@@ -33,10 +33,10 @@ absl::StatusOr<nlohmann::json> RecordBase(const std::string& path, const std::ve
 absl::StatusOr<nlohmann::json> CompareBase(const nlohmann::json& record, const std::string& path,
                                            BaseCheck check, bool quiet);
 
-// What a file is told that is not the recorded one, for whoever finds that out otherwise.
+// The error for a file that is not the recorded one, for callers that find that out otherwise.
 absl::Status AnotherBase(const std::string& file, const std::string& why);
 
-// What --model is told where a state has its weights itself.
+// The error for --model where a state has its weights itself.
 absl::Status NoBase(const std::string& model);
 
 // The bytes of all files, as recorded.

@@ -1,5 +1,5 @@
 // What --config says of how a run is trained and watched, beside what is computed: memory, drives, order,
-// wear, watchdog, monitors, profiles. A run that goes on without --config has it still.
+// wear, watchdog, monitors, profiles. It still holds where a run is resumed without --config.
 //
 // What is computed has names of its own in the run's record (recorded_options.h), and where state lives is
 // told anew, or found. All other keys that are served are recorded, those of times to come too;
@@ -23,7 +23,7 @@ inline constexpr const char* kRecordedConfigKey = "config_kept";
 bool IsRecorded(std::string_view path);
 
 // Of a config file that has been read without an error: values by path. Paths of files become absolute, since
-// whoever resumes may stand in another directory.
+// a resume may run in another directory.
 absl::StatusOr<nlohmann::json> ConfigToRecord(const std::string& file);
 
 // A config that says that and nothing else. kDataLoss: a later version made it, or it is damaged.

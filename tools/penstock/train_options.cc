@@ -89,7 +89,7 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
       "Continue the run in --state-dir; with --offload none or cpu, and where that directory is "
       "empty, from the newest checkpoint. Flags that were given another value (--lr, --warmup, --clip, "
       "--weight-decay, --batch, --accumulate, --seq, --data) change the run from the next step on, and "
-      "so do changed keys of --config: that is told and recorded");
+      "so do changed keys of --config: a line says so, and the run records it");
   app.add_flag("--overwrite", flags.overwrite,
                "Replace the run in --state-dir, and the checkpoints in --checkpoint-dir");
   app.add_option(

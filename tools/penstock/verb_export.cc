@@ -397,10 +397,10 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
   app.add_option("--dtype", flags.dtype,
                  "fp32 (the exact masters) or bf16 (of a bf16 run: what forward sees) [fp32]");
   app.add_option("--max-shard", flags.max_shard,
-                 "Files of so many bytes at the most, as 5GB, and an index of them [one file]");
+                 "Largest size of a file, as 5GB: several files and their index [one file]");
   app.add_option("--host-memory", flags.host_memory, "Most memory for tiles and turned matrices [256MiB]");
   app.add_flag("--overwrite", flags.overwrite,
-               "Replace what is there, which stands until all is written: the disk needs room for both");
+               "Replace existing files, which stay until all is written: the disk needs room for both");
   app.add_flag("--quiet", flags.quiet, "No progress, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   flags.out = paths.back();

@@ -267,7 +267,7 @@ int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream
       "last read them]");
   app.add_option("--tokens", flags.tokens, "Tokens to generate [200]");
   app.add_option("--temperature", flags.temperature, "0 takes the likeliest token each time [0.8]");
-  app.add_option("--top-k", flags.top_k, "Choose among the likeliest so many, 0 for all [0]");
+  app.add_option("--top-k", flags.top_k, "Choose among this many of the likeliest tokens, 0 for all [0]");
   app.add_option("--seed", flags.seed, "Of the choices [1]");
   app.add_option("--samples", flags.samples, "Texts to generate, with seeds one after the other [1]");
   app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");

@@ -11,7 +11,7 @@
 //                                of three tiers where there is no GPU
 //
 // Order: copies in one direction run one after the other, beside those in the other direction and beside
-// compute. Nothing waits for anything else by itself: whoever starts a copy has waited until its source is
+// compute. Nothing waits for anything else by itself: the caller of a copy has waited until its source is
 // complete and its target free (the program's edges do that). Compute is what the Compute
 // (zero/compute/compute.h) and the functions under "in the order of compute" enqueue, from any thread.
 //
@@ -99,7 +99,7 @@ class Device {
   // Between files and its arena, past host memory (GPUDirect Storage); one and the same each time, and of the
   // arena that there is. kFailedPrecondition: it has none here, and why.
   virtual absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() = 0;
-  // kernels::Checksum of so many bytes of its arena, 248 and more, in whole words of 8; beside compute,
+  // kernels::Checksum of a range of its arena, 248 bytes and more, in whole words of 8; beside compute,
   // waits.
   virtual absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) = 0;
 

@@ -1,7 +1,7 @@
 // State that lives on a device with its own memory (tiering::DevicePlan): where it is there, and the copies
 // of its tiles between there and host memory.
 //
-// A block's state on the device is that of one tile as large as the block; the store and whoever reads it in
+// A block's state on the device is that of one tile as large as the block; the store and readers in
 // host memory have it tile by tile, so a tile's copy is one for each segment.
 //
 // Threads: block(), partial_sums() and the copies from any. Nothing may change what a copy reads nor use what
@@ -48,7 +48,7 @@ class DeviceState {
   absl::Status Write(tiering::BlockIndex block, tiering::TileIndex tile, const TileMemory& from) const;
   // `count` of its gradient's elements from `first` (of the block) on, as they wait for the update.
   absl::Status ReadGradient(tiering::BlockIndex block, int64_t first, int64_t count, void* to) const;
-  // A tile's places in the staging memory, for whoever has the use of it: the engine before the first step,
+  // A tile's places in the staging memory, for its present user: the engine before the first step,
   // then the checkpoint that is being copied.
   TileMemory staged(tiering::BlockIndex block, tiering::TileIndex tile) const;
 

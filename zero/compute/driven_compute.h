@@ -1,4 +1,4 @@
-// Computation from outside: whoever owns the model also owns the thread and the order of calls. The engine
+// Computation from outside: the owner of the model also owns the thread and the order of calls. The engine
 // says when a stage's weights are there, and takes what the stage leaves.
 //
 //   drivers                                   the engine's compute thread

@@ -6,7 +6,7 @@
 //              allocator's (Device::tensors_are_host).
 //   copies     one thread for each direction, in order, each copy no faster than bandwidth and latency allow
 //   compute    the processor's own: the same bits as `cpu`
-//   storage    reads of files straight into the arena, where it is told to have them
+//   storage    reads of files straight into the arena, where the caller asks for them
 //   faults     copies and such reads may be made to fail, or to bring damage, to see what becomes of the run
 #ifndef PENSTOCK_ZERO_COMPUTE_TEST_DEVICE_H_
 #define PENSTOCK_ZERO_COMPUTE_TEST_DEVICE_H_

@@ -43,7 +43,7 @@ void UpdateTile(const TileFormat& format, const UpdateDecision& decision, uint64
                 const FlatLayout& layout, const tiering::Tile& tile, const TileMemory& memory);
 
 // What is left to do for a block's gradient once its last addend is there: rounds the fp32 `sums` of n
-// elements into `gradient` (null: it holds the gradient already), and squares what is there then; in one pass
+// elements into `gradient` (null: it holds the gradient already), and squares the result; in one pass
 // over memory.
 kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n);
 

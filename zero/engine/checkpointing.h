@@ -42,7 +42,7 @@
 namespace penstock::zero {
 
 // A checkpoint copies 24 bytes a parameter (12 read, 12 written) where a step of training moves 26: spread
-// over so many steps that is 3.8% more for each.
+// over this many steps that is 3.8% more for each.
 inline constexpr int64_t kSpreadSteps = 24;
 
 class Checkpointing {

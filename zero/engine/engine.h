@@ -256,8 +256,8 @@ class Engine {
   aio::EngineStats io_stats() const;  // empty without a drive; over all plans that there were
   std::string io_backend() const;
   std::string arena_pages() const;
-  // The memory that weights, gradients and transfers lie in, until Replan or the end. For whoever
-  // computes elsewhere, to pin it: its contents are the engine's.
+  // The memory that weights, gradients and transfers lie in, until Replan or the end. For code
+  // that computes elsewhere, to pin it: its contents are the engine's.
   std::span<std::byte> arena() const;
   int64_t peak_managed_bytes() const;  // arena and tensors
   int64_t peak_pinned_bytes() const;

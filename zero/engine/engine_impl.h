@@ -157,7 +157,7 @@ class Engine::Impl {
   void AddUsage(const tiering::Usage& usage);
   // Ranks that go through their stages in different orders would wait for each other's blocks for ever.
   absl::Status AgreeOnOrder(const std::vector<int>& stages) const;
-  // The next call, after so many of its step.
+  // The next call, after `calls` of its step.
   void AppendTraining(bool update, int calls);
   // The step whose updates are applied becomes one that a restart finds; nothing where every step is.
   void AppendPersist();

@@ -65,7 +65,7 @@ struct CheckpointSchedule {
   // With StorageOptions::overwrite: removed only as long as no others are in `parent`. Default: those that
   // are there when Create is called.
   std::optional<std::vector<swap::CheckpointSeen>> replaces = std::nullopt;
-  // That `parent` is this run's (swap/checkpoint_lock.h), taken before the caller looked at what is there. Of
+  // That `parent` is this run's (swap/checkpoint_lock.h), taken before the caller looked at its contents. Of
   // several ranks, rank 0 has it for all. Default: Create takes it.
   std::shared_ptr<swap::CheckpointLock> lock = nullptr;
   bool any() const { return every > 0 || at_end; }
@@ -192,9 +192,9 @@ struct EngineOptions {
   // Micro-batches of one call of Step, which go through the model together: gradient accumulation. Default 1.
   int micro_batches = 1;
   // Calls of Step that make one step, all but the last with StepOptions::update false. A loss's gradient is
-  // divided by the micro-batches of so many. Between calls fp32 sums wait: with state in memory there, with
-  // state on a drive in a file without a name, which costs 8 bytes a trained parameter and call. One call
-  // with all micro-batches costs none of that. Default 1.
+  // divided by the micro-batches of all these calls. Between calls fp32 sums wait: with state in memory
+  // there, with state on a drive in a file without a name, which costs 8 bytes a trained parameter and call.
+  // One call with all micro-batches costs none of that. Default 1.
   int calls_per_step = 1;
   // One micro-batch of the run's shapes; only shapes and types matter.
   Batch example;
@@ -216,7 +216,7 @@ struct EngineOptions {
   std::shared_ptr<Device> device = HostDevice();
   // Threads of one operation on the processor; the number changes the bits of some sums. Default 1.
   int intra_op_threads = 1;
-  // false: a plan's stages are measured for their memory only, which is faster; for whoever asks what fits.
+  // false: a plan's stages are measured for their memory only, which is faster; enough to ask what fits.
   bool measures_time = true;
   // The other ranks. Everything here that names a place is this rank's own; all else is the same on all
   // ranks. Default: there are none.

@@ -27,12 +27,12 @@ void NameRank(const EngineOptions& options, nlohmann::json* identity);
 // have Adam's states in fp32.
 nlohmann::json RecordedIdentity(const swap::Inspection& found, bool with_rank);
 
-// kFailedPrecondition: some of ours are blocks that are frozen in part, and the recorded ones have another
+// kFailedPrecondition: `ours` has blocks that are frozen in part, and the recorded ones have another
 // order (zero/compute/flat_layout.h).
 absl::Status CheckFrozenParts(const nlohmann::json& recorded, const nlohmann::json& ours,
                               const std::string& path);
 
-// Whoever only evaluates takes optimizer and seed of the run as they are.
+// An evaluation takes optimizer and seed of the run as they are.
 void AdoptOptimizer(const nlohmann::json& recorded, TileFormat* format, nlohmann::json* ours);
 
 // What an identity says of its tiles: the bytes of their elements (kFailedPrecondition: it does not say), and

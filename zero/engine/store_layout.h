@@ -41,8 +41,8 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
                                    const tiering::Precision& precision, bool frozen_elsewhere = false);
 
 // How many versions of everything a new store holds: what the options say, else three where checkpoints are
-// copied at leisure and there is room, else two; the same on all ranks, the least of theirs. `besides`: bytes
-// by directory that the run takes beside its store.
+// copied at leisure and there is room, else two; the same on all ranks, the least that any has. `besides`:
+// bytes by directory that the run takes beside its store.
 absl::StatusOr<uint32_t> AgreeOnVersions(const EngineOptions& options, const swap::StoreOptions& store,
                                          const swap::Layout& layout, const std::string& identity,
                                          std::span<const uint64_t> besides = {});

@@ -1,6 +1,6 @@
 // The lanes on which a rank waits for the others: a thread for each, in the order of the program.
 //
-// Gathering and reducing is of host memory, or where devices exchange with each other of theirs.
+// Gathers and reduces host memory, or device memory where devices exchange with each other.
 //
 //   kAllGather  this rank's part of a block's weights to the others, theirs into the run
 //   kReduceScatter  a block's gradients: each rank gets its part of all of them and sums in fp32, rank 0

@@ -76,8 +76,8 @@ class Watchdog {
   std::array<double, 2> looked_at_ = {-1, -1};  // [news]
 };
 
-// Lanes that are watched, by threads of their own: one for each kind of news, since whoever is told of a
-// stuck operation may get stuck himself.
+// Lanes that are watched, by threads of their own: one for each kind of news, since the handler of a
+// stuck operation may get stuck itself.
 class WatchedLanes final : public tiering::Lanes {
  public:
   // `tell`: on those threads; that one has ended, on the executor's. `lanes` outlive this.

@@ -31,7 +31,7 @@ class ActivationSpill {
  public:
   using Done = void (*)(void* context);
 
-  // Bytes in each of so many directories.
+  // Bytes in each of `directories`.
   static std::vector<uint64_t> BytesIn(size_t directories, const tiering::ModelGraph& graph,
                                        const tiering::Plan& plan);
   // Room for what the plan spills, reserved. kResourceExhausted: the disk is too full.

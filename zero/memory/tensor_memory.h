@@ -37,7 +37,7 @@ class TensorPool;
 // Each of these is about the pool of the calling thread's scope.
 class TensorMemory {
  public:
-  // So many bytes at a multiple of 64. kResourceExhausted: beyond the limit, or the system has no more.
+  // Returns `bytes` at a multiple of 64. kResourceExhausted: beyond the limit, or the system has no more.
   static absl::StatusOr<void*> Allocate(int64_t bytes);
   // As which so many bytes count: what a Compute says of its memory is the sum of these.
   static int64_t Counted(int64_t bytes);

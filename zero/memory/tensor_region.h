@@ -30,7 +30,7 @@ class TensorRegion {
     int64_t granules = 0;
     int64_t fresh = 0;  // granules that have no memory yet and get it: its own, and what shares a huge page
   };
-  // Where so many granules need the least fresh memory.
+  // Where `granules` need the least fresh memory.
   Place Find(int64_t granules) const;
   // Returns kept memory elsewhere to the system until no more than `most` granules, these among them, are not
   // in use by others. `most`: no less than the place has.
@@ -42,10 +42,10 @@ class TensorRegion {
 
   // Granules that are free and have memory.
   int64_t kept() const { return kept_; }
-  // Returns the memory of so many of them to the system, if there are.
+  // Returns the memory of at most `granules` of them to the system.
   void Release(int64_t granules) { Release(granules, Place()); }
   // Huge pages back the first `bytes`, whole, so that no page reaches beyond; normal ones the rest. Until
-  // memory is returned for the first time: after that what is there must be exact, and all pages are normal.
+  // memory is returned for the first time: after that the count must be exact, and all pages are normal.
   void UseHugePages(int64_t bytes);
 
  private:

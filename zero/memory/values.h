@@ -1,4 +1,4 @@
-// Values that go between the engine and whoever computes: views of memory that somebody else owns, without
+// Values that go between the engine and a Compute: views of memory that somebody else owns, without
 // any library's tensors.
 #ifndef PENSTOCK_ZERO_MEMORY_VALUES_H_
 #define PENSTOCK_ZERO_MEMORY_VALUES_H_

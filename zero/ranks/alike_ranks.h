@@ -1,4 +1,4 @@
-// Other ranks that are not there: for whoever asks what one of several would do, and trains nothing.
+// Stands in for other ranks: for a caller that asks what one of several would do, and trains nothing.
 #ifndef PENSTOCK_ZERO_RANKS_ALIKE_RANKS_H_
 #define PENSTOCK_ZERO_RANKS_ALIKE_RANKS_H_
 

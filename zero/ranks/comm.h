@@ -80,7 +80,8 @@ class Comm {
   virtual absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel channel, const What& what,
                                                           std::span<const void* const> send,
                                                           std::span<void* const> receive, size_t bytes) = 0;
-  // Every call fails from now on, here and on the other ranks, which are told why. The first one counts.
+  // Every call fails from now on, here and on the other ranks, with `why` as the reason. The first one
+  // counts.
   virtual void Abort(const absl::Status& why) = 0;
   // Why every call fails; OK as long as they do not.
   virtual absl::Status failure() = 0;

@@ -1,5 +1,5 @@
 // What several ranks keep together, seen as one: the parts of a run or checkpoint, and any range of a block's
-// elements read from them, whoever's part it lies in.
+// elements read from them, whichever rank's part it lies in.
 //
 //   DIR/rank-0/penstock.store, DIR/rank-1/penstock.store, ...    each a store of its own (swap/FORMAT.md)
 //
@@ -38,7 +38,7 @@ using ShardDirectories = std::vector<std::vector<std::string>>;
 // cannot be told; kDataLoss: a part is missing.
 absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& directories);
 
-// Where rank `rank` keeps its part of what all ranks are told to keep in `directories`.
+// Where rank `rank` keeps its part of what all ranks keep in `directories`.
 std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank);
 
 // An identity without what says whose part it is of; {} where it is no object.

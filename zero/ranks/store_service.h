@@ -1,6 +1,6 @@
 // The serving end of a TcpStore (tcp_store.h), without sockets: values by their keys, and what each
-// connection has sent and is still to be sent. Whoever has not proved that it knows the run's secret
-// (handshake.h) is answered nothing else.
+// connection has sent and is still to be sent. A client that has not proved that it knows the run's secret
+// (handshake.h) gets no other answer.
 //
 // Everything that a peer sends is checked, and what is kept for all peers together is bounded: a value too
 // many is refused, a connection that sends what no rank sends is closed.

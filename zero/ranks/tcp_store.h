@@ -2,8 +2,8 @@
 //
 // Small values, seldom: addresses, signs of life, why somebody failed. Every call is one request and one
 // answer on one connection; nothing waits at the server, so that one who waits keeps nobody else waiting.
-// Whoever connects proves that it knows the run's secret, and checks that rank 0 does (handshake.h). What is
-// kept is bounded (store_service.h).
+// A client that connects proves that it knows the run's secret, and checks that rank 0 does (handshake.h).
+// What is kept is bounded (store_service.h).
 //
 // Errors are thrown, as std::runtime_error: rank 0 is not there, or has gone. RefusedConnection (sockets.h):
 // one of the two ends does not know the secret. RefusedByStore: the call cannot be served, the next one may.
@@ -49,7 +49,7 @@ class TcpStore {
   // Until the key is there, asking again and again; throws where it is not within `patience`.
   void Wait(const std::string& key, std::chrono::milliseconds patience);
 
-  // Whoever waits for an answer is told that there will be none. From any thread.
+  // Ends the wait of every caller that waits for an answer, with an error. From any thread.
   void Shut() const;
   int port() const { return port_; }
   // Of the one that serves: how many connections did not know the secret.

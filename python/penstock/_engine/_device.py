@@ -190,7 +190,7 @@ class DeviceMemory:
                 buffer.used[stream].record(stream)
             buffer.copied.synchronize()  # type: ignore[union-attr]
         except BaseException:
-            self._cuda.synchronize(self.device)  # whatever could not be told: it is over
+            self._cuda.synchronize(self.device)  # whatever happened: the work is over
             raise
 
     def take(self, gradients: Sequence[torch.Tensor]) -> List[torch.Tensor]:

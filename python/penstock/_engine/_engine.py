@@ -146,7 +146,7 @@ class Engine:
         self._made = False  # a run, which came to nothing after that
         self._ranks: Alone = Alone()  # until they have met
         self._watch: Optional[Watch] = None
-        self._watched: Optional[Dict[str, Any]] = None  # what monitors are told of the last step
+        self._watched: Optional[Dict[str, Any]] = None  # what monitors get of the last step
         self._last_report: Optional[Report] = None  # of a closed engine
         self._runtime: Optional[Runtime] = None
         self._restore_from: Optional[str] = None
@@ -1078,7 +1078,7 @@ class Engine:
         return self._ranks.rank
 
     def abort(self, why: str) -> None:
-        """Over several ranks: ends the run on all of them, which are told why. The last commit stands."""
+        """Over several ranks: ends the run on all of them, with `why` as the reason. The last commit stands."""
         self._ranks.abort(why)
 
     def get_global_grad_norm(self) -> Optional[float]:
@@ -1307,8 +1307,8 @@ class Engine:
             checkpoint_names.begun(self, parent)
 
         found: List[str] = []
-        self._ranks.on_first("what is there of this step", lambda: found.extend("yn"[not exists(each, follow=False)] for each in (old, aside)))
-        there = self._ranks.texts("what is there of this step", "".join(found))[0]
+        self._ranks.on_first("which directories of this step exist", lambda: found.extend("yn"[not exists(each, follow=False)] for each in (old, aside)))
+        there = self._ranks.texts("which directories of this step exist", "".join(found))[0]
         if there == "ny" and not (replaces_others or os.path.realpath(old) in self._written):
             self._ranks.on_first("the checkpoint that stands in", lambda: self._check_is_of_this_run(aside))
         if there == "nn":

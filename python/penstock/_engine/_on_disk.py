@@ -19,7 +19,7 @@ from ._settings import PathLike
 _LEAST = 4096  # bytes; smaller ones stay in memory
 _CHUNK = 1 << 30  # of a file that has several
 _RESIDENT = 64 << 20  # that may be written before pages are given back
-_PAGEOUT = 21  # MADV_PAGEOUT: keeps what is there, whatever memory it is
+_PAGEOUT = 21  # MADV_PAGEOUT: keeps the contents, whatever memory it is
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -88,7 +88,7 @@ class _Files:
         self._wrote(place)
 
     def wrote(self, tensor: torch.Tensor) -> None:
-        """Pages of it are in memory, if it is one of ours."""
+        """Counts the tensor's pages as in memory, if it is one of this class."""
         if is_on_disk(tensor):
             self._wrote(tensor)
 

@@ -52,7 +52,7 @@ _ENDED = (
     "configuration), the number of forwards that a step's losses are made of"
 )
 
-# Passes in which a block is computed again to its end, which is compared: the first ones, and one of so many. In the others torch stops
+# Passes in which a block is computed again to its end, which is compared: the first ones, and then one of each such number. In the others torch stops
 # when it has what backward wants.
 _COMPARED = 3
 _COMPARED_AGAIN = 64
@@ -947,7 +947,7 @@ class Runtime:
         with self._given_up_on_error():
             self._backward_of(driver, self._root_of(driver, loss), retain_graph)
 
-    # Where backward of a micro-batch begins, and what is told of its loss.
+    # Where backward of a micro-batch begins, and what is known of its loss.
     def _root_of(self, driver: Driver, loss: torch.Tensor) -> Root:
         if loss.numel() != 1:
             raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
@@ -1035,7 +1035,7 @@ class Runtime:
         """A thread for each micro-batch, of which one runs at a time.
 
         They change places where they enter a use, so every block is fetched once for all of them. states: random numbers of each.
-        idle: what is told to be the loss of micro-batches that the pass has and `work` has not.
+        idle: what stands for the loss of micro-batches that the pass has and `work` has not.
         """
         drivers = list(self._drivers)
         missing = len(drivers) - len(work)

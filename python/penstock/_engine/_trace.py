@@ -75,7 +75,7 @@ class _Outside(TorchDispatchMode):
             self.found.add(id(parameter))
 
     def add_modules(self, given: Any) -> None:
-        """Those of blocks that do not compute: whoever has the modules may call them when no block is computed."""
+        """Modules of blocks that do not compute: their owner may call them when no block is computed."""
         if isinstance(given, (list, tuple)):
             for each in given:
                 self.add_modules(each)

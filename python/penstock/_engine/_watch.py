@@ -106,7 +106,7 @@ class Watch:
         return (1 + 2 * self.backward_share) * (self.forward_flops or 0.0) * (tokens or samples)
 
     def again(self, entry: Optional[Dict[str, Any]]) -> None:
-        """A step whose commit another process has made: who was to be told may not have heard of it."""
+        """A step whose commit another process has made: the monitors may not have heard of it."""
         if entry is not None:
             self._pending.append(entry)
             self._tell(entry["step"])
@@ -187,7 +187,7 @@ class Watch:
         self._failing = bool(told)
 
     def complain(self) -> None:
-        """Warns of what could not be told, once the step is whole: a warning may be an error."""
+        """Warns of what could not be written, once the step is whole: a warning may be an error."""
         complaint, self.complaint = self.complaint, ""
         if complaint:
             warnings.warn(complaint, stacklevel=3)

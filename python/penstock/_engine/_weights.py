@@ -396,7 +396,7 @@ class Weights:
                     self._hide_one(parameter, nothing)
 
     def note_hidden(self) -> None:
-        """What was changed in place until now was no mistake, or was told."""
+        """What was changed in place until now was no mistake, or was reported."""
         for block in range(len(self._single)):
             self._note_hidden(block)
 

@@ -33,7 +33,7 @@ _SHORT = 1 << 16  # bytes of a body that is not counted among the long ones, and
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is told: the name of its model, its key, and its bounds. ``host``: where it listens; seconds of 0 are no bound."""
+    """The settings of a server: the name of its model, its key, and its bounds. ``host``: where it listens; seconds of 0 are no bound."""
 
     name: str
     host: str
@@ -272,7 +272,7 @@ class _Answer:
         self._tokens = 0
 
     def why(self) -> Refused:
-        """What a cancelled request is told."""
+        """The answer to a cancelled request."""
         if self._texts.cancelled == "timeout":
             return Refused(504, f"the texts were not whole within {self._timeout:g} s (--timeout)", None, "timeout", "server_error")
         if self._texts.cancelled == "stopping":

@@ -142,7 +142,7 @@ def _run(given: argparse.Namespace) -> int:
             host, port = listener.getsockname()[:2]
             name = given.model_name or os.path.basename(os.path.abspath(given.directory[0]))
             if not key and not _is_loopback(host):
-                print(f"{_NAME}: {host} is open to others without a key: whoever reaches it may use it (--api-key-file FILE)", file=sys.stderr)
+                print(f"{_NAME}: {host} is open to others without a key: anyone who reaches it may use it (--api-key-file FILE)", file=sys.stderr)
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             print(
                 f"{_NAME}: http://{where}/v1 serves {name}: {llm.max_length} tokens of context, {llm.batch} at once; host memory {_size(llm.planned_bytes)}",

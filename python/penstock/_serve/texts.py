@@ -70,7 +70,7 @@ class Engine:
         return self._admitted - self.running
 
     def admit(self, count: int) -> "Texts":
-        """Places for the texts of a request, until each has ended. Full: there are not so many."""
+        """Takes places for the texts of a request, until each has ended. Full: too few are free."""
         if self._admitted + count > self.most:
             raise Full()
         self._admitted += count

@@ -123,7 +123,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                 continue
             state = self.state[p]
             self._make_state(state, p)
-            for key, _ in self._states:  # whoever put a state there has put it anyhow
+            for key, _ in self._states:  # a caller that put a state there may have put any tensor
                 if not is_dense(state[key]) or state[key].dtype not in DTYPES:
                     raise ValueError(f"the state {key!r} of {name} is {state[key].dtype} with strides {state[key].stride()}")
                 state[key] = in_layout_of(state[key], p)

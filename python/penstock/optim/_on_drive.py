@@ -377,7 +377,7 @@ class OnDrive(torch.optim.Optimizer):
             except OSError as error:
                 error.filename = self._directory
                 raise
-            # Private: whoever changes such a tensor changes their own memory.
+            # Private: a change of such a tensor changes this process's memory alone.
             return mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
 
     # The end.

@@ -1,7 +1,7 @@
 // When work on a CUDA stream is over: told from a thread of its own, or waited for asleep.
 //
 // An event that cannot be recorded does not undo what was enqueued before it. Then the stream itself is
-// waited for: an error is told when nothing of the work can touch its memory any more, and not before.
+// waited for: an error is reported when nothing of the work can touch its memory any more, and not before.
 #ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_CUDA_COMPLETIONS_H_
 #define PENSTOCK_ZERO_COMPUTE_LIBTORCH_CUDA_COMPLETIONS_H_
 

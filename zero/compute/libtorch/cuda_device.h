@@ -2,10 +2,10 @@
 //
 // Five streams: copies in, copies out, what several ranks exchange, checksums of what came past host memory,
 // and compute, which is LibTorch's default stream, so that every thread's tensors and kernels are in one
-// order. The others are non-blocking: nothing on them waits for the default stream unless it is told to. What
-// is over is told by events: for each stream a thread waits for the next one and calls whoever started it, so
-// that neither the executor nor the compute thread ever waits for the device. Host memory is the arena,
-// registered as portable: NVMe to the arena to the device is two transfers by DMA.
+// order. The others are non-blocking: nothing on them waits for the default stream unless it is asked to. The
+// end of work is marked by events: for each stream a thread waits for the next one and calls its owner's
+// callback, so that neither the executor nor the compute thread ever waits for the device. Host memory is the
+// arena, registered as portable: NVMe to the arena to the device is two transfers by DMA.
 #ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_CUDA_DEVICE_H_
 #define PENSTOCK_ZERO_COMPUTE_LIBTORCH_CUDA_DEVICE_H_
 

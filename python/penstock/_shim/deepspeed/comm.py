@@ -45,7 +45,7 @@ def log_summary(*_: Any, **__: Any) -> None:
 
 
 def configure(*_: Any, **__: Any) -> None:
-    """Nothing to do: comms_logger in the configuration says what is told."""
+    """Nothing to do: comms_logger in the configuration says what is reported."""
 
 
 def reset_log() -> None:
