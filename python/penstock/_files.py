@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
+import re
 import secrets
 import stat
-from typing import Any, BinaryIO, Iterator, List, Optional, Sequence, Tuple
+import time
+from typing import Any, BinaryIO, Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -22,6 +25,9 @@ _PIECES = 16  # buffers, 64 MiB: what is written while torch computes the checks
 _FIRST_SPACE = 64 * _MIB
 _MOST_SPACE = 1024 * _MIB  # reserved ahead of the end, so that writes do not make the file longer
 _SLICE_MS = 100
+_CANNOT_LOCK = (errno.EBADF, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # a file system's words for it
+_OTHERS_PATIENCE = 60.0  # seconds that others' changes of names may take (base/atomic_file.h)
+_SHORT_NAME = 200
 
 
 def _path_of(path: Any, instead: str) -> str:
@@ -127,7 +133,47 @@ class _Writer:
 
 def _beside(path: str, ending: str) -> str:
     directory, name = os.path.split(path)
-    return os.path.join(directory, f".{name[:200]}.{secrets.token_hex(8)}{ending}")
+    return os.path.join(directory, f".{name[:_SHORT_NAME]}.{secrets.token_hex(8)}{ending}")
+
+
+def try_lock(descriptor: int, path: str, patience: float = 0.0) -> bool:
+    """Takes the exclusive lock of an open file or directory, until it is closed. False: another has held it for so many seconds. OSError
+    names path: the file system has no locks, or the call failed. The C++ library locks the same way (base/file_lock.h).
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)
+        except OSError as error:
+            error.filename = path
+            raise
+
+
+@contextlib.contextmanager
+def locked_directory(path: str, patience: float, refusal: str) -> Iterator[None]:
+    """Others that lock the directory, those of C++ too, are kept out while the block runs. OSError (EBUSY) with refusal: another has
+    held it for so many seconds. Where directories cannot be locked, as on NFS, nobody is kept out.
+    """
+    descriptor = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            if not try_lock(descriptor, path, patience):
+                raise OSError(errno.EBUSY, refusal, path or ".")
+        except OSError as error:
+            if error.errno not in _CANNOT_LOCK:
+                raise
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # copies of the descriptor in forked children have it too
+    finally:
+        os.close(descriptor)
 
 
 def sync_directory(path: str) -> None:
@@ -154,13 +200,12 @@ class NewFile:
         self._name: Optional[str] = None
         try:
             self.descriptor = os.open(os.path.dirname(path) or ".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            self._is_ours()
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 error.filename = path
                 raise
-            name = _beside(path, ".new")
-            self.descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC, 0o666)
-            self._name = name
+            self._create()
         try:
             mode = os.lstat(path).st_mode
             if stat.S_ISREG(mode):
@@ -170,6 +215,24 @@ class NewFile:
         except BaseException:
             self.discard()
             raise
+
+    # Where there are no files without a name.
+    def _create(self) -> None:
+        while True:
+            name = _beside(self.path, ".new")
+            self.descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            self._name = name
+            if self._is_ours():
+                return
+            self.discard()
+
+    # Locks it: what has a temporary name and is not locked was left by a kill. False: another process has removed it as such before that.
+    def _is_ours(self) -> bool:
+        try:
+            locked = try_lock(self.descriptor, self.path)
+        except OSError:
+            locked = True  # where nothing can be locked nothing is taken for left
+        return locked and (self._name is None or os.fstat(self.descriptor).st_nlink > 0)
 
     def settle(self) -> None:
         """Durable, and under a temporary name: what is left is to rename it."""
@@ -202,15 +265,33 @@ class NewFile:
                 os.unlink(name)
 
 
-def commit_together(files: Sequence[NewFile], keys: Sequence[str]) -> None:
+def commit_together(
+    files: Sequence[NewFile], keys: Sequence[str], superseded: Optional[Callable[[], Sequence[str]]] = None, replace: bool = True
+) -> None:
     """Commits files of one directory that only mean something together: who begins to read at one of ``keys``, also after a kill, finds all
     the old files, all the new ones, or no key. The last of ``files`` is the one to begin with, its path one of ``keys``; the other keys are
     gone afterwards. OSError before the last one has its name: everything is as it was.
+
+    Of several processes that do this in one directory at once, those of C++ too, one does it after the other: the directory is locked from the
+    first change to the last. ``superseded`` returns paths of the old state that the new one does not have; it is called when nobody else can
+    change that any more, and they are gone afterwards. OSError (EBUSY): another process has held the lock for a minute. FileExistsError:
+    without ``replace``, where a key is there.
     """
     for file in files:
         file.settle()
+    directory = os.path.dirname(files[-1].path)
+    refusal = "another process has been replacing files here for a minute: let it end, or write to another directory"
+    with locked_directory(directory, _OTHERS_PATIENCE, refusal):
+        _change_names(files, keys, superseded, replace)
+
+
+def _change_names(files: Sequence[NewFile], keys: Sequence[str], superseded: Optional[Callable[[], Sequence[str]]], replace: bool) -> None:
     key, alone = files[-1].path, len(files) == 1  # one file takes an old one's place in one step
     directory = os.path.dirname(key)
+    gone = [path for path in (superseded() if superseded is not None else ()) if all(path != file.path for file in files)]
+    for path in () if replace else keys:
+        if exists(path, follow=False):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     old: List[Tuple[str, str]] = []
     named: List[str] = []
 
@@ -241,11 +322,22 @@ def commit_together(files: Sequence[NewFile], keys: Sequence[str]) -> None:
     sync_directory(directory)
     for _, name in old:
         os.unlink(name)
-    for path in keys:
+    for path in (*keys, *gone):
         if path != key:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+    _remove_leftovers(directory, {os.path.basename(path) for path in (*(file.path for file in files), *keys, *gone)})
     sync_directory(directory)
+
+
+# What changes of these names have set aside that a kill has ended. The directory is locked.
+def _remove_leftovers(directory: str, names: Set[str]) -> None:
+    short = {name[:_SHORT_NAME] for name in names}
+    with contextlib.suppress(OSError):  # what cannot be removed now is left to the next
+        for entry in os.listdir(directory or "."):
+            found = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.old", entry, re.DOTALL)
+            if found is not None and found.group(1) in short:
+                os.unlink(os.path.join(directory, entry))
 
 
 @contextlib.contextmanager

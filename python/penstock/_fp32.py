@@ -260,7 +260,8 @@ def write_weights(
     """As convert_zero_checkpoint_to_fp32_state_dict. Returns the paths that were written. FileExistsError: without overwrite.
 
     What is there stands until all that is new is durable beside it: the drive needs room for both. Then the names change hands: a kill at
-    any moment leaves the old weights, the new ones, or neither an index nor the one file; an error leaves the old ones.
+    any moment leaves the old weights, the new ones, or neither an index nor the one file; an error leaves the old ones. Of several at once
+    into one directory the names change hands one after the other, and the last one's weights stand.
     """
     most = _size_of(max_shard_size)
     weights = _open(checkpoint_dir, tag)
@@ -289,7 +290,6 @@ def write_weights(
     for _, dtype in weights.kinds.values() if safe_serialization else ():
         if dtype not in _SAFE_NAMES:
             raise ValueError(f"a buffer of {dtype} has no type in safetensors: write .bin")
-    older = [] if one_file else _shards_of(index, base, ending)
     new: List[NewFile] = []
     try:
         for path, shard in zip(files, shards):
@@ -302,13 +302,11 @@ def write_weights(
             with open_new(new[-1]) as file:
                 file.write(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode())
             files.append(index)
-        commit_together(new, files if one_file else [index, os.path.join(out, base + ending)])
+        keys = files if one_file else [index, os.path.join(out, base + ending)]
+        commit_together(new, keys, lambda: [] if one_file else _shards_of(index, base, ending), overwrite)
     finally:
         for each in new:
             each.discard()
-    for path in set(older) - set(files):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
     return files
 
 

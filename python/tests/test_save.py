@@ -1,12 +1,15 @@
 """penstock.save and penstock.load: torch's files, whole or not at all."""
 
 import errno
+import fcntl
 import io
+import json
 import os
 import signal
 import stat
 import subprocess
 import sys
+import traceback
 
 import pytest
 import torch
@@ -261,3 +264,73 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_beside_it(directory):
         file.write(b"new")
         raise RuntimeError
     assert (directory / "f").read_text() == "old" and os.listdir(directory) == ["f"]
+
+
+def replace_shards(directory, state, count):
+    """As zero_to_fp32 does: so many parts, an index that names them, and what an older index names goes."""
+    files = []
+    index = str(directory / "index")
+    try:
+        for number in range(count):
+            files.append(_files.NewFile(str(directory / f"part-{number}-of-{count}")))
+            with _files.open_new(files[-1]) as file:
+                file.write(state.encode())
+        files.append(_files.NewFile(index))
+        with _files.open_new(files[-1]) as file:
+            file.write(json.dumps({"state": state, "parts": [os.path.basename(each.path) for each in files[:-1]]}).encode())
+        _files.commit_together(files, [index], lambda: [str(directory / name) for name in read_index(directory)["parts"]])
+    finally:
+        for file in files:
+            file.discard()
+
+
+def read_index(directory):
+    try:
+        return json.loads((directory / "index").read_text())
+    except FileNotFoundError:
+        return {"state": None, "parts": []}
+
+
+def test_many_that_replace_the_files_of_one_directory_at_once_never_mix_and_leave_nothing(directory):
+    children = []
+    for writer in range(4):
+        child = os.fork()
+        if child == 0:
+            try:
+                for number in range(25):
+                    replace_shards(directory, f"{writer}.{number}", 1 + (writer + number) % 3)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    found = read_index(directory)
+    assert sorted(os.listdir(directory)) == sorted(["index", *found["parts"]])
+    assert {(directory / name).read_text() for name in found["parts"]} == {found["state"]}
+
+
+def test_who_replaces_files_together_waits_for_another_and_is_refused_in_one_line(directory, monkeypatch):
+    """The lock is that of the C++ library: an exclusive flock of the directory, and of what is being written under a temporary name."""
+    put_state(directory, "old", ("config", "part-1", "part-2", "index"))
+    (directory / f".index.{'0' * 16}.old").write_text("left by a kill")
+    holder = os.open(directory, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    monkeypatch.setattr(_files, "_OTHERS_PATIENCE", 0.05)
+    with pytest.raises(OSError, match="another process has been replacing files here for a minute: let it end, or write to another directory") as refused:
+        replace_state(directory, "new")
+    assert refused.value.errno == errno.EBUSY and "\n" not in str(refused.value)
+    assert found_state(directory) == {"old"} and len(os.listdir(directory)) == 5
+    writing = _files.NewFile(str(directory / "config"))
+    try:
+        writing.settle()
+        (name,) = (name for name in os.listdir(directory) if name.endswith(".new"))
+        other = os.open(directory / name, os.O_RDWR)
+        with pytest.raises(BlockingIOError):  # so that nobody takes it for a leftover
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+    finally:
+        writing.discard()
+    os.close(holder)
+    replace_state(directory, "new")
+    assert found_state(directory) == {"new"} and sorted(os.listdir(directory)) == ["config", "index", "part-1", "part-2"]

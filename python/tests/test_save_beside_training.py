@@ -1,5 +1,6 @@
 """engine.save_checkpoint returns when the commit is retained: what is copied beside training is whole, or its error is raised."""
 
+import fcntl
 import json
 import os
 import threading
@@ -461,3 +462,28 @@ def test_what_stands_in_for_a_checkpoint_of_another_run_is_not_removed(tmp_path)
             engine.save_checkpoint(kept, replaces_others="no")
         with pytest.raises(ValueError, match="tag"):
             engine.save_checkpoint(kept, "x" * 300)
+
+
+@pytest.mark.parametrize("what", ["lock", "directory"])
+def test_a_directory_that_another_process_writes_to_is_refused_before_anything_there_has_another_name(tmp_path, monkeypatch, what):
+    """By one that copies a checkpoint, of Python or the command line, and by one that looks for those that it would replace."""
+    kept, moved = tmp_path / "kept", []
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(kept, "mine", wait=True)
+    before = names(kept)
+    # As base/file_lock.h has it.
+    held = os.open(kept / ".penstock.lock", os.O_RDWR | os.O_CREAT, 0o600) if what == "lock" else os.open(kept, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda *names: (moved.append(names), rename(*names)))
+    with make(net(), tmp_path / "other") as engine:
+        step(engine, batches(1)[0])
+        with pytest.raises(OSError, match="in use by another process") as refused:
+            engine.save_checkpoint(kept, replaces_others=True)
+        assert "\n" not in str(refused.value) and moved == []
+        os.close(held)
+        (kept / ".penstock.lock").unlink(missing_ok=True)
+        assert names(kept) == before
+        engine.save_checkpoint(kept, replaces_others=True)
+    assert names(kept) == before and len(moved) == 1

@@ -198,6 +198,27 @@ def test_weights_that_cannot_be_written_leave_the_old_ones(tmp_path, monkeypatch
     assert {name: (out / name).read_bytes() for name in os.listdir(out)} == before
 
 
+def test_of_two_conversions_into_one_directory_at_once_the_later_one_stands_alone(tmp_path, monkeypatch):
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(tmp_path / "kept")
+        expected = masters(engine)
+    write, others = penstock._fp32._write_safetensors, []
+
+    def beside_another(*arguments):
+        if not others:
+            others.append("under way")
+            others.extend(penstock._fp32.write_weights(tmp_path / "kept", tmp_path / "out", 20_000, True))
+        write(*arguments)
+
+    monkeypatch.setattr(penstock._fp32, "_write_safetensors", beside_another)
+    written = penstock._fp32.write_weights(tmp_path / "kept", tmp_path / "out", 40_000, True)
+    assert len(others) > len(written) > 2
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(map(os.path.basename, written))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) >= set(expected) and {*index["weight_map"].values()} == {os.path.basename(path) for path in written[:-1]}
+
+
 def test_a_checkpoint_is_not_written_over(tmp_path):
     with make(net(), tmp_path / "run") as engine:
         step(engine, batches(1)[0])

@@ -1,16 +1,23 @@
-"""Where an engine's checkpoints lie in their directory: which is the newest, and what stands in for one that is being replaced."""
+"""Where an engine's checkpoints lie in their directory: which is the newest, what stands in for one that is being replaced, and who may change
+what is there."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import weakref
-from typing import Any, Optional
+from typing import Any, Iterator, Optional
 
+from .._files import locked_directory, try_lock
 from .._small_files import is_directory, read_text
 
 LATEST = "latest"
 #: A checkpoint of this name that another is about to replace.
 REPLACED = ".%s.replaced"
+_LOCK = ".penstock.lock"  # of who copies a checkpoint, or trains from the command line (swap/checkpoint_lock.h)
+_PATIENCE = 2.0  # seconds that a killed process may take to end
+_IN_USE = "checkpoints go to a directory that is in use by another process, which writes its own there: let that one end, or give another directory"
 
 
 # By engine: the directory of the checkpoint that it copied last.
@@ -47,3 +54,29 @@ def place_of(directory: str, tag: str) -> str:
     if not is_directory(path):
         raise FileNotFoundError(f"no checkpoint {path}")
     return path
+
+
+@contextlib.contextmanager
+def locked(directory: str) -> Iterator[None]:
+    """No other engine looks for checkpoints there that it would replace, renames or removes them while the block runs, and none was being copied
+    when it began. A directory that is missing is locked by who makes it. OSError: it is in use (EBUSY), or cannot be locked.
+    """
+    if not is_directory(directory):
+        yield
+        return
+    with locked_directory(directory, _PATIENCE, _IN_USE):
+        _check_nobody_copies(directory)
+        yield
+
+
+def _check_nobody_copies(directory: str) -> None:
+    path = os.path.join(directory, _LOCK)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if not try_lock(descriptor, path, _PATIENCE):
+            raise OSError(errno.EBUSY, _IN_USE, directory)
+    finally:
+        os.close(descriptor)

@@ -1296,6 +1296,14 @@ class Engine:
 
     # One of the same step that is there already stands until the new one does, which is waited for then.
     def _checkpoint(self, parent: str, tag: str, latest: bool, replaces_others: bool, wait: bool) -> str:
+        with contextlib.ExitStack() as lock:
+            self._ranks.on_first("the directory of checkpoints", lambda: lock.enter_context(checkpoint_names.locked(parent)))
+            path = self._begin_checkpoint(parent, tag, latest, replaces_others)
+        if wait:
+            self.wait_for_checkpoint()
+        return path
+
+    def _begin_checkpoint(self, parent: str, tag: str, latest: bool, replaces_others: bool) -> str:
         name = _STEP % self.global_steps
         old, aside = os.path.join(parent, name), os.path.join(parent, checkpoint_names.REPLACED % name)
         description = json.dumps(_parameters.with_buffers(self._layout, self._buffers), allow_nan=False)
@@ -1313,8 +1321,6 @@ class Engine:
             self._ranks.on_first("the checkpoint that stands in", lambda: self._check_is_of_this_run(aside))
         if there == "nn":
             begin()
-            if wait:
-                self.wait_for_checkpoint()
             return old
         if there[0] == "y":
             if os.path.realpath(old) not in self._written and not replaces_others:
