@@ -1,5 +1,5 @@
-"""Where an engine's checkpoints lie in their directory: which is the newest, what stands in for one that is being replaced, and who may change
-what is there."""
+"""Where an engine's checkpoints lie in their directory: which is the newest, what stands in for one that is being replaced, and which process may
+change it."""
 
 from __future__ import annotations
 
