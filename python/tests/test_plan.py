@@ -188,6 +188,48 @@ def test_what_cannot_be_planned_is_named_with_a_way_out():
         penstock.plan(net(), batch=0)
 
 
+def test_the_configurations_micro_batch_and_its_notes_are_the_plans():
+    """As initialize has them; and what is said of the batch twice is not taken once in silence."""
+    config = {"train_micro_batch_size_per_gpu": 4, "penstock": {"device_memory": "4GiB"}}
+
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, input_ids):
+            return self.net(input_ids)
+
+    plan = penstock.plan(Takes(), seq=8, offload="none", config=config)
+    assert "32 tokens" in str(plan)
+    (note,) = (each for each in plan.notes if each.startswith("penstock.device_memory"))
+    assert "accepted and ignored: from Python" in note and note in str(plan)
+    with pytest.warns(UserWarning) as warned:
+        penstock.initialize(model=net(), offload="none", config=config)[0].close()
+    assert plan.notes == [str(each.message) for each in warned]
+    other = penstock.plan(Takes(), batch=2, seq=8, offload="none", config=config)
+    assert "16 tokens" in str(other)
+    assert other.notes == [*plan.notes, "planned for a micro-batch of 2, as batch= has it: train_micro_batch_size_per_gpu is 4"]
+    given = penstock.plan(net(), example=batches(1, size=3)[0], offload="none", config=config)
+    assert given.notes == [*plan.notes, "planned for a micro-batch of 3, as example= has it: train_micro_batch_size_per_gpu is 4"]
+    with pytest.raises(ValueError, match="leave out batch= and seq=, or example="):
+        penstock.plan(net(), batch=4, example=batches(1)[0], offload="none")
+
+
+def test_more_tokens_than_a_model_takes_are_refused_with_both_numbers():
+    class Config:
+        n_positions = 16
+
+    model = net()
+    model.config = Config()
+    with pytest.raises(ValueError, match=r"seq is 17: the model takes 16 tokens \(n_positions of its configuration\); give fewer") as refused:
+        penstock.plan(model, seq=17, offload="none")
+    assert "\n" not in str(refused.value)
+    assert "16 tokens" in str(penstock.plan(model, seq=16, offload="none")) and "16 tokens" in str(penstock.plan(model, offload="none"))
+    example = {"x": torch.zeros(1, 17, dtype=torch.int64)}
+    assert "17 tokens" in str(penstock.plan(model, example=example, offload="none"))
+
+
 def llama(**more):
     transformers = pytest.importorskip("transformers")
     if not hasattr(torch, "get_default_device"):

@@ -95,7 +95,7 @@ class Plan:
 
 def plan(
     model_or_config: Any,
-    batch: int = 1,
+    batch: Optional[int] = None,
     seq: Optional[int] = None,
     host_memory: Union[None, int, str] = None,
     device_memory: Union[None, int, str] = None,
@@ -116,7 +116,8 @@ def plan(
 
     model_or_config: any torch module, with values or on the meta device, which stays as it is; or a configuration of transformers, its
         dictionary, or the path of its config.json or directory, of which the language model is planned.
-    batch, seq: samples and tokens of each in a micro-batch. seq: of a language model, 1,024 or what it has at most by default.
+    batch, seq: samples and tokens of each in a micro-batch. batch: by default the configuration's train_micro_batch_size_per_gpu, or 1. seq: of
+        a language model, 1,024 or what it has at most by default.
     example: a batch in their place, of tensors as the model takes it (``model(**example)``, ``model(*example)``, ``model(example)``); their
         values do not matter.
     host_memory, config, optimizer, dtype, offload, gradient_accumulation_steps, forwards_per_step, gradient_clipping, blocks: as for
@@ -131,12 +132,13 @@ def plan(
     activations is torch's, and comes on top.
 
     The forward is followed on the meta device, without values. Where a model's forward needs values, its modules' order is taken, and
-    ``notes`` say so. TypeError, ValueError: it cannot be planned; names what and the way out. RuntimeError: host_memory is too small, with
+    ``notes`` say so, and what ``initialize`` warns of in the configuration. TypeError, ValueError: it cannot be planned; names what and the way out. RuntimeError: host_memory is too small, with
     the least that would do.
     """
     if device_memory is not None:
         raise NotImplementedError("device_memory: the engine has no budget of a device's memory yet: state and masters are in host memory and on the drive")
-    micro_batch = whole_number(batch, "batch", 1, 2**30)
+    if example is not None and not (batch is None and seq is None):
+        raise ValueError("example= says how many samples and tokens there are: leave out batch= and seq=, or example=")
     given, title = _model_of(model_or_config)
     if getattr(given, "_penstock_engine", "") == "open":
         raise ValueError("this model has an engine: engine.plan() says what that has planned")
@@ -161,9 +163,13 @@ def plan(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"no parameter of {title} requires a gradient, and a plan is of a training: call requires_grad_() on what is to be trained")
     made = _optimizer_of(optimizer, settings, model)
-    notes: List[str] = []
+    notes: List[str] = list(settings.notes)
+    micro_batch = (settings.micro_batch_size or 1) if batch is None else whole_number(batch, "batch", 1, 2**30)
     found, uses, inputs = _followed(model, settings, example, micro_batch, seq, notes)
     tokens, samples = counted(*inputs)
+    if settings.micro_batch_size not in (0, samples):
+        what = "example=" if example is not None else "batch="
+        notes.append(f"planned for a micro-batch of {samples}, as {what} has it: train_micro_batch_size_per_gpu is {settings.micro_batch_size}")
     rate = product_rate(DTYPES[settings.dtype], 512 if settings.device.type == "cpu" else 4096, settings.device, settles=0.1)
     for use in uses:
         use.seconds = 2.0 * _matrices(use.module) * (tokens or samples) / rate
@@ -284,15 +290,28 @@ def _inputs(model: nn.Module, example: Any, batch: int, seq: Optional[int]) -> T
         if isinstance(empty, Mapping):
             return (), dict(empty)
         return (tuple(empty), {}) if isinstance(empty, (tuple, list)) else ((empty,), {})
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = next((value for name in ("max_position_embeddings", "n_positions", "max_seq_len") for value in [getattr(text, name, None)] if isinstance(value, int)), 1024)
+    name, most = _window(model)
     length = whole_number(min(1024, most) if seq is None else seq, "seq", 1, 2**30)
+    if name and length > most:
+        raise ValueError(
+            f"seq is {length}: the model takes {most} tokens ({name} of its configuration); give fewer, change the configuration, or give example="
+        )
     ids = torch.empty((batch, length), dtype=torch.int64, device=_META)
     taken = inspect.signature(model.forward).parameters
     if "input_ids" in taken:
         return (), {"input_ids": ids, **({"labels": ids} if "labels" in taken else {})}
     return (ids,), {}
+
+
+# The key of its configuration that says how many tokens it takes, and how many; "" where there is none.
+def _window(model: nn.Module) -> Tuple[str, int]:
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return name, value
+    return "", 1024
 
 
 # Of the module whose forward raised it.
