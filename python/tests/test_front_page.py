@@ -1,7 +1,8 @@
-"""What the repository's README shows is what runs."""
+"""What the repository's README and quickstart show is what runs."""
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = os.path.join(os.path.dirname(__file__), "..", "..")
 README = os.path.join(ROOT, "README.md")
+QUICKSTART = os.path.join(ROOT, "docs", "quickstart.md")
 pytestmark = pytest.mark.skipif(not os.path.isfile(README), reason="needs README.md of the repository")
 
 
@@ -75,3 +77,59 @@ def test_every_command_names_a_verb_and_flags_that_exist():
         for word in words:
             if word.startswith("--"):
                 assert re.search(rf"(?<![\w-]){word}(?![\w-])", shown.stdout), (verb, word)
+
+
+@pytest.fixture
+def quickstart(directory, monkeypatch):
+    """Saves the programs of docs/quickstart.md in an empty directory and goes there; returns a function that runs one in this process."""
+    with open(QUICKSTART) as file:
+        programs = dict(re.findall(r"[Ss]ave this as `(\w+\.py)`:\n\n```python\n(.*?)```", file.read(), flags=re.DOTALL))
+    assert set(programs) == {"first.py", "model.py", "plan.py", "train.py"}
+    for name, text in programs.items():
+        with open(os.path.join(directory, name), "w") as file:
+            file.write(text)
+    monkeypatch.chdir(directory)
+    monkeypatch.syspath_prepend(str(directory))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    yield lambda name: runpy.run_path(os.path.join(directory, name), run_name="__main__")
+    sys.modules.pop("model", None)
+
+
+def steps_of(text):
+    return [line for line in text.splitlines() if line.startswith("step ")]
+
+
+def test_the_quickstart_makes_a_first_step_and_plans_what_does_not_fit(quickstart, capsys):
+    pytest.importorskip("torch")
+    quickstart("first.py")
+    assert re.fullmatch(r"step 1: loss \d+\.\d{3}", capsys.readouterr().out.strip())
+    assert os.listdir("first")
+    quickstart("plan.py")
+    told = capsys.readouterr().out
+    assert float(re.search(r"([\d.]+) times the host memory budget", told).group(1)) > 4
+    assert int(re.search(r"smallest budget that works: (\d+)", told).group(1)) <= 12 << 20
+    assert "the forward was not followed" not in told and not os.path.exists("run")
+
+
+def test_the_quickstarts_training_has_the_same_losses_when_it_is_killed_and_resumed(quickstart, capsys):
+    pytest.importorskip("torch")
+    quickstart("train.py")
+    whole = steps_of(capsys.readouterr().out)
+    assert [line.split(":")[0] for line in whole] == [f"step {n}" for n in range(1, 21)]
+    with open("run.html") as file:
+        assert file.read().lstrip().lower().startswith("<!doctype html")
+    os.rename("run", "unbroken")
+
+    killed = []
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    with subprocess.Popen([sys.executable, "-W", "ignore", "train.py"], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        for line in process.stdout:
+            killed.append(line.rstrip("\n"))
+            if len(killed) == 5:
+                process.kill()
+                break
+    assert killed == whole[:5]
+    quickstart("train.py")
+    resumed = steps_of(capsys.readouterr().out)
+    assert 14 <= len(resumed) <= 16  # step 5 may be committed or not, step 6 too
+    assert resumed == whole[-len(resumed) :]
