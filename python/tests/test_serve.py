@@ -62,11 +62,13 @@ def refused(*arguments, **more):
 
 
 class Server:
-    def __init__(self, directory, *flags, **more):
+    def __init__(self, directory, *flags, files=None, **more):
         self.name = directory.name
+        few_files = ["prlimit", f"--nofile={files}:{files}"] if files else []
         self.process = subprocess.Popen(
-            command(directory, "--port", 0, "--host-memory", "512MiB", *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**more)
-        )
+            few_files + command(directory, "--port", 0, "--host-memory", "512MiB", *flags),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**more),
+        )  # fmt: skip
         self.line = self.process.stdout.readline()
         found = re.search(r"http://(\S+):(\d+)/v1", self.line)
         if found is None:
@@ -336,6 +338,9 @@ REFUSED = [
     ({"temperature": -1}, 400, "temperature", "from 0"),
     ({"temperature": "hot"}, 400, "temperature", "number"),
     ({"temperature": float("nan")}, 400, "temperature", "number"),
+    ({"temperature": 10**400}, 400, "temperature", "from 0"),
+    ({"top_k": 10**400}, 400, "top_k", "from 0"),
+    ({"\ud800": 1}, 400, "\\ud800", "Unknown parameter"),
     ({"top_p": 0}, 400, "top_p", "above 0"),
     ({"top_k": -1}, 400, "top_k", "from 0"),
     ({"seed": 1.5}, 400, "seed", "whole number"),
@@ -353,6 +358,7 @@ REFUSED = [
     ({"prompt": [1, -1]}, 400, "prompt", "-1, which is no token"),
     ({"prompt": [True]}, 400, "prompt", "True, which is no token"),
     ({"prompt": "\ud800"}, 400, "prompt", "surrogate"),
+    ({"prompt": [1, "\ud800"]}, 400, "prompt", "\\ud800, which is no token"),
     ({"prompt": "x" * 5000}, 400, "prompt", "4096 tokens, of prompt and text together. However, your prompt has 5000 tokens"),
     ({"prompt": [1] * 4096}, 400, "prompt", "4096"),
 ]
@@ -362,6 +368,10 @@ REFUSED_CHAT = [
     ({"messages": [{"role": "captain", "content": "x"}]}, 400, "messages", "no such role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages[0].content", "no text"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls", "not served"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages[0].content", "surrogate"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, 400, "messages[0].content", "surrogate"),
+    ({"messages": [{"role": "user", "content": "x", "name": "\ud800"}]}, 400, "messages[0].name", "surrogate"),
+    ({"messages": [{"role": "user", "content": "x", "\ud800": "x"}]}, 400, "messages[0].\\ud800", "not served"),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "prompt", "4096"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, 400, "tools", "not served"),
     ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, 400, "response_format", "not served"),
@@ -377,7 +387,7 @@ def test_what_cannot_be_served_is_refused_by_name(server):
             got, answer = server.ask(path, body)
             assert (got, answer["error"]["param"]) == (status, param), (given, answer)
             assert words in answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error", (given, answer)
-            assert len(answer["error"]["message"]) < 1000
+            assert len(answer["error"]["message"]) < 1000 and "\n" not in answer["error"]["message"], answer
     server.settles()
     with pytest.raises(openai.NotFoundError) as wrong:
         server.client().completions.create(model="gpt-9", prompt="a")
@@ -400,6 +410,43 @@ def test_a_body_that_is_too_long_is_refused(model):
         connection.request("POST", "/v1/completions", iter([body[:40000], body[40000:]]), {"Content-Type": "application/json"}, encode_chunked=True)
         assert connection.getresponse().status == 413
         assert server.ask("/health")[0] == 200
+
+
+def test_a_body_of_many_small_values_is_refused_without_being_parsed(server):
+    for values in (b"1", b'""', b'["a"]', b"[1]"):
+        body = b'{"model": "x", "prompt": [' + b",".join([values] * 1_000_000) + b"]}"
+        status, answer = server.ask("/v1/completions", body)
+        assert status == 413 and "values" in answer["error"]["message"]
+    form = dict(model=server.name, max_tokens=2)
+    status, answer = server.ask("/v1/completions", {**form, "prompt": ["a"] * 100_000})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    status, answer = server.ask("/v1/chat/completions", {**form, "messages": [{"role": "user", "content": "a"}] * 50_000})
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_who_connects_and_asks_nothing_keeps_nobody_out(model):
+    with Server(model, files=256) as server, contextlib.ExitStack() as held:
+        for number in range(600):
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=300))
+            if number % 2:
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+        for _ in range(3):
+            assert server.ask("/health")[0] == 200
+        assert server.client().completions.create(model=server.name, prompt="x", max_tokens=2).usage.completion_tokens == 2
+        assert server.stop() == (0, "")
+
+
+def test_a_request_under_way_keeps_its_connection(model, llm):
+    expected = llm.generate("The sea", max_tokens=300)[0].text
+    with Server(model, files=256) as server, contextlib.ExitStack() as held:
+        body = dict(model=server.name, prompt="The sea", max_tokens=300, temperature=0)
+        with server.raw(body) as connection:
+            server.settles(lambda server: server.metric("texts_running"), 1)
+            for _ in range(600):
+                held.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=300))
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert json.loads(answer.read())["choices"][0]["text"] == expected
 
 
 def test_long_bodies_share_a_bound_and_short_ones_are_answered(model):
@@ -535,6 +582,18 @@ def test_what_is_not_over_when_the_drain_ends_is_cancelled(model):
             for stream in streams:
                 with pytest.raises(openai.APIError, match="stops"):
                     list(stream)
+            assert b" 503 " in connection.recv(1 << 16)
+        _, err = server.process.communicate(timeout=300)
+        assert (server.process.returncode, err) == (0, "")
+
+
+def test_a_body_that_never_ends_does_not_outlast_the_drain(model):
+    with Server(model, "--drain", 1) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=300) as connection:
+            connection.sendall(head)
+            assert server.ask("/health")[0] == 200
+            server.process.send_signal(signal.SIGTERM)
             assert b" 503 " in connection.recv(1 << 16)
         _, err = server.process.communicate(timeout=300)
         assert (server.process.returncode, err) == (0, "")

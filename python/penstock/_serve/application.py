@@ -9,7 +9,7 @@ import ipaddress
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, AsyncIterator, Callable, Dict, Iterator, List, MutableMapping, Optional
+from typing import Any, AsyncIterator, Callable, Dict, Iterator, List, MutableMapping, Optional, Set
 
 import h11
 from starlette.applications import Starlette
@@ -56,6 +56,8 @@ class Application:
         self._encoder = ThreadPoolExecutor(1, "penstock-encode")
         self._engine: Optional[Engine] = None
         self._held = 0  # bytes of bodies that are read and become prompts
+        self._reading: Set["asyncio.Future[bytes]"] = set()  # bodies
+        self._stopping = False
         self._template = Template(llm._directory if llm._tokenizer is None else llm._tokenizer)
         self._routes = Starlette(
             routes=[
@@ -75,6 +77,13 @@ class Application:
     def engine(self) -> Engine:
         assert self._engine is not None, "the lifespan has not begun"
         return self._engine
+
+    def stop(self) -> None:
+        """Ends what is under way: requests are told that the server stops."""
+        self._stopping = True
+        for reading in list(self._reading):
+            reading.cancel()
+        self.engine.cancel_all("stopping")
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -151,7 +160,7 @@ class Application:
     async def _texts(self, request: Request, chat: bool) -> Any:
         """The answer of one of the two routes that make texts: a response, or with ``stream`` what sends itself."""
         with self._holding() as hold:
-            form = forms.read(await self._body(request, hold), chat, self._settings.name)
+            form = forms.read(await self._body(request, hold), chat, self._settings.name, self._context, self.engine.most)
             answer = await self._begin(request, form)
         with contextlib.ExitStack() as begun:
             begun.enter_context(answer.at_end)
@@ -163,8 +172,7 @@ class Application:
     async def _begin(self, request: Request, form: Form) -> "_Answer":
         """The request's texts, which wait or are made from here on."""
         loop = asyncio.get_running_loop()
-        if form.count > self.engine.most:
-            raise Refused(400, f"{form.count} texts are asked for: this server takes {self.engine.most} at most, those of others included", "n")
+        forms.check_count(form.count, self.engine.most, "n")
         try:
             texts = self.engine.admit(form.count)
         except Full:
@@ -227,8 +235,15 @@ class Application:
                 body += piece
             return bytes(body)
 
+        reading = asyncio.ensure_future(read())
+        self._reading.add(reading)
+        reading.add_done_callback(self._reading.discard)
         try:
-            return await asyncio.wait_for(read(), self._settings.timeout or None)
+            return await asyncio.wait_for(reading, self._settings.timeout or None)
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            raise Refused(503, "the server stops", None, "server_stops", "server_error") from None
         except ClientDisconnect:
             raise Refused(_LEFT, "the client left") from None
         except asyncio.TimeoutError:

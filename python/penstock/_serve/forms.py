@@ -43,6 +43,7 @@ _NEUTRAL_CHAT: Dict[str, Tuple[Any, ...]] = {
 }
 _MOST_SEED = (1 << 62) - 1
 _MOST_CHOICES = 128
+_MOST_VALUES = 1 << 18  # of a body: parsing takes time by their number, and everybody waits meanwhile
 
 
 class Refused(Exception):
@@ -51,7 +52,12 @@ class Refused(Exception):
     def __init__(self, status: int, message: str, param: Optional[str] = None, code: Optional[str] = None, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
         self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body = {"error": {"message": _printable(message), "type": kind, "param": param and _printable(param), "code": code}}
+
+
+def _printable(text: str) -> str:
+    """What quotes a request may have half of a surrogate pair in it."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,13 @@ class Form:
         return {**self.options, "tokens": tokens, "seed": (self.options["seed"] + index) & _MOST_SEED}
 
 
-def read(body: bytes, chat: bool, served: str) -> Form:
-    """The form in a request's body. Refused: what it asks for is malformed, unknown, or not served."""
+def read(body: bytes, chat: bool, served: str, context: int, most_texts: int) -> Form:
+    """The form in a request's body. context: the model's tokens; most_texts: at once. Refused: what it asks for is malformed, unknown, more
+    than the server takes, or not served.
+    """
+    most = max(_MOST_VALUES, 2 * context)
+    if body.count(b",") > most:
+        raise Refused(413, f"the body has more than {most} values or commas: send fewer texts at once")
     try:
         given = parse_json(body.decode(), "the body")
     except ValueError as error:
@@ -109,13 +120,13 @@ def read(body: bytes, chat: bool, served: str) -> Form:
     n = _whole(given.get("n", 1), "n", 1, _MOST_CHOICES)
     most = given.get("max_completion_tokens", given.get("max_tokens", None if chat else 16))
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    prompts = [] if chat else _prompts(given.get("prompt", ""))
+    prompts = [] if chat else _prompts(given.get("prompt", ""), most_texts)
     echo = given.get("echo", False)
     if echo and not all(isinstance(each, str) for each in prompts):
         raise Refused(400, "echo is served for prompts that are texts", "echo")
     return Form(
         prompts=prompts,
-        messages=_messages(given.get("messages")) if chat else None,
+        messages=_messages(given.get("messages"), context) if chat else None,
         max_tokens=None if most is None else _whole(most, name, 1, 1 << 62),
         options=_sampling(given),
         n=n,
@@ -155,7 +166,7 @@ def _sampling(given: Mapping[str, Any]) -> Dict[str, Any]:
         raise Refused(400, "seed must be a whole number", "seed")
     for name in _SAMPLING:
         value = given.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
             raise Refused(400, f"{name} must be a number", name)
     stop = given.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
@@ -175,19 +186,27 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def _prompts(given: Any) -> List[Prompt]:
+def check_count(count: int, most: int, param: str) -> None:
+    if count > most:
+        raise Refused(400, f"{count} texts are asked for: this server takes {most} at most, those of others included", param)
+
+
+def _prompts(given: Any, most: int) -> List[Prompt]:
     prompts = [given] if isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], (str, list))) else given
     if not isinstance(prompts, list) or not prompts or not all(isinstance(each, (str, list)) for each in prompts):
         raise Refused(400, "prompt must be a text, a list of texts, a list of tokens, or a list of lists of tokens", "prompt")
+    check_count(len(prompts), most, "prompt")
     if any(isinstance(each, str) and not _encodes(each) for each in prompts):
         raise Refused(400, "prompt has half of a surrogate pair: it is no text", "prompt")
     return prompts
 
 
-def _messages(given: Any) -> List[Dict[str, Any]]:
+def _messages(given: Any, context: int) -> List[Dict[str, Any]]:
     """Messages as templates take them: contents are texts."""
     if not isinstance(given, list) or not given or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in given):
         raise Refused(400, "messages must be a list of objects, each with a role and a content", "messages")
+    if len(given) > context:  # each has a token
+        raise Refused(400, f"This model's maximum context length is {context} tokens. However, you have {len(given)} messages.", "messages", "context_length_exceeded")
     messages = []
     for i, message in enumerate(given):
         for name, value in message.items():
@@ -201,6 +220,9 @@ def _messages(given: Any) -> List[Dict[str, Any]]:
         if not isinstance(content, str):
             raise Refused(400, f"messages[{i}].content must be a text, or a list of parts that are texts", f"messages[{i}].content")
         name = message.get("name")
+        for key, text in (("role", message["role"]), ("content", content), ("name", name)):
+            if isinstance(text, str) and not _encodes(text):
+                raise Refused(400, f"messages[{i}].{key} has half of a surrogate pair: it is no text", f"messages[{i}].{key}")
         messages.append({"role": message["role"], "content": content, **({"name": name} if isinstance(name, str) else {})})
     return messages
 

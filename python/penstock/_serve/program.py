@@ -18,6 +18,7 @@ from .._small_files import read_text
 from ..llm import LLM
 
 _NAME = "penstock serve"
+_BACKLOG = 2048
 
 
 class _Wrong(Exception):
@@ -117,6 +118,7 @@ def _run(given: argparse.Namespace) -> int:
         from jinja2 import sandbox  # noqa: F401
 
         from .application import Application, Settings, _is_loopback
+        from .connections import ACCEPTED_AT_ONCE, protocol
     except ImportError as error:
         raise _Wrong(f"{error}: pip install 'penstock[serve]'") from None
     try:
@@ -136,7 +138,7 @@ def _run(given: argparse.Namespace) -> int:
             for note in llm.notes:
                 print(f"{_NAME}: {note}", file=sys.stderr)
             try:
-                listener.listen(2048)
+                listener.listen(_BACKLOG)
             except OSError as error:
                 return _fail(f"--host {given.host} --port {given.port}: {_address_error(error)}", 1)
             host, port = listener.getsockname()[:2]
@@ -149,21 +151,25 @@ def _run(given: argparse.Namespace) -> int:
                 flush=True,
             )
             application = Application(llm, Settings(name, host, key, given.queue, max_body, given.timeout))
+            _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # a file for each client
             config = uvicorn.Config(
-                application, log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False, ws="none", lifespan="on",
-                backlog=2048, timeout_graceful_shutdown=given.drain + 5,
+                application, http=protocol(files), log_config=None, log_level="error", access_log=False, server_header=False, proxy_headers=False, ws="none", lifespan="on",
+                backlog=ACCEPTED_AT_ONCE, timeout_graceful_shutdown=given.drain + 5,
             )  # fmt: skip
 
             class Server(uvicorn.Server):
+                async def startup(self, sockets: Optional[List[socket.socket]] = None) -> None:
+                    await super().startup(sockets)
+                    listener.listen(_BACKLOG)  # those that wait to be accepted are more
+
                 async def shutdown(self, sockets: Optional[List[socket.socket]] = None) -> None:
-                    asyncio.get_running_loop().call_later(given.drain, application.engine.cancel_all, "stopping")
+                    asyncio.get_running_loop().call_later(given.drain, application.stop)
                     await super().shutdown(sockets)
 
             server = Server(config)
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda *_: None)  # uvicorn puts its own there, and raises the signal again at its end
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a file for each client
             server.run([listener])
             return 0 if server.started else 1
 
