@@ -1,5 +1,6 @@
 """The programs of examples/python, as a user runs them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -55,3 +56,30 @@ def test_over_and_back(directory):
     assert losses("--until", "4", "--save", back) == whole[:4]
     assert os.path.exists(os.path.join(back, "latest_universal"))
     assert losses("--until", "6", "--load", back) == whole[4:]
+
+
+NOTEBOOK = os.path.join(EXAMPLES, "first_steps.ipynb")
+
+
+@pytest.mark.skipif(not os.path.isfile(NOTEBOOK), reason="needs examples/python of the repository")
+def test_the_notebook_is_kept_without_outputs():
+    with open(NOTEBOOK) as file:
+        cells = json.load(file)["cells"]
+    assert os.path.getsize(NOTEBOOK) < 100_000
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+
+
+@pytest.mark.skipif(not os.path.isfile(NOTEBOOK), reason="needs examples/python of the repository")
+def test_the_notebook_runs_and_shows_plan_and_report(directory, monkeypatch):
+    pytest.importorskip("torch")
+    pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")
+    nbformat = pytest.importorskip("nbformat", reason="needs nbclient and ipykernel: pip install nbclient ipykernel")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(os.path.abspath, sys.path)))
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, os.path.join(directory, "jupyter"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    place = {"metadata": {"path": str(directory)}}
+    nbclient.NotebookClient(notebook, timeout=300, startup_timeout=300, kernel_name="python3", resources=place).execute()
+    pages = [output["data"]["text/html"] for cell in notebook.cells for output in cell.get("outputs", []) if "text/html" in output.get("data", {})]
+    assert len(pages) == 2 and all(page.startswith("<iframe") for page in pages)
