@@ -1,5 +1,5 @@
 // The I/O engine: large asynchronous transfers between pinned memory and files, as fast as the device goes,
-// with next to no CPU, and with the truth about every single one.
+// with next to no CPU, and with an exact status for each.
 //
 //   ArenaOptions arena_options;  arena_options.bytes = 64 * kMiB;
 //   auto arena = Arena::Create(arena_options);            // StatusOr everywhere; checks left out here

@@ -91,7 +91,7 @@ struct OpTraits {
   // The cause of the wait where the compute lane waits for it. On the lanes of a device's copies it is kCopy
   // instead.
   Stall stall = Stall::kHost;
-  // Of a step that was called off it is nothing: what it makes is of use to that step alone.
+  // Whether it is skipped if its step is abandoned: its result is of use to that step alone.
   bool ends_with_its_step = false;
 };
 const OpTraits& TraitsOf(OpKind kind);

@@ -43,7 +43,7 @@ void Declare(CLI::App& app, EstimateFlags& flags, bool with_model) {
   if (with_model) {
     app.add_option("--model", flags.model, "A preset, or a model's config.json");
     app.add_option("--lora-rank", flags.lora_rank,
-                   "Of --model, adapters of this rank train and the rest stays as it is: in Penstock's rows");
+                   "Rank of LoRA adapters for --model, in Penstock's rows [none: all weights train]");
     app.add_option("--lora-targets", flags.lora_targets, "Matrices that are adapted, as train has them");
   }
   app.add_option("--params", flags.params, "Parameters in all, such as 7B or 2851e6 (shared ones once)");

@@ -386,14 +386,15 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
          "DeepSpeed's save_checkpoint was given, and the file")
       ->required()
       ->expected(2, 65);
-  app.add_option("-t,--tag", flags.tag, "Of DeepSpeed's: which checkpoint [the one that `latest` names]");
+  app.add_option("-t,--tag", flags.tag,
+                 "Name of the checkpoint in a directory of DeepSpeed's [the one that `latest` names]");
   app.add_flag("--merge", flags.merge,
-               "Of a run with --lora-rank, the whole model with its adapters merged [the adapters alone, as "
+               "Write the whole model of a run with --lora-rank, its adapters merged [the adapters alone, as "
                "PEFT keeps them, into the directory OUT]");
   app.add_option(
       "--model", flags.model,
-      "Of a run with --lora-rank: where the weights that its adapters go to lie now [where the run "
-      "last read them]");
+      "Directory of the frozen weights of a run with --lora-rank, if it has moved [where the run last "
+      "read them]");
   app.add_option("--dtype", flags.dtype,
                  "fp32 (the exact masters) or bf16 (of a bf16 run: what forward sees) [fp32]");
   app.add_option("--max-shard", flags.max_shard,

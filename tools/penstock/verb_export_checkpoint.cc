@@ -267,11 +267,11 @@ int RunExportCheckpoint(int argc, const char* const* argv, std::ostream& out, st
   app.add_option(
       "--names", flags.names,
       "JSON: Hugging Face's name of a parameter -> its name in DeepSpeed's model, where they differ");
-  app.add_option("--tag", flags.tag, "Of the checkpoint [global_stepN_universal]");
+  app.add_option("--tag", flags.tag, "Name of the checkpoint in OUT [global_stepN_universal]");
   app.add_flag("--torch-optimizer", flags.torch_optimizer,
                "For torch's own optimizers (torch_adam), which count steps in a tensor");
   app.add_option("--host-memory", flags.host_memory, "Most memory for buffers [128MiB]");
-  app.add_flag("--overwrite", flags.overwrite, "Replace the tag that is there");
+  app.add_flag("--overwrite", flags.overwrite, "Replace an existing checkpoint of that name");
   app.add_flag("--quiet", flags.quiet, "No progress, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   flags.out = paths.back();

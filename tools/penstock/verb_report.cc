@@ -30,8 +30,8 @@ int RunReport(int argc, const char* const* argv, std::ostream& out, std::ostream
   double terabytes_written = 600;
   app.add_option(
          "FILE", files,
-         "Files of --report, --log or --trace, told by what is in them: logs and traces join the report "
-         "of their run, and a trace that names none what stands before it")
+         "Files of --report, --log or --trace, recognised by their contents: logs and traces join the report "
+         "of their run; a trace that names no run joins the file before it")
       ->required();
   app.add_option("--html", html, "Where the page is written: one file, which asks the network for nothing")
       ->required();

@@ -260,16 +260,17 @@ int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream
   app.add_option("--prompt", flags.prompt,
                  "What the text begins with; token numbers where the tokens are no bytes [a line break]");
   app.add_option("--tokenizer", flags.tokenizer,
-                 "A tokenizer.json or its directory [that of the run, where it is still there]");
+                 "tokenizer.json or its directory [the run's, if it still exists]");
   app.add_option(
       "--model", flags.model,
-      "Of a run with --lora-rank: where the weights that its adapters go to lie now [where the run "
-      "last read them]");
+      "Directory of the frozen weights of a run with --lora-rank, if it has moved [where the run last "
+      "read them]");
   app.add_option("--tokens", flags.tokens, "Tokens to generate [200]");
-  app.add_option("--temperature", flags.temperature, "0 takes the likeliest token each time [0.8]");
+  app.add_option("--temperature", flags.temperature,
+                 "Sampling temperature; 0 takes the likeliest token each time [0.8]");
   app.add_option("--top-k", flags.top_k, "Choose among this many of the likeliest tokens, 0 for all [0]");
-  app.add_option("--seed", flags.seed, "Of the choices [1]");
-  app.add_option("--samples", flags.samples, "Texts to generate, with seeds one after the other [1]");
+  app.add_option("--seed", flags.seed, "Sampling seed; text i of --samples uses seed + i [1]");
+  app.add_option("--samples", flags.samples, "Number of texts to generate [1]");
   app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
   app.add_option("--host-memory", flags.host_memory,
                  "Hard host memory budget, such as 512MiB or 4GiB [half of the free memory]");

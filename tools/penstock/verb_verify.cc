@@ -144,9 +144,10 @@ int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream
   VerifyFlags flags;
   app.add_option("DIR", flags.dirs, "State directory or checkpoint; all directories of a striped run")
       ->required();
-  app.add_option("--model", flags.model,
-                 "Of a run with --lora-rank: where the weights that its adapters go to lie now, which are "
-                 "checked too [where the run last read them]");
+  app.add_option(
+      "--model", flags.model,
+      "Directory of the frozen weights of a run with --lora-rank, if it has moved; they are checked too "
+      "[where the run last read them]");
   app.add_flag("--json", flags.json, "Print JSON");
   app.add_flag("--quiet", flags.quiet, "No progress, no summary: damaged ranges only");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;

@@ -66,7 +66,7 @@ class DriveLanes {
   absl::Status FinishCommit();
   // The file that an operation reads or writes, for people.
   std::string PlaceOf(const tiering::Op& op) const;
-  // Of weights that were read to a device past host memory.
+  // Bytes of weights that were read from a drive to a device without host memory (GPUDirect Storage).
   int64_t past_host_bytes() const { return past_host_bytes_; }
 
   // ---- the worker that has the tile ----

@@ -109,7 +109,7 @@ class HardwareLanes : public tiering::Lanes {
   uint64_t gradient_checksum(tiering::BlockIndex block, tiering::TileIndex tile) const {
     return drive_.gradient_checksum(block, tile);
   }
-  // Of weights that were read to a device past host memory.
+  // Bytes of weights that were read from a drive to a device without host memory (GPUDirect Storage).
   int64_t past_host_bytes() const { return drive_.past_host_bytes(); }
   // What all ranks' gradients, losses and wishes come to, once they are final.
   StepTotals totals() const { return ranks_ != nullptr ? ranks_->totals() : OwnTotals(); }
