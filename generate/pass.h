@@ -114,8 +114,8 @@ class PassRunner {
   virtual ~PassRunner() = default;
 
   // Tells the stream what the pass of `shares` reads. With the cache in memory that is the same for every
-  // pass, so it may be told before the shares are known: AppendStart tells the units before the first layer's
-  // records, AppendRest the others when they are known.
+  // pass, so it may be passed on before the shares are known: AppendStart passes the units before the first
+  // layer's records, AppendRest the others when they are known.
   void AppendStart();
   void AppendRest(const std::vector<Share>& shares);
 

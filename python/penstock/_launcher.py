@@ -39,8 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--no_python", action="store_true", help="SCRIPT is a program, which is started as it is: without Penstock, unless it starts penstock.run")
     add("--no_local_rank", action="store_true", help="give the script no --local_rank")
     add("--enable_each_rank_log", default="None", metavar="DIR", help="what each rank prints goes to a file in DIR")
-    add("-q", "--quiet", action="store_true", help="of no effect: nothing is told here")
-    add("--log_level", default="info", help="of no effect: nothing is told here")
+    add("-q", "--quiet", action="store_true", help="no effect: the launcher prints nothing")
+    add("--log_level", default="info", help="no effect: the launcher prints nothing")
     # Of several machines, and what has no place here.
     add("-H", "--hostfile", default="", help=argparse.SUPPRESS)
     add("--num_nodes", type=int, default=-1, help=argparse.SUPPRESS)

@@ -157,8 +157,7 @@ void BindRanks(nb::module_& module) {
       [](const std::vector<std::string>& directories, int rank) {
         return zero::RankDirectories(directories, rank);
       },
-      nb::arg("directories"), nb::arg("rank"),
-      "Where a rank keeps its part of what all are told to keep there.");
+      nb::arg("directories"), nb::arg("rank"), "Where a rank keeps its part of what all ranks keep there.");
   module.def("ranks_of", &RanksOf, nb::arg("directories"),
              "Of how many ranks the run in state directories is; 0: there is none.");
   nb::class_<PyMeetingPlace>(module, "MeetingPlace", "Where ranks meet; the first of them makes it.")

@@ -98,8 +98,8 @@ struct Plan {
   int calls = 1;         // of a step, each over `micro_batches`
   bool on_nvme = false;  // state has its home on the drive; otherwise everything is resident
   bool trains = true;    // false: forward only, no state, no gradients
-  // Every step is one that a restart finds. Otherwise only those are that the program is told to persist
-  // (Pass::kPersist), and tiles that stay in host memory are written for them alone.
+  // Every step is one that a restart finds. Otherwise only steps with Pass::kPersist
+  // are, and tiles that stay in host memory are written for them alone.
   bool commits_every_step = true;
   int64_t tile_elements = 0;        // of the largest tile
   int64_t state_tile_elements = 0;  // of the largest one that has state

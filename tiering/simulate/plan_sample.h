@@ -1,4 +1,4 @@
-// A share of a plan's tiles, as a plan: what the step of a very large model is told by.
+// A share of a plan's tiles, as a plan: from it the step of a very large model is predicted.
 //
 // A block of a large model is many tiles that take their turns one like the other. With fewer of them, in
 // blocks that are as much smaller and compute as much less, a step goes through the same motions in less

@@ -36,7 +36,7 @@ std::string PrometheusText(const std::vector<Metric>& metrics, const Labels& lab
 class PrometheusFile {
  public:
   PrometheusFile(std::string path, Labels labels) : path_(std::move(path)), labels_(std::move(labels)) {}
-  // Replaces the page. Returns why it could not, the first time of each while: what is told once.
+  // Replaces the page. Returns the error if it could not, once for each time of failure.
   absl::Status Write(const std::vector<Metric>& metrics);
 
  private:

@@ -1,4 +1,4 @@
-// What a wrong flag is told.
+// Errors of wrong flags.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_FLAG_CHECK_H_
 #define PENSTOCK_TOOLS_PENSTOCK_FLAG_CHECK_H_
 

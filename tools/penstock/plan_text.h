@@ -17,7 +17,7 @@ namespace penstock::tools {
 
 int64_t FreeBytes(const std::string& directory);  // of the file system that it is or will be on; -1: unknown
 
-// Everything that is told of one plan.
+// Everything that the text of one plan says.
 struct PlanFacts {
   const zero::EnginePlan& plan;
   const zero::EngineOptions& options;

@@ -3,11 +3,11 @@
 //
 // One rule for every value of a run. What its state is made of (vocabulary, seed, types, the optimizer)
 // stays: asking for another is refused. Everything else may be changed on resume: by a flag, or by a key of
-// --config that says something else than it said before. A change holds from the next step on, is told, and
-// is recorded with the run, so that a later --resume without a flag goes on with it. A key that --config no
-// longer has has its default again. What nobody changes stays as recorded, whatever the
-// defaults are by then: without --config all of it, and a config that says what it said when a flag won over
-// it changes nothing.
+// --config that says something else than it said before. A change holds from the next step on, is reported,
+// and is recorded with the run, so that a later --resume without a flag goes on with it. A key that --config
+// no longer has has its default again. What nobody changes stays as recorded, whatever the defaults are by
+// then: without --config all of it, and a config that says what it said when a flag won over it changes
+// nothing.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_RECORDED_OPTIONS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_RECORDED_OPTIONS_H_
 

@@ -14,8 +14,7 @@
 
 namespace penstock::tools {
 
-// Of a start that does not resume: a run that would be replaced or refused is told of before anything is
-// measured.
+// For a start that does not resume: an error if the directories hold a run, before anything is measured.
 absl::Status CheckFree(const std::vector<std::string>& dirs);
 
 // Finds what --resume goes on from; null if there is nothing yet. Where training `starts` it may make a run

@@ -18,7 +18,7 @@ namespace penstock::tools {
 // the same) before it resets the drive and tries again: what is named after a minute has outlived that.
 inline constexpr double kWatchdogSeconds = 60;
 
-// What the config asks for: no run is ended unasked, and one that is is told of before.
+// What the config asks for: no run is ended unless it asks, and a line precedes the end.
 zero::WatchOptions WatchOf(const zero::Config& config);
 
 class RunWatch {

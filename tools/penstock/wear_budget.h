@@ -1,4 +1,4 @@
-// penstock.wear_budget_tb: how much a run may write to drives in all. A plan that will write more is told
+// penstock.wear_budget_tb: how much a run may write to drives in all. A plan that will write more is reported
 // before the first step, and by `penstock plan`, with what would write less; a run that has written as much
 // stops after its step.
 //

@@ -76,7 +76,7 @@ class Checkpointing {
   // An operation has ended, of about `operations` in a step: lets the copy go on, and notices its end.
   absl::Status Advance(int64_t operations);
   // The update of `step` may begin from here on, in memory or on the drive: what it would change must have
-  // been copied. How that ended is told by Advance or Finish.
+  // been copied. Advance or Finish returns how the copy ended.
   void BeforeUpdate(int64_t step);
   // The same for whatever is being copied.
   void FinishTiles();

@@ -79,7 +79,7 @@ class Engine::Impl {
   void set_saturating_bytes_in_flight(uint64_t bytes);
   const Device& device() const { return *options_.device; }
 
-  // The other ranks are told what this one does next.
+  // Tells the other ranks what this one does next.
   void Enter(const std::string& call) const;
   // The other ranks hear of an error: they would wait for this one.
   absl::Status BroadcastError(absl::Status status) const;
@@ -134,7 +134,7 @@ class Engine::Impl {
   absl::Status MakeCheckpointing();
   absl::Status Initialize();
   absl::Status Restore();
-  // Of the commit that the run goes on from; what was healed is told.
+  // Of the commit that the run goes on from; the log says what was healed.
   absl::StatusOr<nlohmann::json> PayloadOf(const swap::Recovered& recovered) const;
   absl::Status DamagedPayload(const swap::Recovered& recovered, absl::string_view what) const;
   // All that the plan has. The run stays locked, in held_.
@@ -227,7 +227,7 @@ class Engine::Impl {
   nlohmann::json identity_;
   GradientSums::Layouts layouts_;
   std::unique_ptr<HardwareLanes> lanes_;
-  std::unique_ptr<WatchedLanes> watched_;  // null: nobody is told what is stuck
+  std::unique_ptr<WatchedLanes> watched_;  // null: nothing is watched
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;
   bool told_of_misses_ = false;

@@ -177,8 +177,8 @@ struct EngineHooks {
   // step. Over several ranks it is asked on other threads as well, now and then while this rank waits for
   // others: it then waits for them no longer than for one that is silent.
   std::function<bool()> stops;
-  // An operation is stuck, or hopeless, as `watch` says; one that was stuck has ended. The former are told on
-  // threads of their own, one for each, while the caller's waits for the operation.
+  // An operation is stuck, or hopeless, as `watch` says; one that was stuck has ended. The former are
+  // reported on threads of their own, one for each, while the caller's waits for the operation.
   std::function<void(const StuckOperation&)> stuck;
   // Lines for people: what was chosen and why, fallbacks.
   std::function<void(const std::string&)> log;
@@ -226,7 +226,7 @@ struct EngineOptions {
   StorageOptions storage;
   UpdateOptions optimizer;
   ResumeOptions resume;
-  // Which operations are told to be stuck. Default: none.
+  // Which operations are reported as stuck. Default: none.
   WatchOptions watch;
   EngineHooks hooks;
 

@@ -1,4 +1,4 @@
-// What is told of an operation that is stuck (zero/lanes/watchdog.h).
+// The report of an operation that is stuck (zero/lanes/watchdog.h).
 #ifndef PENSTOCK_ZERO_LANES_STUCK_OPERATION_H_
 #define PENSTOCK_ZERO_LANES_STUCK_OPERATION_H_
 
@@ -9,9 +9,9 @@ namespace penstock::zero {
 
 struct StuckOperation {
   enum class News : uint8_t {
-    kStuck,     // no sign of life for WatchOptions::stuck_seconds; told once
-    kHopeless,  // for WatchOptions::hopeless_seconds; told once
-    kEnded,     // one that was told to be stuck has ended after all
+    kStuck,     // no sign of life for WatchOptions::stuck_seconds; reported once
+    kHopeless,  // for WatchOptions::hopeless_seconds; reported once
+    kEnded,     // one that was reported as stuck has ended after all
   };
   News news = News::kStuck;
   std::string what;    // "read weights of block 3 (layer.2), tile 1, step 17"
@@ -23,7 +23,7 @@ struct StuckOperation {
 // "stuck: read weights of block 3 ...: 61 s on /nvme/run/penstock.store without a sign of life".
 std::string StuckText(const StuckOperation& operation);
 
-// Which operations are told to be stuck, and when.
+// Which operations are reported as stuck, and when.
 struct WatchOptions {
   // Default 0: none is watched.
   double stuck_seconds = 0;

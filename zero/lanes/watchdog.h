@@ -39,7 +39,8 @@ class Watchdog {
   };
   Watchdog(const WatchOptions& options, Sources sources) : options_(options), sources_(std::move(sources)) {}
 
-  // `op` lives until Ended, which returns what is to be told: that one which was told to be stuck has ended.
+  // `op` lives until Ended, which returns what is to be reported: that one which was reported as stuck has
+  // ended.
   void Began(tiering::OpId id, const tiering::Op& op, double now);
   std::vector<StuckOperation> Ended(const std::vector<tiering::Completion>& completions, double now);
   // Somebody waits for the lanes from now on, or no longer.

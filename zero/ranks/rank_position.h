@@ -18,7 +18,7 @@
 namespace penstock::zero {
 
 inline constexpr size_t kMostPositionText = 200;      // bytes of one call or exchange
-inline constexpr size_t kMostPositionExchanges = 64;  // that are told; the others are compared later
+inline constexpr size_t kMostPositionExchanges = 64;  // of one report; the others are compared later
 
 struct RankPosition {
   struct Exchange {
@@ -26,8 +26,8 @@ struct RankPosition {
     uint64_t calls = 0;
     friend bool operator==(const Exchange&, const Exchange&) = default;
   };
-  uint64_t beat = 0;                        // that another one is told apart from the last
-  std::map<uint64_t, std::string> calls{};  // the newest, by number
+  uint64_t beat = 0;                                            // tells one report from the last
+  std::map<uint64_t, std::string> calls{};                      // the newest, by number
   std::map<std::pair<size_t, uint64_t>, Exchange> exchanges{};  // under way, by channel and number there
   std::array<uint64_t, kChannels> begun{};                      // by channel
   bool ended = false;                                           // nothing is begun any more

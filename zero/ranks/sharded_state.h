@@ -34,8 +34,8 @@ namespace penstock::zero {
 using ShardDirectories = std::vector<std::vector<std::string>>;
 
 // What `directories` hold: themselves where a run of one rank (or one rank's part) is there, else the parts
-// of all ranks. kNotFound: neither; kFailedPrecondition: other files, or one that may have been a run's and
-// cannot be told; kDataLoss: a part is missing.
+// of all ranks. kNotFound: neither; kFailedPrecondition: other files, or one that may or may not have been
+// a run's; kDataLoss: a part is missing.
 absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& directories);
 
 // Where rank `rank` keeps its part of what all ranks keep in `directories`.

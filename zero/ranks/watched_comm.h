@@ -18,10 +18,10 @@ struct WatchOver {
   CommOptions comm{};
   // What all ranks of the run know and nobody else does (handshake.h).
   std::string secret = "";
-  // Of rank 0: where the ranks meet, if the caller has made it before the others could be told its port
+  // Of rank 0: where the ranks meet, if the caller has made it so that the others get its port
   // (RankEnvironment::master_port). Default: it is made there.
   std::shared_ptr<TcpStore> store = nullptr;
-  // What a run whose ranks are gone is told to do.
+  // The way out in the message for a run whose ranks are gone.
   std::string way_on = "go on from it with --resume";
   // What the patience is called where it is set.
   std::string patience_name = "--rank-timeout";

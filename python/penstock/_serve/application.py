@@ -79,7 +79,7 @@ class Application:
         return self._engine
 
     def stop(self) -> None:
-        """Ends what is under way: requests are told that the server stops."""
+        """Ends what is under way: their answer is that the server stops."""
         self._stopping = True
         for reading in list(self._reading):
             reading.cancel()
