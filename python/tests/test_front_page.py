@@ -135,7 +135,7 @@ def test_the_quickstarts_training_has_the_same_losses_when_it_is_killed_and_resu
     assert resumed == whole[-len(resumed) :]
 
 
-@pytest.mark.parametrize("room, but", [("scripts", ()), ("bench", ("CMakeLists.txt",)), ("bench/peers", ()), ("bench/gpu", ())])
+@pytest.mark.parametrize("room, but", [("scripts", ()), ("bench", ("CMakeLists.txt",)), ("bench/peers", ()), ("bench/gpu", ()), ("examples/python", ())])
 def test_every_script_and_benchmark_is_named_in_its_rooms_page(room, but):
     with open(os.path.join(ROOT, *room.split("/")[:1], "README.md")) as file:
         page = file.read()
@@ -143,4 +143,5 @@ def test_every_script_and_benchmark_is_named_in_its_rooms_page(room, but):
         base, kind = os.path.splitext(name)
         if name.startswith(".") or name in (*but, "README.md", "__pycache__") or kind == ".h" or os.path.isdir(os.path.join(ROOT, room, name)):
             continue
-        assert re.search(rf"`(\w+/)?{re.escape(name if kind != '.cc' else base)}(\.cc)?( [^`]*)?`", page), f"{room}/README.md does not name {name}"
+        named = rf"[`(](\w+/)?{re.escape(name if kind != '.cc' else base)}(\.cc)?( [^`]*)?[`)]"
+        assert re.search(named, page), f"{room}/README.md does not name {name}"
