@@ -435,12 +435,16 @@ def test_what_cannot_be_read_is_no_checkpoint_with_an_empty_client_state(tmp_pat
         path = engine.save_checkpoint(tmp_path / "kept", client_state={"epoch": 7}, wait=True)
     store = next(each for each in (tmp_path / "kept").rglob("penstock.store"))
     whole = store.read_bytes()
-    for damaged in (b"", whole[:4096], None):
+    # Both copies of its one commit record: a run's state looks like this that was never committed.
+    without_records = whole.replace(b"PNSTKCMT", bytes(8))
+    assert whole.count(b"PNSTKCMT") == 2
+    for damaged in (b"", whole[:4096], without_records, None):
         store.unlink()
         if damaged is not None:
             store.write_bytes(damaged)
-        with make(net(), tmp_path / "run", overwrite=True) as engine, pytest.raises((OSError, ValueError, RuntimeError)):
+        with make(net(), tmp_path / "run", overwrite=True) as engine, pytest.raises((OSError, ValueError, RuntimeError)) as told:
             engine.load_checkpoint(tmp_path / "kept")
+        assert not isinstance(told.value, FileNotFoundError), "scripts take that for a first start"
         if damaged is None:
             store.write_bytes(whole)
     with make(net(), tmp_path / "run", overwrite=True) as engine:

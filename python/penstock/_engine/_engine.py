@@ -1402,7 +1402,10 @@ class Engine:
         path = checkpoint_names.place_of(directory, tag)
         if names is not None:
             raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
-        kept = decode(json.loads(_core.record_of([path], "step"))) or {}
+        try:
+            kept = decode(json.loads(_core.record_of([path], "step"))) or {}
+        except FileNotFoundError as error:  # "never committed": it has its name since it was whole
+            raise OSError(errno.EIO, f"the checkpoint is damaged ({error.strerror}): load another one, with tag=", path) from None
         if only:
             self._take_weights(path, strict)
         else:
