@@ -145,3 +145,38 @@ def test_every_script_and_benchmark_is_named_in_its_rooms_page(room, but):
             continue
         named = rf"[`(](\w+/)?{re.escape(name if kind != '.cc' else base)}(\.cc)?( [^`]*)?[`)]"
         assert re.search(named, page), f"{room}/README.md does not name {name}"
+
+
+def pages():
+    """The pages of the repository: their texts without code, by path."""
+    found = {}
+    for directory, names, files in os.walk(ROOT):
+        names[:] = [name for name in names if not name.startswith(".") and name not in ("build", "node_modules", "__pycache__")]
+        for name in files:
+            if name.endswith(".md"):
+                path = os.path.normpath(os.path.join(directory, name))
+                with open(path) as file:
+                    found[path] = re.sub(r"```.*?```", "", file.read(), flags=re.DOTALL)
+    return found
+
+
+def anchor(heading):
+    """What GitHub makes of a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip().lower())
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading():
+    texts = pages()
+    assert len(texts) > 30
+    headings = {path: {anchor(each) for each in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)} for path, text in texts.items()}
+    astray = []
+    for path, text in texts.items():
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if link.startswith(("http:", "https:", "mailto:")):
+                continue
+            place, _, heading = link.partition("#")
+            target = os.path.normpath(os.path.join(os.path.dirname(path), place)) if place else path
+            if not os.path.exists(target) or (heading and target in headings and heading not in headings[target]):
+                astray.append(f"{os.path.relpath(path, ROOT)}: {link}")
+    assert not astray, astray
