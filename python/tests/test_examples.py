@@ -14,7 +14,7 @@ EXAMPLES = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "pyth
 @pytest.mark.parametrize("name", ["optim.py", "offload.py"])
 def test_example(name, directory):
     done = subprocess.run(
-        [sys.executable, os.path.join(EXAMPLES, name), str(directory)], capture_output=True, text=True, timeout=300,
+        [sys.executable, os.path.join(EXAMPLES, name), str(directory)], capture_output=True, text=True, timeout=900,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -28,7 +28,7 @@ def test_the_engine_goes_on(directory):
     def run(steps):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", os.path.join(EXAMPLES, "engine.py"), str(directory), str(steps)], capture_output=True,
-            text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True, timeout=900, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return [line for line in done.stdout.splitlines() if line.startswith("step ")]
@@ -47,7 +47,7 @@ def test_over_and_back(directory):
     def losses(*arguments):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "penstock.run", os.path.join(EXAMPLES, "over_and_back.py"), *arguments], capture_output=True,
-            text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True, timeout=900, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return [line for line in done.stdout.splitlines() if line.startswith("step ")]
@@ -80,6 +80,6 @@ def test_the_notebook_runs_and_shows_plan_and_report(directory, monkeypatch):
         monkeypatch.setenv(name, os.path.join(directory, "jupyter"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     place = {"metadata": {"path": str(directory)}}
-    nbclient.NotebookClient(notebook, timeout=300, startup_timeout=300, kernel_name="python3", resources=place).execute()
+    nbclient.NotebookClient(notebook, timeout=900, startup_timeout=900, kernel_name="python3", resources=place).execute()
     pages = [output["data"]["text/html"] for cell in notebook.cells for output in cell.get("outputs", []) if "text/html" in output.get("data", {})]
     assert len(pages) == 2 and all(page.startswith("<iframe") for page in pages)
