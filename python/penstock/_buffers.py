@@ -94,8 +94,13 @@ def whole_number(value: Any, name: str, least: int, most: int = MAX_OFFSET) -> i
     except TypeError:
         raise TypeError(f"{name} must be a whole number, not {type(value).__name__}") from None
     if not least <= number <= most:
-        raise ValueError(f"{name} is {number}, must be from {least} to {most}")
+        raise ValueError(f"{name} is {shown(number)}, must be from {least} to {most}")
     return number
+
+
+def shown(number: int) -> str:
+    """A whole number for an error's line; Python spells none of thousands of digits."""
+    return str(number) if number.bit_length() <= 128 else f"a number of {number.bit_length()} bits"
 
 
 def truth(value: Any, name: str) -> bool:
@@ -105,16 +110,22 @@ def truth(value: Any, name: str) -> bool:
     raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
-
-def byte_size(value: Any, name: str) -> int:
-    """Bytes from a number, or from a text as the command line takes it: "512MiB", "4GB" (4 * 10^9), "1e9"."""
+def byte_size(value: Any, name: str, least: int = 0) -> int:
+    """Bytes from a number, or from a text as the command line takes it: "512MiB", "4GB" (4 * 10^9), "1e9". ValueError: it is none, or less than
+    least.
+    """
     if isinstance(value, str):
         try:
-            return _core.parse_size(value)
+            size = int(_core.parse_size(value))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    if isinstance(value, float):
-        if not math.isfinite(value) or value != int(value):
-            raise TypeError(f"{name} is {value!r}: bytes are whole")
-        value = int(value)
-    return whole_number(value, name, 0)
+    else:
+        if isinstance(value, float):
+            if not math.isfinite(value) or value != int(value):
+                raise TypeError(f"{name} is {value!r}: bytes are whole")
+            value = int(value)
+        size = whole_number(value, name, 0 if least == 0 else -MAX_OFFSET)
+    if size < least:
+        bound = "above 0" if least == 1 else f"of {least} bytes or more"
+        raise ValueError(f"{name} is {value}: must be a size {bound}, as '512MiB' or '4GiB'")
+    return size

@@ -182,10 +182,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: PathL
 def _size_of(most: Union[int, str, None]) -> Optional[int]:
     if most is None:
         return None
-    size = byte_size(most, "max_shard_size")
-    if size < 1:
-        raise ValueError(f"max_shard_size is {most}: bytes, or '5GB'; None for one file")
-    return size
+    return byte_size(most, "max_shard_size", 1)
 
 
 def _bytes_of(weights: _Weights, name: str) -> int:

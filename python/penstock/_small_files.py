@@ -59,6 +59,25 @@ def is_regular_file(path: Union[str, "os.PathLike[str]"]) -> bool:
     return mode is not None and stat.S_ISREG(mode)
 
 
+def check_directory(path: Union[str, "os.PathLike[str]"], what: str) -> None:
+    """NotADirectoryError: what the path names, or would have to be made in, is no directory. OSError as for exists."""
+    at = os.path.abspath(path)
+    while not exists(at):
+        at = os.path.dirname(at)
+    if not is_directory(at):
+        raise NotADirectoryError(errno.ENOTDIR, f"{what} is no directory", at)
+
+
+def check_output(path: Union[str, "os.PathLike[str]"], what: str) -> None:
+    """OSError: no file can be written at the path, which is a directory, or whose directory is not there."""
+    if is_directory(path):
+        raise IsADirectoryError(errno.EISDIR, f"{what} is a directory: give a file", os.fspath(path))
+    parent = os.path.dirname(os.path.abspath(path))
+    check_directory(parent, f"{what}: what it is to be in")
+    if not exists(parent):
+        raise FileNotFoundError(errno.ENOENT, f"{what}: its directory is not there", parent)
+
+
 def _mode(path: Union[str, "os.PathLike[str]"], follow: bool = True) -> Optional[int]:
     try:
         return os.stat(path, follow_symlinks=follow).st_mode

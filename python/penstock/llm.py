@@ -16,15 +16,18 @@ to the bit, whatever the budget and the company.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import difflib
+import errno
 import json
+import operator
 import os
 import threading
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Union
 
 from . import _core
-from ._buffers import byte_size, whole_number
+from ._buffers import byte_size, shown, whole_number
 from ._small_files import is_directory, read_json, read_text
 
 Prompt = Union[str, Sequence[int]]
@@ -41,7 +44,8 @@ class Text:
     tokens: List[int] = field(repr=False)
     """Of the text; one that ended it is the last."""
     finish: str
-    """"length": as many tokens as asked for, or as the model takes; "stop": a stop string; "end": a token that ends a text."""
+    """"length": as many tokens as asked for, or as the model takes; "stop": a stop string; "end": a token that ends a text. Of a stream also
+    "cancelled": it, or its LLM, was closed before; "error": what its next part would have raised."""
     prompt_tokens: int = 0
 
 
@@ -67,7 +71,7 @@ _OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "repe
 class TextStream(Iterator[str]):
     """A text as it comes: an iterator over its parts. ``close()`` cancels it, and so does the end of a ``with``.
 
-    ``text``, ``tokens`` and ``finish`` are what there is of it so far; ``finish`` is "" while it is under way.
+    ``text``, ``tokens`` and ``finish`` are what there is of it so far; ``finish`` is "" while it is under way, and then as a ``Text`` has it.
     """
 
     def __init__(self, made: Any, prompt_tokens: int, patience: float = _PATIENCE) -> None:
@@ -75,6 +79,7 @@ class TextStream(Iterator[str]):
         self._patience = patience
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._closed = False
+        self._cancelled = False
         self._ended = False
         self.prompt_tokens = prompt_tokens
 
@@ -94,6 +99,9 @@ class TextStream(Iterator[str]):
 
     def close(self) -> None:
         """Cancels the text, if it is not whole; nothing waits."""
+        if not self._closed:
+            with contextlib.suppress(RuntimeError):  # it is of the parent process, which makes it still
+                self._cancelled = not self._made.finish
         self._closed = True
         self._made.cancel()
 
@@ -118,7 +126,15 @@ class TextStream(Iterator[str]):
 
     @property
     def finish(self) -> str:
-        return str(self._made.finish)
+        if self._cancelled:
+            return "cancelled"
+        finish = str(self._made.finish)
+        if not finish and self._made.over:
+            try:
+                self._made.check()
+            except Exception as error:  # noqa: B902 - whatever ended it
+                return "cancelled" if getattr(error, "errno", 0) == errno.ECANCELED else "error"
+        return finish
 
 
 class LLM:
@@ -162,9 +178,7 @@ class LLM:
         if device_memory is not None:
             raise ValueError("device_memory is not served: the Python package generates on the processor; `penstock generate --device cuda` is built from source")
         directories = [os.fspath(model)] if isinstance(model, (str, os.PathLike)) else [os.fspath(each) for each in model]
-        budget = 0 if host_memory is None else byte_size(host_memory, "host_memory")
-        if host_memory is not None and budget == 0:
-            raise ValueError("host_memory is 0: must be above 0, as '4GiB'")
+        budget = 0 if host_memory is None else byte_size(host_memory, "host_memory", 1)
         if kv not in ("auto", "host", "nvme"):
             raise ValueError(f"kv is {kv!r}: must be 'auto', 'host' or 'nvme'")
         self._directory = directories[0]
@@ -321,7 +335,11 @@ class LLM:
             return list(self._core.encode(prompt, False))
         if isinstance(prompt, bytes) or not all(_is_id(each) for each in prompt):
             raise TypeError("a prompt is a text, or a list of token ids")
-        return [int(each) for each in prompt]
+        tokens, vocabulary = [operator.index(each) for each in prompt], self._core.vocabulary
+        for token in tokens:
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"a prompt has token {shown(token)}, and the model has {vocabulary}, from 0 to {vocabulary - 1}")
+        return tokens
 
     def _submit(self, tokens: List[int], options: Dict[str, Any], number: int) -> Any:
         return self._core.submit(tokens, **{**options, "seed": options["seed"] + number})

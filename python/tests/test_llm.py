@@ -118,7 +118,18 @@ def test_a_stream_that_is_closed_ends_its_text(directory):
             assert len(llm.generate([[4, 5]], max_tokens=3)[0].tokens) == 3
             if len(stream.tokens) < 250:
                 break
-        assert stream.finish == "stop"
+            assert stream.finish in ("length", "cancelled")
+        assert stream.finish == "cancelled" or len(stream.tokens) == 250
+        waiting = [llm.stream([1, 2, 3], max_tokens=250) for _ in range(3)]  # but one of which have not begun
+        for stream in waiting:
+            stream.close()
+            assert stream.finish in ("cancelled", "length")
+        llm.generate([[4, 5]], max_tokens=3)
+        assert waiting[-1].finish == "cancelled" and waiting[-1].text == ""
+        whole = llm.stream([1, 2], max_tokens=2)
+        list(whole)
+        whole.close()
+        assert whole.finish == "length"
 
 
 def test_stop_strings_end_a_text_before_them(directory):
@@ -160,6 +171,11 @@ def test_a_prompt_beyond_what_the_model_takes_is_refused(directory):
             llm.generate([[300]])
         with pytest.raises(ValueError, match="at least one token"):
             llm.generate([[]])
+        for token in (300, -1, 2**40, 2**70, -(2**70), 10**5000):
+            for call in (llm.generate, llm.stream):
+                with pytest.raises(ValueError, match=r"a prompt has token .*, and the model has 300, from 0 to 299") as refused:
+                    call([1, token])
+                assert "\n" not in str(refused.value) and (str(token) if abs(token) <= 2**70 else "a number of 16610 bits") in str(refused.value)
         made = llm.generate([[1] * 250], max_tokens=100)[0]
         assert (len(made.tokens), made.finish) == (6, "length")
     with pytest.raises(ValueError, match="max_length"):
@@ -200,8 +216,9 @@ def test_closing_ends_what_is_under_way(directory):
     with pytest.raises(OSError):
         for _ in range(1000):
             next(stream)
-            if stream.finish:  # it was faster
+            if stream.finish == "length":  # it was faster
                 raise OSError
+    assert stream.finish in ("cancelled", "length")
 
 
 def byte_tokenizer(directory, template):

@@ -2,7 +2,9 @@
 
 import base64
 import importlib
+import importlib.util
 import inspect
+import os
 import warnings
 
 import pytest
@@ -306,6 +308,70 @@ def test_a_size_means_the_same_everywhere(tmp_path):
     for wrong in ("4X", "-1", "", "GiB"):
         with pytest.raises(ValueError, match="host_memory"):
             byte_size(wrong, "host_memory")
+
+
+def test_no_memory_is_no_budget_at_any_door(tmp_path, capsys):
+    """Refused with the value, the bound and how a size is written."""
+
+    def section(value):
+        return {"config": {"train_micro_batch_size_per_gpu": 4, "penstock": {"host_memory": value}}}
+
+    batch = {"example": batches(1)[0]}
+    doors = (
+        lambda value: penstock.initialize(model=net(), offload="none", host_memory=value),
+        lambda value: penstock.plan(net(), offload="none", host_memory=value, **batch),
+        lambda value: penstock.LLM(tmp_path, host_memory=value),
+        lambda value: penstock.optim.AdamW(net().parameters(), state_dir=tmp_path, host_memory=value),
+        lambda value: penstock.initialize(model=net(), offload="none", **section(value)),
+        lambda value: penstock.plan(net(), offload="none", **section(value), **batch),
+    )
+    for value in (0, "0", "0GiB", -1, 0.0):
+        for door in doors:
+            with pytest.raises(ValueError, match=r"host_memory.*must be a size.*GiB") as refused:
+                door(value)
+            assert str(int(float(str(value).rstrip("GiB")))) in str(refused.value) and "\n" not in str(refused.value)
+    if importlib.util.find_spec("uvicorn") is None:
+        return
+    from penstock._serve.program import main
+
+    assert main([str(tmp_path), "--host-memory", "0", "--port", "0"]) == 2
+    told = capsys.readouterr().err
+    assert "--host-memory is 0: must be a size above 0, as" in told and len(told.splitlines()) == 1
+
+
+def test_a_path_that_cannot_be_what_it_is_to_be_is_refused_at_the_call(tmp_path):
+    """And not with the first forward, or after the step that would be written."""
+    (tmp_path / "file").write_text("")
+    batch = {"example": batches(1)[0]}
+
+    def config(**section):
+        return {"train_micro_batch_size_per_gpu": 4, **section}
+
+    def place(path):
+        return {"offload_optimizer": {"device": "nvme", "nvme_path": str(path)}}
+
+    for path in (tmp_path / "file", tmp_path / "file" / "sub"):
+        for state_dir in (path, str(path), [tmp_path / "a", path], [f"{tmp_path / 'a'}=1", f"{path}=2"]):
+            for call in (penstock.initialize, penstock.plan):
+                with pytest.raises(NotADirectoryError, match="state_dir is no directory") as refused:
+                    call(net(), state_dir=state_dir, **(batch if call is penstock.plan else {}))
+                assert refused.value.filename == str(tmp_path / "file")
+        for section in (
+            {"penstock": {"state_dirs": [str(path)]}},
+            {"zero_optimization": {"stage": 3, **place(path)}},
+            {"csv_monitor": {"enabled": True, "output_path": str(path)}},
+            {"tensorboard": {"enabled": True, "output_path": str(path)}},
+        ):
+            with pytest.raises(NotADirectoryError, match="(state_dir|output_path) is no directory"):
+                penstock.initialize(net(), config=config(**section), state_dir=tmp_path / "run" if "output_path" in str(section) else None)
+        with pytest.raises(NotADirectoryError, match="state_dir is no directory"):
+            penstock.optim.AdamW(net().parameters(), state_dir=path)
+    for output, error in ((tmp_path, IsADirectoryError), (tmp_path / "none" / "x", FileNotFoundError), (tmp_path / "file" / "x", NotADirectoryError)):
+        profiled = config(flops_profiler={"enabled": True, "output_file": str(output)})
+        with pytest.raises(error, match="flops_profiler.output_file") as refused:
+            penstock.initialize(net(), config=profiled, offload="none")
+        assert "\n" not in str(refused.value)
+    assert sorted(os.listdir(tmp_path)) == ["file"]
 
 
 def test_a_step_that_the_caller_owns_updates(tmp_path):

@@ -356,6 +356,7 @@ REFUSED = [
     ({"prompt": [[]]}, 400, "prompt", "at least one token"),
     ({"prompt": [1, 300]}, 400, "prompt", "300, which is no token"),
     ({"prompt": [1, -1]}, 400, "prompt", "-1, which is no token"),
+    ({"prompt": [1, 2**70]}, 400, "prompt", f"{2**70}, which is no token of this model, which has "),
     ({"prompt": [True]}, 400, "prompt", "True, which is no token"),
     ({"prompt": "\ud800"}, 400, "prompt", "surrogate"),
     ({"prompt": [1, "\ud800"]}, 400, "prompt", "\\ud800, which is no token"),

@@ -1836,7 +1836,7 @@ def initialize(
         run: in proportion to the measured speed of their drives, or to the weights of ["DIR=WEIGHT", ...]. Also
         ``"penstock": {"state_dirs": [...]}`` in the configuration, in place of nvme_path.
     host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
-        activations comes on top. 0: as much as it likes; of a model of which nothing trains, half of what is free.
+        activations comes on top. Default: as much as it likes; of a model of which nothing trains, half of what is free.
     dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).
     gradient_accumulation_steps: micro-batches of a step, given all to ``engine.train_batch``, or one by one.
     forwards_per_step: of the model, where a loss is made of several (a pair of answers, two views of an image). Default: one for

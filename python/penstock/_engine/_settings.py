@@ -15,6 +15,7 @@ import torch
 
 from .. import _core
 from .._buffers import byte_size, truth, whole_number
+from .._small_files import check_directory, check_output
 from .._tensors import number
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -213,7 +214,7 @@ def resolve(
         if offload is None:
             settings.offload = "nvme"
     if host_memory is not None:
-        settings.host_memory = byte_size(host_memory, "host_memory")
+        settings.host_memory = byte_size(host_memory, "host_memory", 1)
     if micro_batches is not None:
         settings.micro_batches = whole_number(micro_batches, "gradient_accumulation_steps", 1, 2**20)
     if forwards is not None:
@@ -232,4 +233,17 @@ def resolve(
         )
     if settings.offload != "nvme":
         settings.state_dirs = []
+    _check_paths(settings, json.loads(text or "{}"))
     return settings
+
+
+# What is read and written with the first forward, and after it, is looked at here.
+def _check_paths(settings: Settings, config: Mapping[str, Any]) -> None:
+    for directory in settings.state_dirs:
+        check_directory(directory, "state_dir")
+    for name in ("csv_monitor", "tensorboard"):
+        monitor = config.get(name)
+        if isinstance(monitor, dict) and monitor.get("enabled") is True and monitor.get("output_path"):
+            check_directory(monitor["output_path"], f"{name}.output_path")
+    if settings.flops_profiler["enabled"] and settings.flops_profiler.get("output_file"):
+        check_output(settings.flops_profiler["output_file"], "flops_profiler.output_file")

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
+from .._buffers import shown
 from .._small_files import parse_json
 from ..llm import _options
 
@@ -238,7 +239,8 @@ def check_ids(ids: Sequence[Any], vocabulary: int) -> None:
         raise Refused(400, "prompt must have at least one token", "prompt")
     for each in ids:
         if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < vocabulary:
-            raise Refused(400, f"prompt has {str(each)[:100]}, which is no token of this model: tokens are whole numbers from 0 to {vocabulary - 1}", "prompt")
+            written = shown(each) if isinstance(each, int) else str(each)[:100]
+            raise Refused(400, f"prompt has {written}, which is no token of this model, which has {vocabulary}: whole numbers from 0 to {vocabulary - 1}", "prompt")
 
 
 def finish_of(finish: str) -> str:

@@ -122,7 +122,8 @@ def _run(given: argparse.Namespace) -> int:
     except ImportError as error:
         raise _Wrong(f"{error}: pip install 'penstock[serve]'") from None
     try:
-        max_body = byte_size(given.max_body, "--max-body")
+        max_body = byte_size(given.max_body, "--max-body", 1)
+        host_memory = None if given.host_memory is None else byte_size(given.host_memory, "--host-memory", 1)
         key = _key(given.api_key_file)
         listener = _bound(given.host, given.port, given.timeout)
     except ValueError as error:
@@ -131,7 +132,7 @@ def _run(given: argparse.Namespace) -> int:
         return _fail(f"--host {given.host} --port {given.port}: {_address_error(error)}", 1)
     with listener:
         llm = LLM(
-            given.directory, given.host_memory, max_length=given.max_length, batch=given.batch, kv=given.kv, kv_dir=given.kv_dir,
+            given.directory, host_memory, max_length=given.max_length, batch=given.batch, kv=given.kv, kv_dir=given.kv_dir,
             prompt_lookup=given.prompt_lookup, threads=given.threads, tokenizer=given.tokenizer,
         )  # fmt: skip
         with llm:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import logging
 import mmap
 import os
@@ -16,7 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 import torch
 
 from .. import _core
-from .._small_files import is_directory
+from .._small_files import check_directory
 from .._buffers import PathLike, byte_size
 from .._tensors import DTYPES, check_gradient, check_parameter, in_layout_of, mark_changed, name_of, not_negative, number, threads
 
@@ -83,14 +82,9 @@ class OnDrive(torch.optim.Optimizer):
                 raise ValueError("state_dir is missing: give a directory on the drive that is to hold the states")
             state_dir = tempfile.gettempdir()
         self._directory = os.path.realpath(os.fsdecode(state_dir))
-        memory = _DEFAULT_MEMORY if host_memory is None else byte_size(host_memory, "host_memory")
-        if memory < _LEAST_MEMORY:
-            raise ValueError(f"host_memory is {memory}, must be at least {_LEAST_MEMORY} (2 MiB)")
-        if not is_directory(self._directory):
-            try:
-                os.makedirs(self._directory)
-            except FileExistsError:
-                raise NotADirectoryError(errno.ENOTDIR, "state_dir is no directory", self._directory) from None
+        memory = _DEFAULT_MEMORY if host_memory is None else byte_size(host_memory, "host_memory", _LEAST_MEMORY)
+        check_directory(self._directory, "state_dir")
+        os.makedirs(self._directory, exist_ok=True)
         self._core = _core.DriveOptimizer(self._directory, memory, share, threads())
         self._numbers_of: Dict[torch.Tensor, int] = {}  # the parameter's number in the extension
         self._shapes: Dict[torch.Tensor, Tuple[torch.dtype, torch.Size]] = {}
