@@ -23,6 +23,7 @@
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "errors.h"
+#include "gil.h"
 #include "owned.h"
 
 namespace nb = nanobind;
@@ -50,7 +51,7 @@ class PyFile {
     options.allow_unaligned_file_system = true;
     absl::StatusOr<std::unique_ptr<aio::File>> opened;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       opened = aio::File::Open(options);
     }
     file_ = MakeOwned(ValueOrRaise(std::move(opened), {.path = path}));
@@ -64,7 +65,7 @@ class PyFile {
   void Preallocate(uint64_t bytes) {
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = file().Preallocate(bytes);
     }
     RaiseUnlessOk(status, {.path = file().path()});
@@ -72,7 +73,7 @@ class PyFile {
   void Sync() {
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = file().SyncData();
     }
     RaiseUnlessOk(status, {.path = file().path()});
@@ -101,7 +102,7 @@ class Transfer {
       : engine_(std::move(engine)), file_(std::move(file)), keep_(std::move(keep)) {}
   ~Transfer() {
     if (engine_->here() && request_.pending()) {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       engine_->get().Cancel(&request_);
       (void)engine_->get().Wait(&request_);
     }
@@ -119,7 +120,7 @@ class Transfer {
     }
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = engine_->get().Submit(&request_);
     }
     RaiseUnlessOk(status, place_);
@@ -131,7 +132,7 @@ class Transfer {
   bool Wait(int64_t timeout_ms) {
     engine_->CheckHere();
     if (request_.finished()) return true;
-    nb::gil_scoped_release release;
+    const GilReleased released;
     aio::Request* const request = &request_;
     return engine_->get().WaitSome({&request, 1}, 1, timeout_ms) == 1;
   }
@@ -174,7 +175,7 @@ class PyEngine {
     };
     absl::StatusOr<std::unique_ptr<aio::Engine>> engine;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       engine = aio::Engine::Create(std::move(options));
     }
     engine_ = MakeOwned(ValueOrRaise(std::move(engine)));
@@ -217,13 +218,13 @@ class LockedMemory {
     if (bytes == 0) throw nb::value_error("locked memory of 0 bytes");
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = Take();
     }
     RaiseUnlessOk(status);
   }
   ~LockedMemory() {
-    nb::gil_scoped_release release;
+    const GilReleased released;
     const std::lock_guard<std::mutex> lock(mutex_);
     region_.Release();
     arena_.reset();

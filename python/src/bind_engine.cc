@@ -28,6 +28,7 @@
 #include "deepspeed_checkpoint.h"
 #include "engine_options.h"
 #include "errors.h"
+#include "gil.h"
 #include "kernels/float16.h"
 #include "owned.h"
 #include "ranks.h"
@@ -105,17 +106,17 @@ class PyPlan {
       : planned_(Make(blocks, stages, options, compute_threads, probes_drive, sources)) {}
 
   std::string Json(bool asks_what_if) {
-    nb::gil_scoped_release release;
+    const GilReleased released;
     return planned_.Json(asks_what_if).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   }
   std::string Text() {
-    nb::gil_scoped_release release;
+    const GilReleased released;
     return planned_.Text();
   }
   std::string Html(const std::string& title) {
     absl::StatusOr<std::string> page;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       page = planned_.Html(title);
     }
     return ValueOrRaise(std::move(page));
@@ -131,7 +132,7 @@ class PyPlan {
     Join(&model, &given);
     absl::StatusOr<tools::PlannedModel> planned;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       planned = tools::PlannedModel::Make(std::move(model.measured), std::move(given.engine), compute_threads,
                                           probes_drive, sources);
     }
@@ -155,7 +156,7 @@ class PyTrainingEngine {
     if (comm() != nullptr) {
       absl::Status alike;
       {
-        nb::gil_scoped_release release;
+        const GilReleased released;
         alike = zero::AgreeOnOptions(
             *comm(), {{"the model's blocks, their order and groups", model.measured.identity}});
       }
@@ -175,7 +176,7 @@ class PyTrainingEngine {
     if (!from.empty()) {
       absl::Status restored;
       {
-        nb::gil_scoped_release release;
+        const GilReleased released;
         restored = MakeRun(given, model.measured);
         if (comm() != nullptr) {  // or the others would wait
           if (!restored.ok()) comm()->Abort(restored);
@@ -190,12 +191,12 @@ class PyTrainingEngine {
     const std::string directory = made.storage.state_dirs.empty() ? "" : made.storage.state_dirs.front();
     absl::StatusOr<std::unique_ptr<DrivenEngine>> engine;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       engine = DrivenEngine::Create(std::move(model.measured), std::move(made), drivers);
     }
     engine_ = MakeOwned(ValueOfEngine(std::move(engine), {.path = directory}));
     engine_->get().compute().set_interrupted([] {
-      nb::gil_scoped_acquire gil;
+      const GilHeld held;
       return PyErr_CheckSignals() != 0;
     });
     Call([&](zero::Engine& of) {
@@ -232,7 +233,7 @@ class PyTrainingEngine {
     DrivenEngine& of = held->get();
     absl::StatusOr<DrivenCompute::Entered> entered;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       entered = of.compute().Enter(backward ? zero::Direction::kBackward : zero::Direction::kForward,
                                    tiering::StageIndex(stage), micro_batch);
     }
@@ -275,7 +276,7 @@ class PyTrainingEngine {
     }
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = of.compute().Leave(*std::move(use), std::move(result));
     }
     CheckEngine(status);
@@ -288,7 +289,7 @@ class PyTrainingEngine {
       entered_.clear();
     }
     if (comm() == nullptr) return;
-    nb::gil_scoped_release release;
+    const GilReleased released;
     comm()->Abort(absl::CancelledError(why));  // what waits for the others may never come to the failure
   }
 
@@ -299,7 +300,7 @@ class PyTrainingEngine {
     DrivenEngine& of = held->get();
     absl::StatusOr<zero::StepResult> result;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       result = of.Finish();
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
@@ -543,7 +544,7 @@ class PyTrainingEngine {
     DrivenEngine& of = held->get();
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = of.Call(call);
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();  // Ctrl-C, while it waited for other ranks
@@ -638,7 +639,7 @@ void BindEngine(nb::module_& module) {
          int64_t most_buffer_bytes) {
         absl::StatusOr<nlohmann::json> json;
         {
-          nb::gil_scoped_release release;
+          const GilReleased released;
           json = DescribeCheckpoint(path, parameters, names, buffers, most_buffer_bytes);
         }
         using Handler = nlohmann::json::error_handler_t;

@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include "gil.h"
 #include "hyperparameters.h"
 #include "kernels/cpu_features.h"
 #include "kernels/float16.h"
@@ -121,7 +122,7 @@ void Update(const std::string& optimizer, const std::vector<double>& numbers, in
       throw nb::value_error("a copy in 16 bits is made of float32 parameters only");
     }
   }
-  nb::gil_scoped_release release;
+  const GilReleased released;
   const std::shared_ptr<kernels::ThreadPool> pool = PoolOf(threads);
   std::visit(
       [&](const auto& given) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "errors.h"
+#include "gil.h"
 #include "llm.h"
 #include "owned.h"
 
@@ -67,7 +68,7 @@ class PyLlm {
                                 .threads = threads};
     absl::StatusOr<std::unique_ptr<Llm>> made;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       made = Llm::Open(options);
     }
     if (!made.ok()) RaiseOfModel(made.status());
@@ -97,7 +98,7 @@ void BindLlm(nb::module_& module) {
             std::string part;
             CheckHere(text);
             {
-              nb::gil_scoped_release release;
+              const GilReleased released;
               part = text.Next(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
             }
             return Bytes(part);
@@ -139,7 +140,7 @@ void BindLlm(nb::module_& module) {
             const std::shared_ptr<Owned<Llm>> model = llm.shared();
             absl::StatusOr<std::shared_ptr<LlmText>> text;
             {
-              nb::gil_scoped_release release;
+              const GilReleased released;
               text = model->get().Submit(std::move(request));
             }
             if (!text.ok()) RaiseOfModel(text.status());
@@ -153,7 +154,7 @@ void BindLlm(nb::module_& module) {
             const std::shared_ptr<Owned<Llm>> model = llm.shared();
             absl::StatusOr<std::vector<int64_t>> tokens;
             {
-              nb::gil_scoped_release release;  // a prompt may be a book
+              const GilReleased released;  // a prompt may be a book
               tokens = model->get().Encode(text, complete);
             }
             return ValueOrRaise(std::move(tokens));

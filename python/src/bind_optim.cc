@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "errors.h"
+#include "gil.h"
 #include "hyperparameters.h"
 #include "optim/drive_optimizer.h"
 #include "owned.h"
@@ -43,7 +44,7 @@ class PyDriveOptimizer {
     };
     absl::StatusOr<std::unique_ptr<optim::DriveOptimizer>> made;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       made = optim::DriveOptimizer::Create(std::move(options));
     }
     optimizer_ = MakeOwned(ValueOrRaise(std::move(made), {.path = directory}));
@@ -60,7 +61,7 @@ class PyDriveOptimizer {
     }
     absl::StatusOr<int> first = 0;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       first = optimizer_->get().Add(given);
     }
     const int number = ValueOrRaise(std::move(first), {.path = Failed().path});
@@ -89,7 +90,7 @@ class PyDriveOptimizer {
     }
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = optimizer_->get().Step(given);
     }
     Check(status);
@@ -109,7 +110,7 @@ class PyDriveOptimizer {
     }
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = optimizer_->get().SetStates(given);
     }
     Check(status);
@@ -128,7 +129,7 @@ class PyDriveOptimizer {
     }
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = optimizer_->get().CopyStates(given, descriptor);
     }
     Check(status);

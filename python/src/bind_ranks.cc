@@ -18,6 +18,7 @@
 
 #include "engine_options.h"
 #include "errors.h"
+#include "gil.h"
 #include "owned.h"
 #include "ranks.h"
 #include "swap/inspect.h"
@@ -39,7 +40,7 @@ class PyMeetingPlace {
  public:
   PyMeetingPlace(const std::string& address, const std::string& secret) {
     const zero::RankSecret known = ValueOrRaise(zero::RankSecret::Of(secret));
-    nb::gil_scoped_release release;
+    const GilReleased released;
     store_ = MakeOwned(std::make_unique<std::shared_ptr<zero::TcpStore>>(std::make_shared<zero::TcpStore>(
         address, /*port=*/0, /*serves=*/true, std::chrono::seconds(30), known)));
   }
@@ -73,7 +74,7 @@ PyRanks::PyRanks(int rank, int world, int local_rank, int local_world, const std
   if (place != nullptr) options.store = place->store();
   absl::StatusOr<std::unique_ptr<zero::Comm>> comm;
   {
-    nb::gil_scoped_release release;
+    const GilReleased released;
     comm = zero::ConnectTcp(environment, options);
   }
   auto connected = std::make_unique<ConnectedRanks>();
@@ -85,7 +86,7 @@ std::vector<std::string> PyRanks::Texts(const std::string& what, const std::stri
   const HeldRanks held = this->held();
   absl::StatusOr<std::vector<std::string>> texts;
   {
-    nb::gil_scoped_release release;
+    const GilReleased released;
     texts = held->get().comm->AllTexts(Channel::kSetup, {.name = what.c_str()}, mine);
   }
   return ValueOrRaise(std::move(texts));
@@ -95,7 +96,7 @@ void PyRanks::Agree(const std::string& json) const {
   const nlohmann::json mine = ParseJson(json);
   absl::Status status;
   {
-    nb::gil_scoped_release release;
+    const GilReleased released;
     status = zero::AgreeOnOptions(*held->get().comm, mine);
   }
   RaiseUnlessOk(status);
@@ -104,7 +105,7 @@ void PyRanks::Share(uint64_t address, uint64_t bytes, int from) const {
   const HeldRanks held = this->held();
   absl::Status status;
   {
-    nb::gil_scoped_release release;
+    const GilReleased released;
     zero::Comm& comm = *held->get().comm;
     auto* const at = reinterpret_cast<std::byte*>(address);
     std::vector<std::byte> pieces(kPiece * static_cast<size_t>(comm.world()));
@@ -122,7 +123,7 @@ void PyRanks::Share(uint64_t address, uint64_t bytes, int from) const {
 void PyRanks::Abort(const std::string& why) const {
   if (held_ == nullptr || !held_->here()) return;
   const HeldRanks held = held_;
-  nb::gil_scoped_release release;
+  const GilReleased released;
   held->get().comm->Abort(absl::CancelledError(why));
 }
 HeldRanks PyRanks::held() const {

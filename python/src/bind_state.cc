@@ -18,6 +18,7 @@
 #include "base/status_macros.h"
 #include "deepspeed_checkpoint.h"
 #include "errors.h"
+#include "gil.h"
 #include "models/deepspeed_checkpoint.h"
 #include "owned.h"
 #include "swap/safetensors.h"
@@ -125,7 +126,7 @@ class PyStateMasters {
     StateMasters& masters = Get();
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = masters.Read(block, first, elements, reinterpret_cast<float*>(address));
     }
     RaiseUnlessOk(status, {.path = masters.path()});
@@ -135,7 +136,7 @@ class PyStateMasters {
   static std::unique_ptr<StateMasters> Opened(const std::vector<std::string>& directories) {
     absl::StatusOr<std::unique_ptr<StateMasters>> opened;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       opened = StateMasters::Open(directories);
     }
     return ValueOrRaise(std::move(opened), {.path = directories.empty() ? "" : directories.front()});
@@ -181,7 +182,7 @@ class PyDeepSpeedMasters {
     const models::DeepSpeedCheckpoint::Weight& weight = checkpoint_->weights().at(number);
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       if (weight.other.has_value()) {
         const auto bytes =
             static_cast<size_t>(weight.other->elements) * swap::DtypeBytes(weight.other->dtype);
@@ -195,7 +196,7 @@ class PyDeepSpeedMasters {
   void Check() const {
     absl::Status status;
     {
-      nb::gil_scoped_release release;
+      const GilReleased released;
       status = checkpoint_->CheckRead();
     }
     RaiseUnlessOk(status, {.path = path_});

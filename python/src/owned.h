@@ -10,6 +10,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "gil.h"
+
 namespace penstock::python {
 
 template <class T>
@@ -21,7 +23,7 @@ class Owned {
       (void)value_.release();
       return;
     }
-    nanobind::gil_scoped_release release;
+    const GilReleased released;
     value_.reset();
   }
   Owned(const Owned&) = delete;

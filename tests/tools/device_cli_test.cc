@@ -212,7 +212,7 @@ TEST_F(DeviceFlags, WrongOnesAreOneLineAndExitTwo) {
   setenv("PENSTOCK_TEST_DEVICE", "capacity=64MiB", 1);
   const std::vector<std::pair<Arguments, std::string>> wrong = {
       {{"--device", "tpu"}, "must be cpu or cuda"},
-      {{"--device", "cuda", "--device-memory", "0"}, "must be above 0"},
+      {{"--device", "cuda", "--device-memory", "0"}, "--device-memory 0: must be a size above 0"},
       {{"--device", "cuda", "--device-memory", "lots"}, "--device-memory lots"},
       {{"--device", "cuda", "--device-memory", "65MiB"}, "the device has 67108864"},
   };

@@ -334,6 +334,23 @@ TEST_F(GenerateCliTest, WrongWordsAreNamedAndWhatWouldDoIsSaid) {
   const Ran bad = Run(Generate({"--prompts", dir_ + "/bad.jsonl"}));
   EXPECT_EQ(bad.code, 2);
   EXPECT_THAT(bad.err, HasSubstr("bad.jsonl, line 2"));
+  for (const auto& [record, says] : std::vector<std::pair<std::string, std::string>>{
+           {R"({"prompt": "a", "max_token": 3})",
+            R"(line 2: unknown key "max_token" (did you mean "max_tokens"?))"},
+           {R"({"promt": "a"})", R"(line 2: unknown key "promt" (did you mean "prompt"?))"},
+           {R"({"prompt": "a", "temperature": 1})",
+            R"(line 2: unknown key "temperature": there are "prompt")"},
+           {R"({"tokens": [1, 1180591620717411303424]})",
+            "line 2: token 1.1805916207174113e+21 is not one of"},
+           {R"({"tokens": [18446744073709551615]})", "line 2: token 18446744073709551615 is not one of"},
+           {R"({"tokens": [1099511627776]})", "line 2: token 1099511627776 is not one of the model's "},
+       }) {
+    WriteFile(dir_ + "/key.jsonl", "{\"prompt\": \"a\", \"id\": {\"any\": 1}}\n" + record + "\n");
+    const Ran ran = Run(Generate({"--prompts", dir_ + "/key.jsonl"}));
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr(says));
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  }
   const Ran nowhere = Run(Generate({"--prompt", "a", "--kv", "nvme", "--kv-dir", dir_ + "/nowhere"}));
   EXPECT_EQ(nowhere.code, 1);
   EXPECT_THAT(nowhere.err, HasSubstr("nowhere"));

@@ -62,6 +62,11 @@ TEST_F(FlagsTest, NumbersThatMakeNoSense) {
   }
   const Arguments bare = {"train", "--data", text_, "--state-dir", state};
   cases.push_back({bare + Arguments{"--threads", "0"}, 2, {"--threads 0", "between"}});
+  for (const char* const verb : {"train", "plan"}) {
+    cases.push_back({{verb, "--data", text_, "--state-dir", state, "--host-memory", "0"},
+                     2,
+                     {"--host-memory 0: must be a size above 0, as 512MiB or 4GiB"}});
+  }
   cases.push_back({bare + Arguments{"--dtype", "int3"}, 2, {"--dtype int3", "bf16"}});
   cases.push_back({bare + Arguments{"--model", "gpt-9t"}, 2, {"gpt-9t", "gpt-125m"}});
   cases.push_back({Train(state, {"--eval-data", text_, "--eval-every", "0"}), 2, {"--eval-every 0"}});

@@ -373,7 +373,10 @@ TEST(ParseConfig, RangesAreChecked) {
   EXPECT_THAT(Refusal(R"({"gradient_clipping": 1e999})"), StartsWith("not JSON: "));
   EXPECT_THAT(Refusal(R"({"penstock": {"host_memory": "4 parsecs"}})"),
               StartsWith("penstock.host_memory: \"4 parsecs\""));
-  EXPECT_THAT(Refusal(R"({"penstock": {"host_memory": 0}})"), StartsWith("penstock.host_memory: must be"));
+  EXPECT_EQ(Refusal(R"({"penstock": {"host_memory": 0}})"),
+            "penstock.host_memory: must be a size such as \"4GiB\" of 1 or more, not 0");
+  EXPECT_EQ(Refusal(R"({"penstock": {"host_memory": "0"}})"),
+            "penstock.host_memory: must be a size such as \"4GiB\" of 1 or more, not \"0\"");
   EXPECT_THAT(Refusal(R"({"penstock": {"tile_bytes": "1KiB"}})"), StartsWith("penstock.tile_bytes: must be"));
 }
 

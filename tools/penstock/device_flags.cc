@@ -29,8 +29,9 @@ absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, const std::op
   if (memory.has_value()) {
     const absl::StatusOr<int64_t> bytes = tiering::ParseSize(*memory);
     if (!bytes.ok() || *bytes <= 0) {
-      return WrongFlag(absl::StrCat("--device-memory ", *memory, ": ",
-                                    bytes.ok() ? "must be above 0" : std::string(bytes.status().message())));
+      return WrongFlag(absl::StrCat(
+          "--device-memory ", *memory, ": ",
+          bytes.ok() ? "must be a size above 0, as 512MiB or 4GiB" : std::string(bytes.status().message())));
     }
     budget_bytes = *bytes;
   }

@@ -1,15 +1,37 @@
 #include "tools/penstock/generate_prompts.h"
 
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string_view>
+
 #include "absl/strings/str_cat.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "tools/base/cli.h"
+#include "zero/config/nearest_name.h"
 
 namespace penstock::tools {
 namespace {
 
 absl::Status In(const std::string& where, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat(where, ": ", status.message()));
+}
+
+// Refuses a key that nothing reads: an option that is misspelt would be lost in silence.
+absl::Status CheckKeys(const nlohmann::json& record) {
+  static const std::vector<std::string_view> known = {"prompt", "tokens", "max_tokens", "id"};
+  for (const auto& [key, value] : record.items()) {
+    if (std::find(known.begin(), known.end(), key) != known.end()) continue;
+    const std::string near = zero::DidYouMean(key, known);
+    return absl::InvalidArgumentError(absl::StrCat(
+        "unknown key ", nlohmann::json(key).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+        near.empty()
+            ? ": there are \"prompt\", \"tokens\", \"max_tokens\" and \"id\", which may be anything and "
+              "is copied to the answer"
+            : near));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -30,6 +52,7 @@ absl::Status Prompts::Rewind() {
 
 absl::StatusOr<Prompt> Prompts::Parse(const std::string& record) const {
   ASSIGN_OR_RETURN(const nlohmann::json json, ParseJsonObject(record, "not a JSON object"));
+  RETURN_IF_ERROR(CheckKeys(json));
   Prompt prompt;
   if (json.contains("id")) prompt.id = json["id"];
   const auto text = json.find("prompt"), tokens = json.find("tokens"), most = json.find("max_tokens");
@@ -41,6 +64,10 @@ absl::StatusOr<Prompt> Prompts::Parse(const std::string& record) const {
   } else {
     if (!tokens->is_array()) return absl::InvalidArgumentError("\"tokens\" is not a list of numbers");
     for (const nlohmann::json& token : *tokens) {
+      // What no 64 bits hold is read as a floating number, and what 63 do not as an unsigned one.
+      const bool large = token.is_number_float() && std::fabs(token.get<double>()) >= 0x1p63;
+      if (large || (token.is_number_unsigned() && token.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)))
+        return model_.NoSuchToken(token.dump());
       if (!token.is_number_integer())
         return absl::InvalidArgumentError("\"tokens\" is not a list of whole numbers");
       prompt.tokens.push_back(token.get<int64_t>());

@@ -4,7 +4,7 @@
 //   {"prompt": "Once upon a time", "id": "a7"}      "id" is copied to what is written; anything will do
 //   {"tokens": [1, 15043], "max_tokens": 20}        tokens instead of a text; fewer than --tokens
 //
-// Other keys are passed over. The file is read twice, so that a wrong record is known before anything is
+// Other keys are refused. The file is read twice, so that a wrong record is known before anything is
 // computed; 64 KiB of it and one record are in memory at a time.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_GENERATE_PROMPTS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_GENERATE_PROMPTS_H_

@@ -32,7 +32,8 @@ absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config
       return WrongFlag(
           absl::StrCat("--host-memory ", *flags.host_memory, ": ", std::string(bytes.status().message())));
     if (*bytes <= 0)
-      return WrongFlag(absl::StrCat("--host-memory ", *flags.host_memory, ": must be above 0"));
+      return WrongFlag(
+          absl::StrCat("--host-memory ", *flags.host_memory, ": must be a size above 0, as 512MiB or 4GiB"));
     engine.memory.host_memory_budget_bytes = *bytes;
   } else if (config.penstock.host_memory_budget_bytes.has_value()) {
     engine.memory.host_memory_budget_bytes = *config.penstock.host_memory_budget_bytes;

@@ -184,11 +184,14 @@ absl::Status TextModel::CheckTokens(const std::vector<int64_t>& tokens) const {
   if (tokens.empty()) return absl::InvalidArgumentError("a prompt must have at least one token");
   for (const int64_t token : tokens) {
     if (token >= 0 && token < model->vocabulary()) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat("token ", token, " is not one of the model's ", model->vocabulary(),
-                     tokenizer != nullptr ? ": the tokenizer is of another model" : ""));
+    return NoSuchToken(absl::StrCat(token));
   }
   return absl::OkStatus();
+}
+
+absl::Status TextModel::NoSuchToken(std::string_view token) const {
+  return absl::InvalidArgumentError(
+      absl::StrCat("token ", std::string(token), " is not one of the model's ", model->vocabulary()));
 }
 
 absl::StatusOr<std::vector<int64_t>> TextModel::Encode(const std::string& prompt) const {
@@ -219,7 +222,12 @@ absl::StatusOr<std::vector<int64_t>> TextModel::TokensOf(const std::string& prom
       tokens.push_back(token);
     }
   }
-  RETURN_IF_ERROR(CheckTokens(tokens));
+  if (const absl::Status checked = CheckTokens(tokens); !checked.ok()) {
+    const bool others = tokenizer != nullptr && !tokens.empty();
+    return others ? absl::InvalidArgumentError(
+                        absl::StrCat(checked.message(), ": the tokenizer is of another model"))
+                  : checked;
+  }
   return tokens;
 }
 

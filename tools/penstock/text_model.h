@@ -44,6 +44,8 @@ struct TextModel {
   absl::StatusOr<std::vector<int64_t>> TokensOf(const std::string& prompt) const;
   // kInvalidArgument: none, or one that the model does not have.
   absl::Status CheckTokens(const std::vector<int64_t>& tokens) const;
+  // kInvalidArgument, of a token that the model does not have, as it was written.
+  absl::Status NoSuchToken(std::string_view token) const;
 };
 
 // `arguments`: one directory of either kind, or the directories of a striped run. `tokenizer`: a path, or

@@ -244,7 +244,7 @@ class Walker {
         const absl::StatusOr<int64_t> bytes = tiering::ParseSize(value.get_ref<const std::string&>());
         if (!bytes.ok())
           return absl::InvalidArgumentError(absl::StrCat(shown, ": ", bytes.status().message()));
-        if (!InRange(spec, static_cast<double>(*bytes))) return Wrong(shown, Range(spec, "bytes"), value);
+        if (!InRange(spec, static_cast<double>(*bytes))) return Wrong(shown, Range(spec, kSizeKind), value);
         return nlohmann::json(*bytes);
       }
       case KeyType::kPair: {
@@ -286,10 +286,11 @@ class Walker {
     return nlohmann::json();
   }
 
+  static constexpr std::string_view kSizeKind = "a size such as \"4GiB\"";
+
   static absl::StatusOr<nlohmann::json> WholeValue(const KeySpec& spec, const std::string& shown,
                                                    const Json& value) {
-    const bool size = spec.type == KeyType::kSize;
-    const std::string_view kind = size ? "a size such as \"4GiB\"" : "a whole number";
+    const std::string_view kind = spec.type == KeyType::kSize ? kSizeKind : "a whole number";
     int64_t whole = 0;
     if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
       return Wrong(shown, Range(spec, kind), value);
