@@ -30,7 +30,7 @@ struct AtomicFileOptions {
 // as it was. Symbolic links are not followed: one at the destination is itself replaced.
 //
 // Threads: one. A forked child's copy removes nothing. Errors name operation, path and errno;
-// kResourceExhausted: the disk is full.
+// kResourceExhausted: the disk is full; kFailedPrecondition: `path` is a device, a pipe or a socket.
 class AtomicFile {
  public:
   static absl::StatusOr<AtomicFile> Create(const std::string& path, const AtomicFileOptions& options = {});

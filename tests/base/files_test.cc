@@ -142,6 +142,15 @@ TEST_F(FilesTest, LinksAreReplacedAndNotFollowed) {
   EXPECT_EQ(LinkKindOf(Path("f")).value(), PathKind::kRegular);
 }
 
+TEST_F(FilesTest, DevicesAndPipesAreNotReplaced) {
+  ASSERT_EQ(::mkfifo(Path("pipe").c_str(), 0600), 0);
+  const absl::Status status = ReplaceFile(Path("pipe"), "new");
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("pipe"));
+  EXPECT_EQ(LinkKindOf(Path("pipe")).value(), PathKind::kOther);
+  EXPECT_THAT(Names(), ElementsAre("pipe"));
+}
+
 TEST_F(FilesTest, AKillLeavesNothingBesideTheFile) {
   Put("f", "old");
   const Tampered ran = RunTampered({.calls = {SYS_write}, .at = 0},

@@ -19,7 +19,7 @@ namespace penstock::tools {
 //
 // Errors name `what` (the flag or the key), the path, the operation and errno; the old file stands, and
 // nothing is left beside it. kInvalidArgument: the place cannot be written to (no directory, no right);
-// kResourceExhausted: the disk is full.
+// kResourceExhausted: the disk is full. A pipe that nothing reads is an error, and is not waited for.
 absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text,
                             bool durable = true);
 
