@@ -92,13 +92,13 @@ absl::StatusOr<AtomicFile> AtomicFile::Create(const std::string& path, const Ato
   const bool there = ::lstat(path.c_str(), &old) == 0;
   if (!there && errno != ENOENT) return Failed("stat", path, errno);
   if (there && S_ISDIR(old.st_mode)) return Failed("replace", path, EISDIR);
+  if (there && !options.replace) return Failed("create", path, EEXIST);
   // A device or a pipe is others' too: /dev/null is not what a file takes the place of.
   if (there && !S_ISREG(old.st_mode) && !S_ISLNK(old.st_mode)) {
     return absl::FailedPreconditionError(absl::StrCat("replace ", path, ": it is ",
                                                       std::string(DescribeKind(old.st_mode)),
                                                       ", and no file takes its place"));
   }
-  if (there && !options.replace) return Failed("create", path, EEXIST);
   file.fd_ = OpenNameless(path, options.mode);
   // One that is locked is nobody's leftover; where none can be locked, none is taken for one.
   if (file.fd_ >= 0) (void)TryLockFile(file.fd_, path);
