@@ -85,9 +85,14 @@ class Partial {
   explicit Partial(std::string out) : out_(std::move(out)), path_(out_ + ".partial") {}
   ~Partial() {
     if (fd_ < 0) return;
-    // What cannot be removed now is left to the next pack.
-    if (owned_ && SetMark().ok() && RemoveFiles(path_).ok() && ::unlink(Mark().c_str()) == 0)
-      (void)::rmdir(path_.c_str());
+    if (owned_) {
+      // What cannot be removed now is left to the next pack, which knows it by the mark.
+      (void)SetMark();
+      if (RemoveFiles(path_).ok()) {
+        (void)::unlink(Mark().c_str());
+        (void)::rmdir(path_.c_str());
+      }
+    }
     ::close(fd_);
   }
   Partial(const Partial&) = delete;
