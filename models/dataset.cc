@@ -195,6 +195,14 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::OpenExamples(const TokenFile& 
   }
   ::close(fd);
   RETURN_IF_ERROR(status);
+  for (size_t i = 0; i < starts.size(); ++i) {
+    const uint64_t end = i + 1 < starts.size() ? starts[i + 1] : static_cast<uint64_t>(file.tokens);
+    if (starts[i] > end) {
+      return absl::DataLossError(absl::StrCat(file.examples_path, ": example ", i, " begins at token ",
+                                              starts[i],
+                                              ", behind its end: remove the file, and it is made anew"));
+    }
+  }
   data->examples_digest_ = header.checksum;
   data->Pack(starts);
   if (data->rows_.empty()) {

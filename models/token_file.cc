@@ -23,6 +23,7 @@
 #include "absl/strings/string_view.h"
 #include "base/directory.h"
 #include "base/file_lock.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "models/data_records.h"
@@ -34,6 +35,7 @@ static_assert(std::endian::native == std::endian::little,
               "both files are little-endian and are read in place");
 
 constexpr size_t kPieceBytes = 4 << 20;
+constexpr uint64_t kLongestFile = uint64_t{128} << 20;  // of a tokenizer's
 
 using Header = TokenFileHeader;
 static_assert(sizeof(Header) == 64);
@@ -179,14 +181,9 @@ class Output {
 
 // What decides the tokens, but for the tokenizer's files: those are added by Digest.
 absl::Status AddFile(const std::string& path, kernels::Checksummer* sum) {
-  ASSIGN_OR_RETURN(const Input input, Input::Open(path));
-  std::vector<char> piece(kPieceBytes);
-  for (uint64_t at = 0;;) {
-    ASSIGN_OR_RETURN(const size_t bytes, input.Read(at, piece.data(), piece.size()));
-    if (bytes == 0) return absl::OkStatus();
-    sum->Update(piece.data(), bytes);
-    at += bytes;
-  }
+  ASSIGN_OR_RETURN(const std::string bytes, ReadSmallFile(path, kLongestFile));
+  sum->Update(bytes.data(), bytes.size());
+  return absl::OkStatus();
 }
 
 absl::StatusOr<uint64_t> Digest(const Input& data, bool records, const text::Tokenizer& tokenizer,
@@ -223,6 +220,10 @@ absl::StatusOr<TokenFile> Existing(const TokenFile& names, int64_t width) {
   const absl::StatusOr<Input> input = Input::Open(names.examples_path),
                               tokens = Input::Open(names.tokens_path);
   if (!input.ok() || !tokens.ok()) return absl::NotFoundError("");
+  // A start and a bit for each token, at most: what is longer is not taken into memory.
+  const uint64_t count = tokens->bytes() / static_cast<uint64_t>(width);
+  if (input->bytes() > sizeof(Header) + (count + 1) * sizeof(uint64_t) + count / 8 + 1)
+    return absl::NotFoundError("");
   std::vector<char> bytes(input->bytes());
   ASSIGN_OR_RETURN(const size_t read, input->Read(0, bytes.data(), bytes.size()));
   Header header;

@@ -381,6 +381,36 @@ TEST_F(PackTest, AKillLeavesNothingUnderTheNameAndTheNextPackGoesThrough) {
   }
 }
 
+TEST_F(PackTest, WhatPackDidNotMakeStaysWhateverItIsCalled) {
+  const std::string from = Model("from", LlamaConfig()), to = dir_ + "/to", other = to + ".partial";
+  std::filesystem::copy(from, other);
+  const std::string weights = ReadFile(other + "/model.safetensors");
+  const Ran refused = Pack(from, to, {"--quiet"});
+  EXPECT_EQ(refused.code, 2) << refused.err;
+  EXPECT_THAT(refused.err, HasSubstr("to.partial is not a packed model"));
+  EXPECT_EQ(ReadFile(other + "/model.safetensors"), weights);
+  EXPECT_FALSE(std::filesystem::exists(to));
+}
+
+// Before it takes the name, or into what has it then.
+TEST_F(PackTest, AFileThatIsPutIntoTheOldDirectoryMeanwhileStaysThere) {
+  json config = LlamaConfig();
+  config["vocab_size"] = 20'000;  // long enough to be met on the way
+  const std::string from = Model("from", config), to = dir_ + "/to";
+  ASSERT_EQ(Pack(from, to, {"--weights", "4", "--quiet"}).code, 0);
+  testing_support::Program program(dir_, {"pack", from, to, "--overwrite", "--quiet"});
+  for (int i = 0; i < 20'000 && !std::filesystem::exists(to + ".partial"); ++i)
+    std::this_thread::sleep_for(std::chrono::microseconds(500));
+  WriteFile(to + "/notes.txt", "mine");
+  const Ran ran = program.Wait();
+  EXPECT_EQ(ReadFile(to + "/notes.txt"), "mine");
+  if (ran.code != 0) {
+    EXPECT_THAT(ran.err, HasSubstr("holds notes.txt"));
+    EXPECT_EQ(models::PackingOf(to)->bits, 4);
+  }
+  EXPECT_FALSE(std::filesystem::exists(to + ".partial"));
+}
+
 TEST_F(PackTest, DamagedPackedWeightsAreRefusedInOneLine) {
   const std::string from = Model("from", LlamaConfig()), to = dir_ + "/to";
   ASSERT_EQ(Pack(from, to).code, 0);

@@ -241,6 +241,21 @@ TEST_F(TokenFileTest, ABrokenLineIsNamedOrPassedOver) {
   EXPECT_EQ(Make(path, options)->skipped, 2);  // and of the pair that is there
 }
 
+TEST_F(TokenFileTest, LongFilesInTheirPlacesAreRefusedWithoutBeingRead) {
+  const std::string path = Write("data.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}\n");
+  const auto file = Make(path);
+  ASSERT_TRUE(file.ok()) << file.status();
+  std::filesystem::resize_file(file->examples_path, uint64_t{1} << 40);
+  EXPECT_FALSE(Make(path)->was_there);
+  for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
+    const auto bytes = std::filesystem::file_size(directory_ + "/" + name);
+    std::filesystem::resize_file(directory_ + "/" + name, uint64_t{1} << 40);
+    EXPECT_THAT(std::string(TokenizerDigest(directory_).status().message()), HasSubstr(name));
+    std::filesystem::resize_file(directory_ + "/" + name, bytes);
+  }
+  EXPECT_TRUE(TokenizerDigest(directory_).ok());
+}
+
 TEST_F(TokenFileTest, WrongFilesAreRefused) {
   EXPECT_THAT(Make(directory_ + "/none.txt").status().message(), HasSubstr("cannot open"));
   EXPECT_THAT(Make(directory_).status().message(), HasSubstr("no regular file"));

@@ -38,7 +38,7 @@ absl::StatusOr<nlohmann::json> Look(const std::string& path) {
 // the page cache, and would not see what is there alone.
 absl::StatusOr<std::string> ChecksumOf(const std::string& path, ByteProgress* progress, uint64_t* done,
                                        uint64_t total) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("open ", path));
   (void)::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
   (void)::posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);

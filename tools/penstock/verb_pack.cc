@@ -1,7 +1,7 @@
 // `penstock pack`: a model's weights in 8 or 4 bit.
 //
 // The directory is written beside its name and takes it when all of it is on the drive: a kill leaves
-// OUT.partial, which the next pack to OUT replaces.
+// OUT.partial, which the next pack to OUT replaces. A mark in it says that pack made it.
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/stat.h>
@@ -36,6 +36,8 @@ namespace {
 
 namespace fs = std::filesystem;
 constexpr const char* kPackName = "penstock pack";
+// In a directory that is being written: what tells it from one that somebody else gave such a name.
+constexpr const char* kMark = ".penstock.pack";
 
 struct PackFlags {
   std::string from, out;
@@ -47,7 +49,10 @@ struct PackFlags {
 absl::Status Errno(const std::string& what) { return absl::ErrnoToStatus(errno, what); }
 
 bool IsOurs(const std::string& name) {
-  if (name == "config.json") return true;
+  // Also under the name that a kill leaves it, just before it has its own.
+  if (const std::string_view whole = NameInTemporary(name, ".new"); !whole.empty())
+    return IsOurs(std::string(whole));
+  if (name == "config.json" || name == kMark) return true;
   if (absl::StartsWith(name, "model") && absl::StrContains(name, ".safetensors")) return true;
   return std::find(std::begin(kTokenizerFiles), std::end(kTokenizerFiles), name) != std::end(kTokenizerFiles);
 }
@@ -64,13 +69,30 @@ absl::Status CheckOnlyOurs(const std::string& directory) {
   return absl::OkStatus();
 }
 
+// Removes the files in a directory, but for the mark.
+absl::Status RemoveFiles(const std::string& directory) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory));
+  for (const std::string& name : names) {
+    const std::string path = absl::StrCat(directory, "/", name);
+    if (name != kMark && ::unlink(path.c_str()) != 0) return Errno(absl::StrCat("remove ", path));
+  }
+  return absl::OkStatus();
+}
+
 // A directory that becomes another: this process's alone, empty, gone again unless it was published.
 class Partial {
  public:
   explicit Partial(std::string out) : out_(std::move(out)), path_(out_ + ".partial") {}
   ~Partial() {
     if (fd_ < 0) return;
-    if (owned_) Clear();
+    if (owned_) {
+      // What cannot be removed now is left to the next pack, which knows it by the mark.
+      (void)SetMark();
+      if (RemoveFiles(path_).ok()) {
+        (void)::unlink(Mark().c_str());
+        (void)::rmdir(path_.c_str());
+      }
+    }
     ::close(fd_);
   }
   Partial(const Partial&) = delete;
@@ -83,29 +105,60 @@ class Partial {
     if (fd_ < 0) return Errno(absl::StrCat("open ", path_));
     ASSIGN_OR_RETURN(const bool locked, TryLockFile(fd_, path_));
     if (!locked) return absl::FailedPreconditionError(absl::StrCat(path_, ": another pack is writing there"));
-    RETURN_IF_ERROR(CheckOnlyOurs(path_));
+    RETURN_IF_ERROR(CheckIsALeftover());
     owned_ = true;
-    std::error_code error;
-    for (const fs::directory_entry& entry : fs::directory_iterator(path_, error)) fs::remove(entry, error);
+    RETURN_IF_ERROR(SetMark());
+    return RemoveFiles(path_);
+  }
+
+  // Takes the name. What had it is gone, unless something else than a packed model was put there meanwhile:
+  // then it stays, and this is an error.
+  absl::Status Publish(bool replace) {
+    if (::unlink(Mark().c_str()) != 0) return Errno(absl::StrCat("remove ", Mark()));
+    RETURN_IF_ERROR(SyncDirectory(path_));
+    RETURN_IF_ERROR(Rename(replace ? RENAME_EXCHANGE : RENAME_NOREPLACE));
+    if (replace) {
+      owned_ = false;  // it has the old content now
+      if (absl::Status old = CheckReplaceable(path_); !old.ok()) {
+        RETURN_IF_ERROR(Rename(RENAME_EXCHANGE));
+        owned_ = true;
+        return absl::Status(old.code(), absl::StrCat(out_, " has changed meanwhile: ", old.message()));
+      }
+    }
+    RETURN_IF_ERROR(SyncDirectory(ParentOf(out_)));
+    owned_ = replace;
     return absl::OkStatus();
   }
 
-  // Takes the name, and what had it before is gone.
-  absl::Status Publish(bool replace) {
-    RETURN_IF_ERROR(SyncDirectory(path_));
-    const unsigned flags = replace ? RENAME_EXCHANGE : RENAME_NOREPLACE;
-    if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, out_.c_str(), flags) != 0)
-      return Errno(absl::StrCat("rename ", path_, " to ", out_));
-    RETURN_IF_ERROR(SyncDirectory(ParentOf(out_)));
-    owned_ = replace;  // the old one has the other name now
-    return absl::OkStatus();
+  // Whether a packed model's directory may give way to another.
+  static absl::Status CheckReplaceable(const std::string& directory) {
+    ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(directory));
+    if (kind != PathKind::kDirectory || !models::PackingOf(directory).has_value())
+      return absl::AlreadyExistsError(absl::StrCat(directory, " is not a packed model: it is not replaced"));
+    return CheckOnlyOurs(directory);
   }
 
  private:
-  void Clear() {
-    std::error_code error;  // what cannot be removed is replaced by the next pack
-    for (const fs::directory_entry& entry : fs::directory_iterator(path_, error)) fs::remove(entry, error);
-    fs::remove(path_, error);
+  std::string Mark() const { return absl::StrCat(path_, "/", kMark); }
+  absl::Status SetMark() const { return ReplaceFile(Mark(), ""); }
+
+  // It is empty, or a killed pack has left it: with the mark, or with a whole packed model.
+  absl::Status CheckIsALeftover() const {
+    ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(path_));
+    if (names.empty()) return absl::OkStatus();
+    ASSIGN_OR_RETURN(const bool marked, IsRegularFile(Mark()));
+    return marked ? CheckOnlyOurs(path_) : CheckReplaceable(path_);
+  }
+
+  absl::Status Rename(unsigned flags) const {
+    if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, out_.c_str(), flags) == 0) return absl::OkStatus();
+    const bool unknown = errno == EINVAL || errno == ENOSYS;  // to this file system, NFS for one
+    if (unknown && flags == RENAME_EXCHANGE)
+      return absl::FailedPreconditionError(absl::StrCat(
+          out_, ": this file system cannot exchange directories: remove it first, or give another OUT"));
+    // A directory that is not empty is not replaced by this one either.
+    if (unknown && ::rename(path_.c_str(), out_.c_str()) == 0) return absl::OkStatus();
+    return Errno(absl::StrCat("rename ", path_, " to ", out_));
   }
 
   const std::string out_, path_;
@@ -140,9 +193,7 @@ absl::StatusOr<bool> CheckOut(const PackFlags& flags) {
   }
   if (!flags.overwrite)
     return absl::AlreadyExistsError(absl::StrCat(flags.out, " is there already (--overwrite replaces it)"));
-  if (!S_ISDIR(info.st_mode) || !models::PackingOf(flags.out).has_value())
-    return absl::AlreadyExistsError(absl::StrCat(flags.out, " is not a packed model: it is not replaced"));
-  RETURN_IF_ERROR(CheckOnlyOurs(flags.out));
+  RETURN_IF_ERROR(Partial::CheckReplaceable(flags.out));
   return true;
 }
 
