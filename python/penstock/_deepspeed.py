@@ -496,7 +496,7 @@ def _with_scratch(config: Dict[str, Any], scratch: List[str]) -> Dict[str, Any]:
     for key in ("offload_param", "offload_optimizer"):
         part = (changed.get("zero_optimization") or {}).get(key)
         place = _nvme_path(part, key)
-        if place is not None:
+        if place is not None and part is not None:
             path = os.path.abspath(place)
             if path not in made:
                 made[path] = _scratch_in(path)
@@ -754,7 +754,7 @@ class WarmupCosineLR(_Scheduler):
 
 
 class OneCycle(_Scheduler):
-    _names = ("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count")
+    _names: Tuple[str, ...] = ("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count")
     _names += ("cycle_second_stair_count", "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 
 

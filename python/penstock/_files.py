@@ -361,7 +361,7 @@ def whole_file(path: str) -> Iterator[BinaryIO]:
 
 def write_text(path: PathLike, text: str) -> None:
     """Puts text in place of what a path holds. What is no regular file (/dev/stdout, a pipe) is written to as it is."""
-    name = os.fspath(path)
+    name = os.fsdecode(path)
     if exists(name) and not is_regular_file(name) and not is_directory(name):
         with open(name, "w", encoding="utf-8") as out:
             out.write(text)

@@ -240,6 +240,7 @@ class Accumulation:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._scale = 1.0
+        self._forwards: List[Forward] = []
         self._begin_with([])
 
     def add(self, forward: Forward, scale: float) -> None:

@@ -52,7 +52,7 @@ def _repeats(module: nn.Module) -> bool:
 
 def _found(model: nn.Module) -> Iterable[Tuple[str, nn.Module]]:
     """(name, module) of what becomes blocks before sharing is looked at, in the model's order."""
-    taken = set()
+    taken: Set[nn.Module] = set()
     inside: List[str] = []
     chosen: Dict[int, Tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():

@@ -97,6 +97,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     with ``engine.save_checkpoint``.
     """
 
+    param_groups: List[Dict[str, Any]]
+
     def __init__(self, given: torch.optim.Optimizer, step: Callable[[], Any], zero_grad: Callable[[], Any]) -> None:
         self._engine_step = step
         self._engine_zero_grad = zero_grad

@@ -306,7 +306,7 @@ def _inputs(model: nn.Module, example: Any, batch: int, seq: Optional[int]) -> T
 # The key of its configuration that says how many tokens it takes, and how many; "" where there is none.
 def _window(model: nn.Module) -> Tuple[str, int]:
     config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:

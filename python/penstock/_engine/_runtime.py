@@ -468,7 +468,7 @@ class Runtime:
     # Set by the engine: called before a pass begins.
     before_pass: Callable[[], None]
     # Set by the engine: a pass is open, and another is to begin.
-    on_interrupted: Callable[[], None]
+    on_interrupted: Callable[[], Any]
     # Set by the engine: begins the pass, then calls train_forward.
     on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any]], Any]
 
@@ -728,7 +728,7 @@ class Runtime:
         finally:
             if baton is not None:
                 baton.acquire()
-                driver.random.restore()
+                driver.random.restore()  # type: ignore[union-attr]
                 driver.attributes.restore()  # type: ignore[union-attr]
         driver.loss_gradient = gradient * self.loss_factor
         for block, address in weights:
@@ -1040,7 +1040,7 @@ class Runtime:
         drivers = list(self._drivers)
         missing = len(drivers) - len(work)
         work = [*work, *[lambda _: ([], [], idle)] * missing]
-        for driver, state in zip(drivers, [*states, *states[:1] * missing]):
+        for driver, state in zip(drivers, [*states, *list(states[:1]) * missing]):
             driver.random = state
             driver.attributes = Attributes(self.changing, values=self._changes_in_place) if driver.attributes is None else driver.attributes
         baton = threading.Lock()

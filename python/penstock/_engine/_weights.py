@@ -200,7 +200,7 @@ def hide_copies(parameter: nn.Parameter, name: str, value_of: ValueOf) -> None:
     kind = type(parameter)
     if issubclass(kind, nn.Parameter) and not issubclass(kind, Hidden):
         parameter.__dict__.update({_VALUE_OF: value_of, _NAME: name, _OWN_CLASS: kind})
-        parameter.__class__ = _hidden_class(kind)  # type: ignore[assignment]
+        parameter.__class__ = _hidden_class(kind)  # type: ignore[assignment,arg-type]
 
 
 def show_copies(parameter: nn.Parameter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple, cast
 
 import torch
 from torch import nn
@@ -97,7 +97,7 @@ class Whole:
             kind = type(module)
             if hasattr(kind, "__deepcopy__"):
                 raise TypeError(f"{kind.__name__} copies itself in its own way, without values: build another one, and load state_dict()")
-            made = kind.__new__(kind)
+            made: nn.Module = cast(Any, kind).__new__(kind)
             memo[id(module)] = made
             state = {name: value for name, value in module.__dict__.items() if name not in _OURS}
             if id(module) in self._forwards:

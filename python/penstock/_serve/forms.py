@@ -119,7 +119,7 @@ def read(body: bytes, chat: bool, served: str, context: int, most_texts: int) ->
     if "stream_options" in given and not given.get("stream"):
         raise Refused(400, "stream_options is for stream: true alone", "stream_options")
     n = _whole(given.get("n", 1), "n", 1, _MOST_CHOICES)
-    most = given.get("max_completion_tokens", given.get("max_tokens", None if chat else 16))
+    asked: Any = given.get("max_completion_tokens", given.get("max_tokens", None if chat else 16))
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     prompts = [] if chat else _prompts(given.get("prompt", ""), most_texts)
     echo = given.get("echo", False)
@@ -128,7 +128,7 @@ def read(body: bytes, chat: bool, served: str, context: int, most_texts: int) ->
     return Form(
         prompts=prompts,
         messages=_messages(given.get("messages"), context) if chat else None,
-        max_tokens=None if most is None else _whole(most, name, 1, 1 << 62),
+        max_tokens=None if asked is None else _whole(asked, name, 1, 1 << 62),
         options=_sampling(given),
         n=n,
         stream=given.get("stream", False),

@@ -283,7 +283,7 @@ class OnDrive(torch.optim.Optimizer):
 
     def _set_states(self, taken: Any) -> None:
         """Puts the states on the drive; parameters without any begin anew."""
-        states = []
+        states: List[Any] = []
         keep: List[torch.Tensor] = []
         small = 0
 

@@ -380,7 +380,7 @@ def _new_locked(nbytes: int) -> Any:
     memory = _core.LockedMemory(nbytes)
     address = memory.address
     array = (ctypes.c_char * nbytes).from_address(address)
-    array._penstock_memory = memory
+    array._penstock_memory = memory  # type: ignore[attr-defined]
     with _locked_mutex:
         _locked[address] = weakref.ref(memory)
     weakref.finalize(memory, _forget_locked, address)

@@ -2,14 +2,14 @@
 
 import contextlib
 import importlib
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 
 
 _TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor")
 # Of torch.cuda: what each gives without a GPU.
-_OF_GPU = {
+_OF_GPU: Dict[str, Any] = {
     **dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"), None),
     **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached", "max_memory_cached"), 0),
     **dict.fromkeys(("Stream", "Event", "current_stream", "default_stream"), None),
