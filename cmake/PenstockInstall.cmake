@@ -7,7 +7,7 @@ include(CMakePackageConfigHelpers)
 set(penstock_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/Penstock")
 
 # In the order in which they depend on each other.
-set(penstock_rooms options base kernels kernels_cuda aio optim swap tiering zero_config zero_memory zero_parts zero libtorch)
+set(penstock_rooms options base kernels kernels_cuda aio optim swap tiering zero_config zero_memory zero_parts zero run libtorch)
 set(penstock_installed "")
 foreach(room ${penstock_rooms})
   if(NOT TARGET penstock_${room})

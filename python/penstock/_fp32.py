@@ -256,7 +256,7 @@ def write_weights(
 ) -> List[str]:
     """As convert_zero_checkpoint_to_fp32_state_dict. Returns the paths that were written. FileExistsError: without overwrite.
 
-    What is there stands until all that is new is durable beside it: the drive needs room for both. Then the names change hands: a kill at
+    Existing files stay until all new ones are durable beside them: the drive needs room for both. Then the names change hands: a kill at
     any moment leaves the old weights, the new ones, or neither an index nor the one file; an error leaves the old ones. Of several at once
     into one directory the names change hands one after the other, and the last one's weights stand.
     """

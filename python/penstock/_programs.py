@@ -16,7 +16,7 @@ def _run(program: Callable[[List[str]], int]) -> None:
 
 
 def penstock() -> None:
-    """generate, serve, pack, plan --generate, report, estimate, inspect, verify, env and zero_to_fp32; what needs LibTorch says so."""
+    """generate, serve, pack, plan --generate, report, estimate, inspect, verify, settings, env and zero_to_fp32; what needs LibTorch says so."""
     if sys.argv[1:2] == ["zero_to_fp32"]:
         sys.exit(_zero_to_fp32(sys.argv[2:]))
     if sys.argv[1:2] == ["serve"]:

@@ -150,7 +150,7 @@ class LLM:
     batch: texts that are made at once, at most: as many of them as gain tokens a second in this memory. More wait for their turn.
     kv: where keys and values live: "host", "nvme", or "auto": as the budget has it.
     kv_dir: the directory of a file without a name for them. Default: where the program runs.
-    prompt_lookup: guesses up to so many tokens from what a text repeats and verifies them in one pass; the texts stay the same.
+    prompt_lookup: guesses up to this many tokens from what a text repeats and verifies them in one pass; the texts stay the same.
     threads: that compute. Default: one for each core.
     tokenizer: a tokenizer.json or its directory. Default: the model's own.
 
@@ -229,7 +229,7 @@ class LLM:
         prompts: texts, or lists of token ids; one of them alone is a list of one.
         max_tokens: of each text, at most; fewer where prompt and text reach ``max_length``.
         temperature: 0 takes the likeliest token each time.
-        top_k, top_p: choose among the likeliest so many (0: all), and of those among the likeliest that together have this much.
+        top_k, top_p: choose among this many likeliest tokens (0: all), and of those among the likeliest that together have this much.
         seed: of the choices; the text of prompt i has seed + i.
         stop: strings before the first of which a text ends.
         repetition_penalty: above 1 makes tokens that were there less likely.

@@ -32,6 +32,7 @@
 #include "kernels/float16.h"
 #include "owned.h"
 #include "ranks.h"
+#include "run/state_directories.h"
 #include "run_watch.h"
 #include "swap/inspect.h"
 #include "tiering/plan/byte_size.h"
@@ -580,7 +581,7 @@ void BindEngine(nb::module_& module) {
   module.def(
       "state_directories",
       [](const std::vector<std::string>& given) {
-        zero::StateDirectories parsed = ValueOrRaise(zero::ParseStateDirectories(given));
+        run::StateDirectories parsed = ValueOrRaise(run::ParseStateDirectories(given));
         return std::make_tuple(std::move(parsed.paths), std::move(parsed.weights));
       },
       nb::arg("given"),
@@ -615,6 +616,9 @@ void BindEngine(nb::module_& module) {
   module.def(
       "plain_config", [](const std::string& text) { return ValueOrRaise(PlainConfig(text)); },
       nb::arg("text"), "The same of its text.");
+  module.def(
+      "shared_config", [](const std::string& text) { return ValueOrRaise(SharedConfig(text)); },
+      nb::arg("text"), "What ranks must agree in of a configuration, with sorted keys.");
   module.def(
       "parse_size", [](const std::string& text) { return ValueOrRaise(tiering::ParseSize(text)); },
       nb::arg("text"), "Bytes: \"512MiB\", \"4GB\", \"1e9\".");

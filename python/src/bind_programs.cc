@@ -18,6 +18,7 @@
 #include "tools/penstock/plan_generate.h"
 #include "tools/penstock/verb_env.h"
 #include "tools/penstock/verb_estimate.h"
+#include "tools/penstock/verb_settings.h"
 #include "tools/penstock/verbs.h"
 #include "zero/config/nearest_name.h"
 
@@ -58,6 +59,7 @@ constexpr Verb kVerbs[] = {
     {"estimate", "DeepSpeed-compatible memory estimates, and the NVMe tier beyond them", Estimate},
     {"inspect", "what a state directory or checkpoint holds", tools::RunInspect},
     {"verify", "read a state directory or checkpoint back and check every checksum", tools::RunVerify},
+    {"settings", "what can be set, in the JSON, by flag or from Python", tools::RunSettings},
     {"env", "what this machine offers, and what its lack costs", tools::RunEnv},
 };
 // Verbs of the program that is built with LibTorch.

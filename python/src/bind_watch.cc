@@ -12,11 +12,11 @@
 #include "base/json.h"
 #include "engine_options.h"
 #include "errors.h"
+#include "run/config.h"
 #include "swap/inspect.h"
 #include "tools/monitor/monitors.h"
 #include "tools/pages/report_page.h"
 #include "tools/pages/run_files.h"
-#include "zero/config/config.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace nb = nanobind;
@@ -38,7 +38,7 @@ class PyMonitors {
  private:
   static tools::Monitors Open(const std::string& config, const std::string& run_id, bool resumes,
                               const std::vector<std::string>& replaces, bool scales_loss) {
-    const zero::ParsedConfig parsed = ValueOrRaise(zero::ParseConfig(config));
+    const run::ParsedConfig parsed = ValueOrRaise(run::ParseConfig(config));
     const tools::MonitorOwner owner{.run_id = run_id,
                                     .resumes = resumes,
                                     .replaces = std::set<std::string>(replaces.begin(), replaces.end())};

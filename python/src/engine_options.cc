@@ -15,12 +15,13 @@
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
+#include "run/config.h"
+#include "run/config_options.h"
+#include "run/elasticity.h"
+#include "run/settings.h"
+#include "run/unused_keys.h"
 #include "zero/compute/tile_format.h"
-#include "zero/config/config.h"
 #include "zero/config/config_json.h"
-#include "zero/config/elasticity.h"
-#include "zero/config/unused_keys.h"
-#include "zero/engine/config_options.h"
 #include "zero/memory/host_memory.h"
 #include "zero/memory/thread_times.h"
 #include "zero/ranks/comm.h"
@@ -167,12 +168,12 @@ absl::StatusOr<zero::OptimizerOptions> MakeOptimizer(const Json& given) {
 }
 
 // As MakeOptimizer reads it.
-Json OptimizerJson(const zero::OptimizerConfig& config) {
+Json OptimizerJson(const run::OptimizerConfig& config) {
   if (!config.type.has_value()) return nullptr;
-  const bool adam = config.type == zero::OptimizerType::kAdam || config.type == zero::OptimizerType::kAdamW;
-  Json json = {{"type", std::string(zero::Name(!adam                     ? *config.type
-                                               : config.DecoupledDecay() ? zero::OptimizerType::kAdamW
-                                                                         : zero::OptimizerType::kAdam))}};
+  const bool adam = config.type == run::OptimizerType::kAdam || config.type == run::OptimizerType::kAdamW;
+  Json json = {{"type", std::string(run::Name(!adam                     ? *config.type
+                                              : config.DecoupledDecay() ? run::OptimizerType::kAdamW
+                                                                        : run::OptimizerType::kAdam))}};
   const auto add = [&](const char* name, const auto& value) {
     if (value.has_value()) json[name] = *value;
   };
@@ -180,10 +181,10 @@ Json OptimizerJson(const zero::OptimizerConfig& config) {
   add("beta1", config.beta1);
   add("beta2", config.beta2);
   add("weight_decay", config.weight_decay);
-  const bool has_eps = adam || config.type == zero::OptimizerType::kAdagrad;
+  const bool has_eps = adam || config.type == run::OptimizerType::kAdagrad;
   if (has_eps) add("eps", config.eps);
-  if (config.type == zero::OptimizerType::kAdagrad) add("lr_decay", config.lr_decay);
-  if (config.type == zero::OptimizerType::kSgd) {
+  if (config.type == run::OptimizerType::kAdagrad) add("lr_decay", config.lr_decay);
+  if (config.type == run::OptimizerType::kSgd) {
     add("momentum", config.momentum);
     add("dampening", config.dampening);
     add("nesterov", config.nesterov);
@@ -191,45 +192,30 @@ Json OptimizerJson(const zero::OptimizerConfig& config) {
   return json;
 }
 
-absl::StatusOr<zero::ParsedConfig> ParseAndFill(const std::string& text, int64_t total_steps,
-                                                std::vector<std::string>* filled) {
-  ASSIGN_OR_RETURN(zero::ParsedConfig parsed, zero::ParseConfig(text));
+absl::StatusOr<run::ParsedConfig> ParseAndFill(const std::string& text, int64_t total_steps,
+                                               std::vector<std::string>* filled) {
+  ASSIGN_OR_RETURN(run::ParsedConfig parsed, run::ParseConfig(text));
   // Of Penstock's own keys alone nothing follows for what is computed: a loop that does not clip stays one.
   if (!parsed.deepspeeds) parsed.config.gradient_clipping = 0;
   const int64_t steps = total_steps > 0 ? total_steps : std::numeric_limits<int32_t>::max();
-  *filled = zero::FillDefaults(parsed.autos, steps, std::min<int64_t>(100, steps / 10), &parsed.config);
+  *filled = run::FillDefaults(parsed.autos, steps, std::min<int64_t>(100, steps / 10), &parsed.config);
   return parsed;
 }
 
 // Nothing is watched unasked: a stage lasts as long as its owner stops in a debugger. Who is ended is told
 // before.
-zero::WatchOptions WatchOf(const zero::PenstockConfig& config) {
+zero::WatchOptions WatchOf(const run::PenstockConfig& config) {
   zero::WatchOptions watch;
   watch.hopeless_seconds = config.watchdog_abort_seconds.value_or(0);
   watch.stuck_seconds = config.watchdog_seconds.value_or(watch.hopeless_seconds / 2);
   return watch;
 }
 
-// What changes nothing here, in words.
-void AddUnusedKeys(const zero::Config& config, std::vector<std::string>* notes) {
-  for (std::string& note : zero::UnusedKeys(config)) notes->push_back(std::move(note));
-  for (std::string& note : zero::UnusedDeviceKeys(config, "from Python")) notes->push_back(std::move(note));
-  const zero::FlopsProfilerConfig& profiler = config.flops_profiler;
-  for (const auto& [given, key] : {std::pair{profiler.module_depth.has_value(), "module_depth"},
-                                   {profiler.top_modules.has_value(), "top_modules"},
-                                   {profiler.detailed.has_value(), "detailed"}}) {
-    if (given && profiler.on()) {
-      notes->push_back(absl::StrCat(
-          "flops_profiler.", key, ": accepted and ignored: from Python the profile is of the model as one"));
-    }
-  }
-}
-
 // The batch sizes that elasticity chooses, in the place of the configuration's.
-absl::Status ChooseElasticBatch(int world, zero::ParsedConfig* parsed) {
-  zero::Config& config = parsed->config;
-  ASSIGN_OR_RETURN(const zero::ElasticBatch batch, zero::ComputeElasticBatch(config.elasticity));
-  ASSIGN_OR_RETURN(const int64_t micro, zero::ElasticMicroBatch(config.elasticity, batch, world));
+absl::Status ChooseElasticBatch(int world, run::ParsedConfig* parsed) {
+  run::Config& config = parsed->config;
+  ASSIGN_OR_RETURN(const run::ElasticBatch batch, run::ComputeElasticBatch(config.elasticity));
+  ASSIGN_OR_RETURN(const int64_t micro, run::ElasticMicroBatch(config.elasticity, batch, world));
   config.train_batch_size = batch.train_batch;
   config.micro_batch_per_rank = micro;
   config.gradient_accumulation_steps = batch.train_batch / world / micro;
@@ -348,9 +334,9 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
   ASSIGN_OR_RETURN(options.optimizer.algorithm, MakeOptimizer(optimizer));
   if (!config.empty()) {
     std::vector<std::string> filled;
-    ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(config, 0, &filled));
-    zero::ApplyConfig(parsed.config, &options);
-    const zero::PenstockConfig& own = parsed.config.penstock;
+    ASSIGN_OR_RETURN(const run::ParsedConfig parsed, ParseAndFill(config, 0, &filled));
+    run::ApplyConfig(parsed.config, &options);
+    const run::PenstockConfig& own = parsed.config.penstock;
     made.breaks_down = parsed.config.wall_clock_breakdown.value_or(false);
     made.logs_exchanges = parsed.config.comms_logger.value_or(false);
     options.watch = WatchOf(own);
@@ -358,7 +344,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
     options.storage.sync = own.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
     options.storage.versions = static_cast<int>(own.versions.value_or(0));
     options.optimizer.workers = static_cast<int>(own.update_threads.value_or(options.optimizer.workers));
-    ASSIGN_OR_RETURN(const zero::LossScaler scaler, zero::MakeLossScaler(parsed.config.fp16));
+    ASSIGN_OR_RETURN(const zero::LossScaler scaler, run::MakeLossScaler(parsed.config.fp16));
     options.optimizer.loss_scale = scaler.options();
   }
   // As much as it likes would be what is in flight: what is only evaluated gains by all that stays.
@@ -369,12 +355,12 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_pt
 
 absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps, int world) {
   std::vector<std::string> filled;
-  ASSIGN_OR_RETURN(zero::ParsedConfig parsed, ParseAndFill(text, total_steps, &filled));
-  const zero::Config& config = parsed.config;
+  ASSIGN_OR_RETURN(run::ParsedConfig parsed, ParseAndFill(text, total_steps, &filled));
+  const run::Config& config = parsed.config;
   if (config.elasticity.on()) {
     RETURN_IF_ERROR(ChooseElasticBatch(world, &parsed));
   }
-  AddUnusedKeys(config, &parsed.notes);
+  for (std::string& note : run::KeysUnusedFromPython(config)) parsed.notes.push_back(std::move(note));
   Json json = {{"notes", parsed.notes}, {"filled", filled}, {"optimizer", OptimizerJson(config.optimizer)}};
   json["monitors"] = config.csv_monitor.on() || config.tensorboard.on();
   json["flops_profiler"] = {{"enabled", config.flops_profiler.on()},
@@ -386,11 +372,11 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
     json[name] = value.has_value() ? Json(*value) : Json();
   };
   add("train_batch_size", config.train_batch_size);
-  ASSIGN_OR_RETURN(const zero::BatchSizes sizes,
-                   zero::ResolveBatch({.train_batch = config.train_batch_size,
-                                       .micro_batch = config.micro_batch_per_rank,
-                                       .accumulation = config.gradient_accumulation_steps},
-                                      world, /*default_micro_batch=*/1));
+  ASSIGN_OR_RETURN(const run::BatchSizes sizes,
+                   run::ResolveBatch({.train_batch = config.train_batch_size,
+                                      .micro_batch = config.micro_batch_per_rank,
+                                      .accumulation = config.gradient_accumulation_steps},
+                                     world, /*default_micro_batch=*/1));
   json["gradient_accumulation_steps"] = sizes.accumulation;
   const bool says_batch = config.train_batch_size.has_value() || config.micro_batch_per_rank.has_value();
   json["micro_batch_size"] = says_batch ? Json(sizes.micro_batch) : Json();
@@ -400,16 +386,16 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
   json["dtype"] = config.bf16.value_or(false)           ? "bf16"
                   : config.fp16.enabled.value_or(false) ? "fp16"
                                                         : "fp32";
-  const auto offload = zero::CombinedOffload(config.zero);
+  const auto offload = run::CombinedOffload(config.zero);
   json["offload"] = offload.has_value() ? Json(std::string(zero::Name(*offload))) : Json();
-  ASSIGN_OR_RETURN(const zero::StateDirectories directories, zero::StateDirectoriesOf(config));
+  ASSIGN_OR_RETURN(const run::StateDirectories directories, run::StateDirectoriesOf(config));
   json["state_dirs"] = directories.paths;
   json["state_dir_weights"] = directories.weights;
   json["schedule"] = nullptr;
   if (config.scheduler.has_value()) {
     ASSIGN_OR_RETURN(const zero::LrSchedule schedule,
-                     zero::MakeSchedule(*config.scheduler, config.optimizer.lr.value_or(1e-3),
-                                        total_steps > 0 ? total_steps : std::numeric_limits<int32_t>::max()));
+                     run::MakeSchedule(*config.scheduler, config.optimizer.lr.value_or(1e-3),
+                                       total_steps > 0 ? total_steps : std::numeric_limits<int32_t>::max()));
     json["schedule"] = schedule.ToJson();
   }
   return json;
@@ -419,6 +405,13 @@ absl::StatusOr<std::string> PlainConfig(const std::string& text) {
   ASSIGN_OR_RETURN(const nlohmann::ordered_json config, zero::ParseHjson(text));
   if (!config.is_object()) return absl::InvalidArgumentError("not a configuration: it is no JSON object");
   return config.dump();
+}
+
+absl::StatusOr<std::string> SharedConfig(const std::string& text) {
+  if (text.empty()) return "{}";
+  ASSIGN_OR_RETURN(nlohmann::ordered_json config, zero::ParseHjson(text));
+  run::RemoveWhatRanksMayDifferIn(&config);
+  return Json(config).dump();
 }
 
 absl::StatusOr<std::string> ReadConfigFile(const std::string& path) {
@@ -434,12 +427,12 @@ absl::StatusOr<std::string> ReadConfigFile(const std::string& path) {
 }
 
 absl::StatusOr<Json> ElasticBatchAsJson(const std::string& text, int world) {
-  ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, zero::ParseConfig(text));
-  const zero::ElasticityConfig& config = parsed.config.elasticity;
-  ASSIGN_OR_RETURN(const zero::ElasticBatch batch, zero::ComputeElasticBatch(config));
+  ASSIGN_OR_RETURN(const run::ParsedConfig parsed, run::ParseConfig(text));
+  const run::ElasticityConfig& config = parsed.config.elasticity;
+  ASSIGN_OR_RETURN(const run::ElasticBatch batch, run::ComputeElasticBatch(config));
   Json json = {{"train_batch", batch.train_batch}, {"ranks", batch.ranks}, {"micro_batch", nullptr}};
   if (world > 0) {
-    ASSIGN_OR_RETURN(const int64_t micro, zero::ElasticMicroBatch(config, batch, world));
+    ASSIGN_OR_RETURN(const int64_t micro, run::ElasticMicroBatch(config, batch, world));
     json["micro_batch"] = micro;
   }
   return json;

@@ -63,6 +63,9 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
 absl::StatusOr<std::string> ReadConfigFile(const std::string& path);
 absl::StatusOr<std::string> PlainConfig(const std::string& text);
 
+// What ranks must agree in of a configuration, as JSON with sorted keys. "" is the empty one.
+absl::StatusOr<std::string> SharedConfig(const std::string& text);
+
 // What an `elasticity` section chooses, as JSON: train_batch, the numbers of `ranks`, and for `world` of them
 // (0: nobody asks) the micro_batch of each. kInvalidArgument: they cannot share it.
 absl::StatusOr<nlohmann::json> ElasticBatchAsJson(const std::string& text, int world);

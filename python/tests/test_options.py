@@ -514,3 +514,29 @@ def test_state_directories_take_weights_as_argument_and_in_the_configuration(tmp
         assert bytes_in(a) > 2 * bytes_in(b)
     with pytest.raises(ValueError, match="weight of a state directory"):
         penstock.initialize(model=torch.nn.Linear(2, 2), state_dir=[f"{a}=-1", b])
+
+
+OBJECTS = {"model", "optimizer", "model_parameters", "lr_scheduler", "config_params", "training_data", "collate_fn", "unknown"}
+
+
+def test_the_keywords_of_initialize_are_settings_of_the_table(capfd):
+    from penstock import _core
+
+    assert _core.run_penstock(["settings"]) == 0
+    page = capfd.readouterr().out
+    keywords = {line.split("Python `")[1].split("=`")[0] for line in page.splitlines() if "Python `" in line}
+    assert keywords == set(inspect.signature(penstock.initialize).parameters) - OBJECTS
+    told = penstock.initialize.__doc__
+    assert all(f"    {keyword}: " in told for keyword in keywords)
+
+
+def test_a_setting_is_found_by_any_spelling_and_a_misspelt_one_names_the_nearest(capfd):
+    from penstock import _core
+
+    entries = []
+    for spelling in ("gradient_clipping", "--clip", "clip"):
+        assert _core.run_penstock(["settings", spelling]) == 0
+        entries.append(capfd.readouterr().out)
+    assert entries[0].startswith("### gradient_clipping\n") and len(set(entries)) == 1
+    assert _core.run_penstock(["settings", "gradient_cliping"]) == 2
+    assert 'did you mean "gradient_clipping"' in capfd.readouterr().err

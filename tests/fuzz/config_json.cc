@@ -1,12 +1,12 @@
 // DeepSpeed's JSON: parsing, and what is derived from it.
 #include <cmath>
 
+#include "run/config.h"
 #include "tests/fuzz/fuzz.h"
-#include "zero/config/config.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   using penstock::fuzz::Refused;
-  const auto parsed = penstock::zero::ParseConfig(penstock::fuzz::TextOf(data, bytes));
+  const auto parsed = penstock::run::ParseConfig(penstock::fuzz::TextOf(data, bytes));
   if (!parsed.ok()) {
     FUZZ_CHECK(absl::IsInvalidArgument(parsed.status()));
     Refused(parsed.status());
@@ -15,9 +15,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   penstock::fuzz::Accepted();
   for (const std::string& note : parsed->notes)
     FUZZ_CHECK(!note.empty() && note.find('\n') == std::string::npos);
-  const penstock::zero::Config& config = parsed->config;
+  const penstock::run::Config& config = parsed->config;
   for (const int64_t world : {1, 3, 8}) {
-    const auto batch = penstock::zero::ResolveBatch(
+    const auto batch = penstock::run::ResolveBatch(
         {config.train_batch_size, config.micro_batch_per_rank, config.gradient_accumulation_steps}, world, 4);
     if (!batch.ok()) {
       Refused(batch.status());
@@ -27,7 +27,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   }
   if (config.scheduler.has_value()) {
     const auto schedule =
-        penstock::zero::MakeSchedule(*config.scheduler, config.optimizer.lr.value_or(1e-3), 1000);
+        penstock::run::MakeSchedule(*config.scheduler, config.optimizer.lr.value_or(1e-3), 1000);
     if (!schedule.ok()) {
       Refused(schedule.status());
     } else {
@@ -35,8 +35,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
         FUZZ_CHECK(!std::isnan(schedule->At(step).lr));
     }
   }
-  if (const auto scaler = penstock::zero::MakeLossScaler(config.fp16); !scaler.ok()) Refused(scaler.status());
-  (void)penstock::zero::CombinedOffload(config.zero);
-  (void)penstock::zero::NvmePaths(config.zero);
+  if (const auto scaler = penstock::run::MakeLossScaler(config.fp16); !scaler.ok()) Refused(scaler.status());
+  (void)penstock::run::CombinedOffload(config.zero);
+  (void)penstock::run::NvmePaths(config.zero);
   return 0;
 }

@@ -234,9 +234,9 @@ TEST(OptimizersGolden, UpdateAsLibTorchAndDeepSpeed) {
   const json golden = Golden("optimizers.json");
   for (const json& c : golden["cases"]) {
     SCOPED_TRACE(c["config"].dump());
-    auto parsed = zero::ParseConfig(c["config"].dump());
+    auto parsed = run::ParseConfig(c["config"].dump());
     ASSERT_TRUE(parsed.ok()) << parsed.status();
-    zero::FillDefaults(parsed->autos, 100, 10, &parsed->config);
+    run::FillDefaults(parsed->autos, 100, 10, &parsed->config);
     json record = json::object();
     const json no_run;
     Changes changes;

@@ -281,7 +281,7 @@ TEST(Monitors, NamesAreDeepSpeeds) {
 }
 
 TEST(Monitors, NoneIsOnUnlessTheConfigSaysSo) {
-  const auto monitors = Monitors::Open(zero::Config{}, {.run_id = "mine"}, false);
+  const auto monitors = Monitors::Open(run::Config{}, {.run_id = "mine"}, false);
   ASSERT_TRUE(monitors.ok());
   EXPECT_FALSE(monitors->any());
 }

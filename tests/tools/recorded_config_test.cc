@@ -6,8 +6,8 @@
 
 #include <filesystem>
 
+#include "run/settings.h"
 #include "tests/tools/penstock_program.h"
-#include "zero/config/config_keys.h"
 
 namespace penstock::tools {
 namespace {
@@ -88,18 +88,18 @@ TEST_F(RecordedConfigTest, ARunWithoutAConfigHasNothingToKeep) {
 }
 
 // A value that a key of the table may have.
-json AValueOf(const zero::KeySpec& key) {
+json AValueOf(const run::Setting& key) {
   switch (key.type) {
-    case zero::KeyType::kBool:
+    case run::KeyType::kBool:
       return true;
-    case zero::KeyType::kChoice:
+    case run::KeyType::kChoice:
       return std::string(key.choices.substr(0, key.choices.find('|')));
-    case zero::KeyType::kText:
-    case zero::KeyType::kPath:
+    case run::KeyType::kText:
+    case run::KeyType::kPath:
       return "/a/path";
-    case zero::KeyType::kNumber:
-    case zero::KeyType::kWhole:
-    case zero::KeyType::kSize:
+    case run::KeyType::kNumber:
+    case run::KeyType::kWhole:
+    case run::KeyType::kSize:
       return std::max(key.least, std::min(key.most, 4096.0));
     default:
       return nullptr;
@@ -108,14 +108,14 @@ json AValueOf(const zero::KeySpec& key) {
 
 // A served key is told apart by its name in the record, or is recorded: none is dropped in silence.
 TEST_F(RecordedConfigTest, EveryServedKeyThatIsKeptComesBackAsItWas) {
-  for (const std::string_view section : zero::SectionPaths()) {
+  for (const std::string_view section : run::SectionPaths()) {
     if (section.find('/') != std::string_view::npos) continue;  // parameters of optimizers and schedules
-    for (const zero::KeySpec& key : zero::SectionKeys(section)) {
-      if (key.use != zero::KeyUse::kServed || !key.canonical.empty()) continue;
+    for (const run::Setting& key : run::SectionKeys(section)) {
+      if (key.use != run::KeyUse::kServed || !key.canonical.empty()) continue;
       const std::string path =
           section.empty() ? std::string(key.name) : std::string(section) + "." + std::string(key.name);
       const json value = AValueOf(key);
-      if (!IsRecorded(path) || value.is_null()) continue;
+      if (!run::HoldsAsConfigured(path) || value.is_null()) continue;
       SCOPED_TRACE(path);
       json config;
       std::string pointer = "/" + path;

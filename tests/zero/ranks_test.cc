@@ -16,9 +16,9 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "run/plan_bounds.h"
 #include "tests/soak.h"
 #include "tiering/advice/tier_table.h"
-#include "zero/config/plan_bounds.h"
 #include "zero/ranks/agree.h"
 
 namespace penstock::zero {
@@ -65,7 +65,7 @@ TEST(Ranks, SameBitsInEveryOffloadModeAndOrderOfUpdate) {
 // bits.
 TEST(Ranks, StagesOneAndTwoKeepWeightsWhole) {
   for (const int64_t stage : {1, 2}) {
-    Config config;
+    run::Config config;
     config.zero.stage = stage;
     RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
     run.micro_batches = 2;
@@ -75,7 +75,7 @@ TEST(Ranks, StagesOneAndTwoKeepWeightsWhole) {
     run.state_dir = testing_support::ScratchDirectory();
     run.host_memory_budget_bytes = 64 << 20;
     run.adjust = [config](EngineOptions& options) {
-      options.memory.bounds = PlanBoundsOf(config, options.world());
+      options.memory.bounds = run::PlanBoundsOf(config, options.world());
       options.hooks.planned = [](const EnginePlan& plan) {
         const tiering::TierLine weights = tiering::TiersOf(plan.graph, plan.plan).front();
         return weights.read_bytes == 0 ? absl::OkStatus() : absl::InternalError("weights that do not stay");

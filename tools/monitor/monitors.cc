@@ -23,7 +23,7 @@ std::vector<Scalar> ScalarsOf(const nlohmann::json& entry, bool scales_loss) {
   return scalars;
 }
 
-absl::StatusOr<Monitors> Monitors::Open(const zero::Config& config, const MonitorOwner& owner,
+absl::StatusOr<Monitors> Monitors::Open(const run::Config& config, const MonitorOwner& owner,
                                         bool scales_loss) {
   Monitors monitors;
   monitors.scales_loss_ = scales_loss;

@@ -9,15 +9,15 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "run/config.h"
 #include "tools/monitor/scalar_sink.h"
-#include "zero/config/config.h"
 
 namespace penstock::tools {
 
 class Monitors {
  public:
   // Those that are switched on; none may be. `scales_loss`: of fp16, whose loss scale is one scalar more.
-  static absl::StatusOr<Monitors> Open(const zero::Config& config, const MonitorOwner& owner,
+  static absl::StatusOr<Monitors> Open(const run::Config& config, const MonitorOwner& owner,
                                        bool scales_loss);
 
   bool any() const { return !sinks_.empty(); }

@@ -4,15 +4,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "run/elasticity.h"
 #include "tools/penstock/flag_check.h"
-#include "zero/config/elasticity.h"
 
 namespace penstock::tools {
 namespace {
 
 // A run that goes on with another number of ranks: its steps have as many sequences as before, unless the
 // flags say what each rank does.
-absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json& run,
+absl::Status SpreadBatch(const run::BatchRequest& request, const nlohmann::json& run,
                          TrainSettings* settings) {
   const int64_t world = settings->engine.world(), before = run.value("ranks", int64_t{1});
   const int64_t batch = run.value("batch", kDefaultBatch), accumulate = run.value("accumulate", int64_t{1});
@@ -44,7 +44,7 @@ absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json
 
 }  // namespace
 
-absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool starts, zero::Config* config,
+absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool starts, run::Config* config,
                                std::vector<std::string>* notes) {
   if (!config->elasticity.on()) return absl::OkStatus();
   if (flags.batch.has_value() || flags.accumulate.has_value()) {
@@ -53,10 +53,10 @@ absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool st
                      ": elasticity of --config chooses it; leave it out, or set elasticity.enabled "
                      "to false"));
   }
-  ASSIGN_OR_RETURN(const zero::ElasticBatch batch, zero::ComputeElasticBatch(config->elasticity));
+  ASSIGN_OR_RETURN(const run::ElasticBatch batch, run::ComputeElasticBatch(config->elasticity));
   // What only looks may be another number of processes than will train.
   const int64_t ranks = !starts && !batch.Allows(world) ? batch.ranks.front() : world;
-  ASSIGN_OR_RETURN(const int64_t micro, zero::ElasticMicroBatch(config->elasticity, batch, ranks));
+  ASSIGN_OR_RETURN(const int64_t micro, run::ElasticMicroBatch(config->elasticity, batch, ranks));
   const bool here = ranks == world;
   config->train_batch_size = here ? std::optional(batch.train_batch) : std::nullopt;
   config->micro_batch_per_rank = micro;
@@ -68,10 +68,10 @@ absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool st
   return absl::OkStatus();
 }
 
-absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& config,
+absl::Status ResolveBatchSizes(const TrainOptions& flags, const run::Config& config,
                                const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                                TrainSettings* settings) {
-  zero::BatchRequest request;
+  run::BatchRequest request;
   request.train_batch = config.train_batch_size;
   request.micro_batch = flags.batch.has_value() ? flags.batch : config.micro_batch_per_rank;
   request.accumulation = flags.accumulate.has_value() ? flags.accumulate : config.gradient_accumulation_steps;
@@ -87,8 +87,8 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& co
   // Without a key that was there, all three are as in a file that never had it.
   if (settings->resumes &&
       (recorded.Removed("train_batch") || recorded.Removed("batch") || recorded.Removed("accumulate"))) {
-    ASSIGN_OR_RETURN(const zero::BatchSizes sizes,
-                     zero::ResolveBatch(request, settings->engine.world(), kDefaultBatch));
+    ASSIGN_OR_RETURN(const run::BatchSizes sizes,
+                     run::ResolveBatch(request, settings->engine.world(), kDefaultBatch));
     settings->batch = sizes.micro_batch;
     settings->accumulate = sizes.accumulation;
     const auto change = [&](const char* name, int64_t before, int64_t now) {
@@ -111,9 +111,9 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& co
     const int64_t batch = run.value("batch", kDefaultBatch);
     if (*request.train_batch % (batch * settings->engine.world()) == 0) request.micro_batch = batch;
   }
-  ASSIGN_OR_RETURN(zero::BatchSizes sizes,
-                   zero::ResolveBatch(request, settings->engine.world(),
-                                      settings->resumes ? run.value("batch", kDefaultBatch) : kDefaultBatch));
+  ASSIGN_OR_RETURN(run::BatchSizes sizes,
+                   run::ResolveBatch(request, settings->engine.world(),
+                                     settings->resumes ? run.value("batch", kDefaultBatch) : kDefaultBatch));
   if (settings->resumes && derives && request.train_batch.has_value()) {
     settings->batch = sizes.micro_batch;
     settings->accumulate = sizes.accumulation;

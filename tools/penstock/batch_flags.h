@@ -9,21 +9,21 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "run/config.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
-#include "zero/config/config.h"
 
 namespace penstock::tools {
 
-// What elasticity chooses goes into `config`, in the place of its batch sizes, and is told. `starts`: a run
-// that does; else an impossible number of ranks is told what a possible one would have. kInvalidArgument: so
-// many ranks cannot share the batch.
-absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool starts, zero::Config* config,
+// What elasticity chooses goes into `config`, in the place of its batch sizes, and into `notes`. `starts`:
+// the run trains; else the note for an impossible number of ranks says what a possible one would have.
+// kInvalidArgument: this number of ranks cannot share the batch.
+absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool starts, run::Config* config,
                                std::vector<std::string>* notes);
 
 // `run`: the record of a run that goes on, or null.
-absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& config,
+absl::Status ResolveBatchSizes(const TrainOptions& flags, const run::Config& config,
                                const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                                TrainSettings* settings);
 

@@ -27,10 +27,10 @@ absl::Status CheckWasThere(const TrainOptions& flags, const zero::EngineOptions&
 // has it for all.
 absl::Status TakeCheckpoints(TrainSettings* settings);
 
-// A new run replaces no checkpoints unless it is told to.
+// A new run replaces no checkpoints without --overwrite.
 absl::Status CheckNoCheckpoints(const TrainOptions& flags, const TrainSettings& settings);
 
-// What --overwrite replaces: what was there when this process was started, and nothing that another one has
+// What --overwrite replaces: what existed when this process was started, and nothing that another one has
 // committed or kept since. Must be called before any lock is waited for. The ids of the runs, as far as they
 // can be read, go into settings->replaces.
 absl::Status SeeReplaced(TrainSettings* settings);

@@ -10,7 +10,7 @@
 
 namespace penstock::tools {
 
-void NoteConfig(const zero::Config& config, const RecordedOptions& recorded) {
+void NoteConfig(const run::Config& config, const RecordedOptions& recorded) {
   recorded.BeginConfig();
   recorded.NoteConfig("train_batch", config.train_batch_size);
   recorded.NoteConfig("batch", config.micro_batch_per_rank);
@@ -27,11 +27,11 @@ void NoteConfig(const zero::Config& config, const RecordedOptions& recorded) {
   NoteOptimizer(config.optimizer, recorded);
 }
 
-void FillRemoved(const zero::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
-                 zero::Config* config) {
+void FillRemoved(const run::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
+                 run::Config* config) {
   if (!parsed.deepspeeds) return;  // the program's own defaults
-  zero::Config filled = *config;
-  zero::FillDefaults(parsed.autos, steps, std::max<int64_t>(1, DefaultWarmup(steps)), &filled);
+  run::Config filled = *config;
+  run::FillDefaults(parsed.autos, steps, std::max<int64_t>(1, DefaultWarmup(steps)), &filled);
   const auto take = [&recorded](const char* name, auto& to, const auto& from) {
     if (recorded.Removed(name)) to = from;
   };
@@ -44,10 +44,10 @@ void FillRemoved(const zero::ParsedConfig& parsed, const RecordedOptions& record
   take("momentum", config->optimizer.momentum, filled.optimizer.momentum);
 }
 
-void FillFromFlagsAndDeepSpeed(const TrainOptions& flags, int64_t steps, zero::ParsedConfig* parsed,
+void FillFromFlagsAndDeepSpeed(const TrainOptions& flags, int64_t steps, run::ParsedConfig* parsed,
                                std::vector<std::string>* filled) {
-  zero::Config& config = parsed->config;
-  zero::OptimizerConfig& optimizer = config.optimizer;
+  run::Config& config = parsed->config;
+  run::OptimizerConfig& optimizer = config.optimizer;
   const auto fill = [](auto& open, const auto& flag) {
     if (!open.has_value()) open = flag;
   };
@@ -59,8 +59,8 @@ void FillFromFlagsAndDeepSpeed(const TrainOptions& flags, int64_t steps, zero::P
   const bool typed = flags.dtype.value_or("auto") != "auto";
   if (typed && !config.bf16.has_value()) config.bf16 = *flags.dtype == "bf16";
   const bool warms_up = config.scheduler.has_value() &&
-                        config.scheduler->type != zero::SchedulerType::kLrRangeTest &&
-                        config.scheduler->type != zero::SchedulerType::kOneCycle;
+                        config.scheduler->type != run::SchedulerType::kLrRangeTest &&
+                        config.scheduler->type != run::SchedulerType::kOneCycle;
   if (warms_up && flags.warmup.has_value() && !config.scheduler->warmup_num_steps.has_value()) {
     config.scheduler->warmup_num_steps = flags.warmup;
   }
@@ -68,7 +68,7 @@ void FillFromFlagsAndDeepSpeed(const TrainOptions& flags, int64_t steps, zero::P
     config.scheduler->warmup_max_lr = flags.lr;
   }
   const std::vector<std::string> open =
-      zero::FillDefaults(parsed->autos, steps, std::max<int64_t>(1, DefaultWarmup(steps)), &config);
+      run::FillDefaults(parsed->autos, steps, std::max<int64_t>(1, DefaultWarmup(steps)), &config);
   // Of a schedule that flags replace nothing is said.
   const bool replaced =
       config.scheduler.has_value() ? !KeepsScheduler(flags, *config.scheduler) : flags.warmup.has_value();

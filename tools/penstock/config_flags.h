@@ -6,22 +6,22 @@
 #include <string>
 #include <vector>
 
+#include "run/config.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/train_options.h"
-#include "zero/config/config.h"
 
 namespace penstock::tools {
 
 // All that the config says of a run, before flags and defaults take its open places.
-void NoteConfig(const zero::Config& config, const RecordedOptions& recorded);
+void NoteConfig(const run::Config& config, const RecordedOptions& recorded);
 
 // Keys that the config has lost since the run was made are as in a file that never had them.
-void FillRemoved(const zero::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
-                 zero::Config* config);
+void FillRemoved(const run::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
+                 run::Config* config);
 
 // Flags go into the places that the file leaves open, and DeepSpeed's values into the rest of those: a line
 // for each of the latter into *filled.
-void FillFromFlagsAndDeepSpeed(const TrainOptions& flags, int64_t steps, zero::ParsedConfig* parsed,
+void FillFromFlagsAndDeepSpeed(const TrainOptions& flags, int64_t steps, run::ParsedConfig* parsed,
                                std::vector<std::string>* filled);
 
 }  // namespace penstock::tools

@@ -6,11 +6,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "run/unused_keys.h"
 #include "tiering/plan/byte_size.h"
 #include "tools/penstock/flag_check.h"
 #include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/test_device.h"
-#include "zero/config/unused_keys.h"
 
 namespace penstock::tools {
 namespace {
@@ -45,7 +45,7 @@ absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, const std::op
   return ChosenDevice{*std::move(device), budget_bytes};
 }
 
-absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings) {
+absl::Status ResolveDevice(const TrainOptions& flags, const run::Config& config, TrainSettings* settings) {
   const auto& comm = settings->engine.comm;
   ASSIGN_OR_RETURN(const ChosenDevice chosen,
                    ChooseDevice(flags.device.value_or("cpu"), flags.device_memory,
@@ -58,7 +58,7 @@ absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config
     settings->notes.emplace_back(
         "--device-memory is of no effect with --device cpu: host memory is all there is");
   }
-  for (std::string& note : zero::UnusedDeviceKeys(config, "with --device cpu"))
+  for (std::string& note : run::UnusedDeviceKeys(config, "with --device cpu"))
     settings->notes.push_back(std::move(note));
   return absl::OkStatus();
 }

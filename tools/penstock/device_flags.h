@@ -9,10 +9,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "run/config.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "zero/compute/device.h"
-#include "zero/config/config.h"
 
 namespace penstock::tools {
 
@@ -30,7 +30,7 @@ absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, const std::op
                                           int64_t budget_bytes, int local_rank);
 
 // The same for training, where the configuration may have a budget too.
-absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings);
+absl::Status ResolveDevice(const TrainOptions& flags, const run::Config& config, TrainSettings* settings);
 
 }  // namespace penstock::tools
 

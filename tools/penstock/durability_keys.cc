@@ -28,7 +28,7 @@ bool HasOneVersion(const zero::EngineOptions& engine) {
 }
 
 // A store keeps as many versions as it was made for.
-absl::Status CheckVersions(const zero::Config& config, const zero::EngineOptions& engine) {
+absl::Status CheckVersions(const run::Config& config, const zero::EngineOptions& engine) {
   if (!config.penstock.versions.has_value() || engine.storage.offload != zero::OffloadDevice::kNvme)
     return absl::OkStatus();
   const auto shards = zero::FindShards(engine.storage.state_dirs);
@@ -43,28 +43,28 @@ absl::Status CheckVersions(const zero::Config& config, const zero::EngineOptions
 
 }  // namespace
 
-std::optional<std::string> SyncSaid(const zero::Config& config) {
+std::optional<std::string> SyncSaid(const run::Config& config) {
   if (!config.penstock.sync.has_value()) return std::nullopt;
   return config.penstock.sync == zero::SyncMode::kPower ? kSyncPower : kSyncProcess;
 }
 
-std::optional<std::string> DurabilitySaid(const zero::Config& config) {
+std::optional<std::string> DurabilitySaid(const run::Config& config) {
   if (config.penstock.versions == 1) return kAtCheckpoints;
   if (!config.penstock.durability.has_value()) return std::nullopt;
   return config.penstock.durability == zero::Durability::kStep ? kEachStep : kAtCheckpoints;
 }
 
-void TakeDurability(const zero::Config& config, zero::EngineOptions* engine) {
+void TakeDurability(const run::Config& config, zero::EngineOptions* engine) {
   SetDurability(SyncSaid(config).value_or(kSyncProcess), DurabilitySaid(config).value_or(kEachStep), engine);
   engine->storage.versions = static_cast<int>(config.penstock.versions.value_or(0));
 }
 
-void RestoreDurability(const zero::Config& config, const nlohmann::json& run, zero::EngineOptions* engine) {
+void RestoreDurability(const run::Config& config, const nlohmann::json& run, zero::EngineOptions* engine) {
   SetDurability(SyncSaid(config).value_or(run.value("sync", kSyncProcess)),
                 DurabilitySaid(config).value_or(run.value("durability", kEachStep)), engine);
 }
 
-absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& recorded,
+absl::Status ResolveDurability(const run::Config& config, const RecordedOptions& recorded,
                                TrainSettings* settings) {
   if (settings->resumes) {
     RETURN_IF_ERROR(CheckVersions(config, settings->engine));
@@ -89,7 +89,7 @@ absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions
   return absl::OkStatus();
 }
 
-void NoteDurability(const zero::Config& config, TrainSettings* settings) {
+void NoteDurability(const run::Config& config, TrainSettings* settings) {
   const zero::EngineOptions& engine = settings->engine;
   if (engine.storage.offload == zero::OffloadDevice::kNvme) return;
   if (config.penstock.durability == zero::Durability::kStep) {

@@ -8,25 +8,25 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "run/config.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/train_settings.h"
-#include "zero/config/config.h"
 
 namespace penstock::tools {
 
 // As config and record have them; empty: the config does not say.
-std::optional<std::string> SyncSaid(const zero::Config& config);
-std::optional<std::string> DurabilitySaid(const zero::Config& config);
+std::optional<std::string> SyncSaid(const run::Config& config);
+std::optional<std::string> DurabilitySaid(const run::Config& config);
 
 // Of a new run.
-void TakeDurability(const zero::Config& config, zero::EngineOptions* engine);
+void TakeDurability(const run::Config& config, zero::EngineOptions* engine);
 // What a checkpoint's run is restored with: as it was made, but for what the config says.
-void RestoreDurability(const zero::Config& config, const nlohmann::json& run, zero::EngineOptions* engine);
+void RestoreDurability(const run::Config& config, const nlohmann::json& run, zero::EngineOptions* engine);
 // Of a run, once it is known whether it goes on. kFailedPrecondition: its store was made for something else.
-absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& recorded,
+absl::Status ResolveDurability(const run::Config& config, const RecordedOptions& recorded,
                                TrainSettings* settings);
 // What is of no effect without a drive.
-void NoteDurability(const zero::Config& config, TrainSettings* settings);
+void NoteDurability(const run::Config& config, TrainSettings* settings);
 
 }  // namespace penstock::tools
 

@@ -31,7 +31,7 @@ double ModelFlopsPerStep(const std::vector<models::StageProducts>& products, int
   return flops;
 }
 
-FlopsProfile::FlopsProfile(const zero::FlopsProfilerConfig& config,
+FlopsProfile::FlopsProfile(const run::FlopsProfilerConfig& config,
                            const std::vector<models::StageProducts>& products, const Step& step)
     : config_(config), step_number_(config.profile_step.value_or(1)), step_(step) {
   for (const models::StageProducts& stage : products) {

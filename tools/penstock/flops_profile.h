@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "models/family.h"
+#include "run/config.h"
 #include "tiering/plan/model_graph.h"
 #include "tiering/program/op.h"
-#include "zero/config/config.h"
 #include "zero/engine/engine.h"
 
 namespace penstock::tools {
@@ -33,7 +33,7 @@ class FlopsProfile {
     double product_flops_per_second = 0;
     std::string product = "";  // "1024 x 1024 in bf16, 2 threads"
   };
-  FlopsProfile(const zero::FlopsProfilerConfig& config, const std::vector<models::StageProducts>& products,
+  FlopsProfile(const run::FlopsProfilerConfig& config, const std::vector<models::StageProducts>& products,
                const Step& step);
 
   int64_t profile_step() const { return step_number_; }
@@ -54,7 +54,7 @@ class FlopsProfile {
   std::string Top() const;
   std::string Table() const;
 
-  const zero::FlopsProfilerConfig config_;
+  const run::FlopsProfilerConfig config_;
   const int64_t step_number_;
   const Step step_;
   std::vector<Block> stages_;  // in the order of a pass

@@ -54,8 +54,9 @@ void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags) {
   app.add_option("--device-memory", flags.device_memory,
                  "Hard device memory budget [the free memory of the device]");
   app.add_option("--kv", flags.kv, "Where keys and values live: auto, device, host or nvme [auto]");
-  app.add_option("--prompt-lookup", flags.prompt_lookup,
-                 "Guess up to so many tokens from what the text repeats, and verify them in one pass [0]");
+  app.add_option(
+      "--prompt-lookup", flags.prompt_lookup,
+      "Upper bound of the tokens that are guessed from what the text repeats and verified in one pass [0]");
   app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
 }
 

@@ -40,18 +40,18 @@ absl::Status CheckRate(const char* flag, double value) {
 }
 
 // "Adam" of a config is AdamW unless it says otherwise; recorded is what it means.
-std::optional<std::string> TypeOf(const zero::OptimizerConfig& config) {
-  using zero::OptimizerType;
+std::optional<std::string> TypeOf(const run::OptimizerConfig& config) {
+  using run::OptimizerType;
   if (!config.type.has_value()) return std::nullopt;
   const bool adam = config.type == OptimizerType::kAdam || config.type == OptimizerType::kAdamW;
-  return std::string(zero::Name(!adam                     ? *config.type
-                                : config.DecoupledDecay() ? OptimizerType::kAdamW
-                                                          : OptimizerType::kAdam));
+  return std::string(run::Name(!adam                     ? *config.type
+                               : config.DecoupledDecay() ? OptimizerType::kAdamW
+                                                         : OptimizerType::kAdam));
 }
 
 }  // namespace
 
-void NoteOptimizer(const zero::OptimizerConfig& config, const RecordedOptions& recorded) {
+void NoteOptimizer(const run::OptimizerConfig& config, const RecordedOptions& recorded) {
   recorded.NoteConfig("optimizer", TypeOf(config));
   recorded.NoteConfig("lr", config.lr);
   recorded.NoteConfig("weight_decay", config.weight_decay);
@@ -65,11 +65,11 @@ void NoteOptimizer(const zero::OptimizerConfig& config, const RecordedOptions& r
 }
 
 absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& flags,
-                                                               const zero::OptimizerConfig& config,
+                                                               const run::OptimizerConfig& config,
                                                                const RecordedOptions& recorded,
                                                                nlohmann::json* record) {
   Resolver resolver(recorded, record);
-  std::string type(zero::Name(zero::OptimizerType::kAdamW));
+  std::string type(run::Name(run::OptimizerType::kAdamW));
   resolver.Take("optimizer", kConfig, TypeOf(config), &type);
   const std::optional<double> lr = flags.lr.has_value() ? flags.lr : config.lr;
   const std::optional<double> weight_decay =

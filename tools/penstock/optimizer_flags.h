@@ -7,9 +7,9 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "run/config.h"
 #include "tools/penstock/recorded_options.h"
 #include "zero/compute/optimizer.h"
-#include "zero/config/config.h"
 
 namespace penstock::tools {
 
@@ -20,12 +20,12 @@ struct OptimizerFlags {
 };
 
 // What the config says of the optimizer, before anything fills its open places.
-void NoteOptimizer(const zero::OptimizerConfig& config, const RecordedOptions& recorded);
+void NoteOptimizer(const run::OptimizerConfig& config, const RecordedOptions& recorded);
 
 // What is not given has the defaults of DeepSpeed and LibTorch, but AdamW's rate is 3e-4 and its decay 0.01.
 // `record` takes everything that a resumed run must find again.
 absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& flags,
-                                                               const zero::OptimizerConfig& config,
+                                                               const run::OptimizerConfig& config,
                                                                const RecordedOptions& recorded,
                                                                nlohmann::json* record);
 absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& flags,

@@ -24,6 +24,7 @@
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/verb_env.h"
 #include "tools/penstock/verb_estimate.h"
+#include "tools/penstock/verb_settings.h"
 #include "tools/penstock/verbs.h"
 #include "tools/penstock/vocabulary_flags.h"
 #include "zero/config/nearest_name.h"
@@ -107,6 +108,7 @@ constexpr Verb kVerbs[] = {
     {"import-checkpoint", "go on with a run of DeepSpeed's: ZeRO-1, 2, 3 or universal", RunImportCheckpoint},
     {"inspect", "what a state directory or checkpoint holds", RunInspect},
     {"verify", "read a state directory or checkpoint back and check every checksum", RunVerify},
+    {"settings", "what can be set, in the JSON, by flag or from Python", RunSettings},
     {"env", "what this machine offers, and what its lack costs", RunEnv},
 };
 

@@ -17,13 +17,13 @@
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/cpu_features.h"
+#include "run/config.h"
 #include "swap/inspect.h"
 #include "tools/base/version.h"
 #include "tools/penstock/recorded_config.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/state_reader.h"
 #include "zero/compute/libtorch/threads.h"
-#include "zero/config/config.h"
 #include "zero/engine/engine.h"
 #include "zero/ranks/agree.h"
 #include "zero/ranks/secret_file.h"
@@ -166,8 +166,8 @@ std::string SharedDirectory(const TrainOptions& flags) {
   if (!flags.state_dirs.empty()) return flags.state_dirs.front();
   if (flags.config.has_value()) {
     // A config that is wrong is refused later, on all ranks.
-    if (const auto parsed = zero::LoadConfig(*flags.config); parsed.ok()) {
-      const auto configured = zero::StateDirectoriesOf(parsed->config);
+    if (const auto parsed = run::LoadConfig(*flags.config); parsed.ok()) {
+      const auto configured = run::StateDirectoriesOf(parsed->config);
       if (configured.ok() && !configured->paths.empty()) return configured->paths.front();
     }
   }

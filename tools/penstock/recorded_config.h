@@ -2,32 +2,28 @@
 // wear, watchdog, monitors, profiles. It still holds where a run is resumed without --config.
 //
 // What is computed has names of its own in the run's record (recorded_options.h), and where state lives is
-// told anew, or found. All other keys that are served are recorded, those of times to come too;
-// docs/training.md has the table.
+// told anew, or found. All other keys that are served are recorded: OnResume::kAsConfigured in
+// run/settings.h.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_RECORDED_CONFIG_H_
 #define PENSTOCK_TOOLS_PENSTOCK_RECORDED_CONFIG_H_
 
 #include <nlohmann/json.hpp>
 #include <string>
-#include <string_view>
 
 #include "absl/status/statusor.h"
-#include "zero/config/config.h"
+#include "run/config.h"
 
 namespace penstock::tools {
 
 // Its name in a run's record.
 inline constexpr const char* kRecordedConfigKey = "config_kept";
 
-// Whether a key, by its canonical path, is recorded: "aio.block_size".
-bool IsRecorded(std::string_view path);
-
 // Of a config file that has been read without an error: values by path. Paths of files become absolute, since
 // a resume may run in another directory.
 absl::StatusOr<nlohmann::json> ConfigToRecord(const std::string& file);
 
 // A config that says that and nothing else. kDataLoss: a later version made it, or it is damaged.
-absl::StatusOr<zero::Config> ConfigFromRecord(const nlohmann::json& recorded);
+absl::StatusOr<run::Config> ConfigFromRecord(const nlohmann::json& recorded);
 
 // Its keys, with commas between.
 std::string RecordedKeys(const nlohmann::json& recorded);

@@ -21,6 +21,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "run/settings.h"
 #include "zero/config/json_field.h"
 
 namespace penstock::tools {
@@ -37,28 +38,6 @@ struct Changes {
   }
 };
 
-// The key of DeepSpeed's JSON that a value of a run's record has there.
-inline std::string ConfigKeyOf(const std::string& name) {
-  static const auto& keys =
-      *new std::vector<std::pair<std::string, std::string>>{{"batch", "train_micro_batch_size_per_gpu"},
-                                                            {"accumulate", "gradient_accumulation_steps"},
-                                                            {"train_batch", "train_batch_size"},
-                                                            {"clip", "gradient_clipping"},
-                                                            {"optimizer", "optimizer.type"},
-                                                            {"optimizer_states", "penstock.optimizer_states"},
-                                                            {"beta1", "optimizer.params.betas"},
-                                                            {"beta2", "optimizer.params.betas"},
-                                                            {"dtype", "fp16 or bf16"},
-                                                            {"loss_scale", "loss scale of fp16"},
-                                                            {"sync", "penstock.sync"},
-                                                            {"durability", "penstock.durability"},
-                                                            {"scheduler", "scheduler"}};
-  for (const auto& [of, key] : keys) {
-    if (of == name) return key;
-  }
-  return absl::StrCat("optimizer.params.", name);
-}
-
 class RecordedOptions {
  public:
   // `run`: the record; null: a new run. `flags`: names of the record that the command line gives.
@@ -69,7 +48,7 @@ class RecordedOptions {
   // Where a value of this name comes from: "--lr", or "optimizer.params.lr in --config".
   std::string SourceOf(const char* name, const char* flag) const {
     if (by_flag(name)) return absl::StrCat("--", flag);
-    return absl::StrCat(Removed(name) ? "no " : "", ConfigKeyOf(name),
+    return absl::StrCat(Removed(name) ? "no " : "", run::KeyOfRecord(name),
                         Removed(name) ? " in --config any more" : " in --config");
   }
 
@@ -115,7 +94,7 @@ class RecordedOptions {
     T wanted = given.value_or(otherwise);
     const nlohmann::json says = wanted;
     const bool changes = (given.has_value() && (by_flag(name) || ConfigChanges(name, recorded))) ||
-                         (!by_flag(name) && !IsFixed(name) && Removed(name));
+                         (!by_flag(name) && !run::IsFixedInRecord(name) && Removed(name));
     if (!there) return wanted;
     const std::optional<T> read = zero::JsonField<T>(run_, name);
     if (!read.has_value()) {
@@ -124,10 +103,10 @@ class RecordedOptions {
     }
     const T& kept = *read;
     if (!changes || wanted == kept) return kept;
-    if (IsFixed(name)) {
+    if (run::IsFixedInRecord(name)) {
       return absl::FailedPreconditionError(absl::StrCat(
           by_flag(name) ? absl::StrCat("--", flag, " ", says.dump())
-                        : absl::StrCat("--config: ", ConfigKeyOf(name), " ", says.dump()),
+                        : absl::StrCat("--config: ", run::KeyOfRecord(name), " ", says.dump()),
           ": this run was created with ", recorded.dump(), ", and its state is made of that; leave it ",
           by_flag(name) ? "out" : "as it was", ", or start another run in another --state-dir"));
     }
@@ -138,11 +117,6 @@ class RecordedOptions {
 
  private:
   static constexpr const char* kAsWritten = "as_written";  // among what the config says, in the record
-
-  static bool IsFixed(const std::string& name) {
-    return name == "vocab" || name == "seed" || name == "dtype" || name == "optimizer" ||
-           name == "optimizer_states";
-  }
 
   const nlohmann::json& run_;
   const std::set<std::string> flags_;

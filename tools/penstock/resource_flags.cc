@@ -6,12 +6,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "run/config_options.h"
+#include "run/unused_keys.h"
 #include "tools/base/size.h"
 #include "tools/penstock/device_flags.h"
 #include "tools/penstock/flag_check.h"
 #include "tools/penstock/state_reader.h"
-#include "zero/config/unused_keys.h"
-#include "zero/engine/config_options.h"
 #include "zero/memory/thread_times.h"
 
 namespace penstock::tools {
@@ -24,7 +24,7 @@ int Sharing(const zero::EngineOptions& engine) {
 
 }  // namespace
 
-absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings) {
+absl::Status ResolveMemory(const TrainOptions& flags, const run::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   if (flags.host_memory.has_value()) {
     absl::StatusOr<int64_t> bytes = ParseSize(*flags.host_memory);
@@ -47,10 +47,9 @@ absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config
   return ResolveDevice(flags, config, settings);
 }
 
-absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
+absl::Status ResolveIo(const run::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  zero::ApplyConfig(config, &engine);
-  for (std::string& note : zero::UnusedKeys(config)) settings->notes.push_back(std::move(note));
+  run::ApplyConfig(config, &engine);
   engine.optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(
       zero::DefaultUpdateThreads(engine.device->has_own_memory(), Sharing(engine))));
   return absl::OkStatus();

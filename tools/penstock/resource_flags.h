@@ -3,17 +3,17 @@
 #define PENSTOCK_TOOLS_PENSTOCK_RESOURCE_FLAGS_H_
 
 #include "absl/status/status.h"
+#include "run/config.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
-#include "zero/config/config.h"
 
 namespace penstock::tools {
 
 // The budget of host memory, and the device with its own (device_flags.h).
-absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings);
+absl::Status ResolveMemory(const TrainOptions& flags, const run::Config& config, TrainSettings* settings);
 
 // Tiles, their updates and their transfers. After ResolveMemory and the optimizer.
-absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings);
+absl::Status ResolveIo(const run::Config& config, TrainSettings* settings);
 
 }  // namespace penstock::tools
 

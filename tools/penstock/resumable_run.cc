@@ -62,7 +62,7 @@ absl::StatusOr<nlohmann::json> FindWithoutDrive(const TrainOptions& flags,
 }
 
 // From the state on the drive, or, where that is gone, from the newest checkpoint.
-absl::StatusOr<nlohmann::json> FindOnDrive(const zero::Config& config,
+absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config,
                                            const absl::StatusOr<std::string>& newest, bool starts,
                                            bool* restores, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
@@ -154,7 +154,7 @@ absl::Status CheckFree(const std::vector<std::string>& dirs) {
                    ": go on with it (--resume), replace it (--overwrite), or give another --state-dir"));
 }
 
-absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const zero::Config& config,
+absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const run::Config& config,
                                              bool starts, bool* restores, TrainSettings* settings) {
   const std::string& checkpoints = settings->engine.storage.checkpoints.parent;
   absl::StatusOr<std::string> newest = absl::NotFoundError("");

@@ -8,9 +8,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "run/config.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
-#include "zero/config/config.h"
 
 namespace penstock::tools {
 
@@ -19,7 +19,7 @@ absl::Status CheckFree(const std::vector<std::string>& dirs);
 
 // Finds what --resume goes on from; null if there is nothing yet. Where training `starts` it may make a run
 // of a checkpoint; where it does not, *restores says that it would.
-absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const zero::Config& config,
+absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const run::Config& config,
                                              bool starts, bool* restores, TrainSettings* settings);
 
 }  // namespace penstock::tools

@@ -14,7 +14,7 @@ namespace penstock::tools {
 
 using News = zero::StuckOperation::News;
 
-zero::WatchOptions WatchOf(const zero::Config& config) {
+zero::WatchOptions WatchOf(const run::Config& config) {
   zero::WatchOptions watch;
   watch.hopeless_seconds = config.penstock.watchdog_abort_seconds.value_or(0);
   watch.stuck_seconds = config.penstock.watchdog_seconds.value_or(

@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <string>
 
+#include "run/config.h"
 #include "tools/base/progress.h"
 #include "tools/penstock/train_log.h"
-#include "zero/config/config.h"
 #include "zero/lanes/stuck_operation.h"
 
 namespace penstock::tools {
@@ -19,7 +19,7 @@ namespace penstock::tools {
 inline constexpr double kWatchdogSeconds = 60;
 
 // What the config asks for: no run is ended unless it asks, and a line precedes the end.
-zero::WatchOptions WatchOf(const zero::Config& config);
+zero::WatchOptions WatchOf(const run::Config& config);
 
 class RunWatch {
  public:

@@ -42,7 +42,7 @@ absl::Status ReviseLossScale(const RecordedOptions& recorded, const nlohmann::js
 }
 
 // Of a run for whose schedule nobody gives a scheduler.
-absl::StatusOr<zero::LrSchedule> OwnSchedule(const TrainOptions& flags, const zero::ParsedConfig& parsed,
+absl::StatusOr<zero::LrSchedule> OwnSchedule(const TrainOptions& flags, const run::ParsedConfig& parsed,
                                              double lr, int64_t steps) {
   // DeepSpeed's rate is constant then.
   if (parsed.deepspeeds && !parsed.config.scheduler.has_value() && !flags.warmup.has_value()) {
@@ -95,11 +95,11 @@ absl::StatusOr<zero::LrSchedule> WithNewRates(const zero::LrSchedule& schedule, 
 
 // The schedule of a run that goes on, where its user changes it: its own with another peak rate or warm-up,
 // its horizon as it was, or the one that the config has anew.
-absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig& parsed,
+absl::Status ReviseSchedule(const TrainOptions& flags, const run::ParsedConfig& parsed,
                             const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                             TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  const zero::Config& config = parsed.config;
+  const run::Config& config = parsed.config;
   const double lr = zero::LearningRate(engine.optimizer.algorithm);
   const nlohmann::json recorded_schedule = run.value("schedule", nlohmann::json());
   absl::StatusOr<zero::LrSchedule> schedule = absl::NotFoundError("it has none");
@@ -110,17 +110,17 @@ absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig&
   bool changed = false;
   absl::StatusOr<zero::LrSchedule> of_config = absl::NotFoundError("the config has none");
   if (config.scheduler.has_value()) {
-    zero::Config filled = config;
+    run::Config filled = config;
     filled.optimizer.lr = lr;  // the run's own, or what was just given
     if (parsed.deepspeeds) {
-      zero::FillDefaults(parsed.autos, settings->steps, std::max<int64_t>(1, DefaultWarmup(settings->steps)),
-                         &filled);
+      run::FillDefaults(parsed.autos, settings->steps, std::max<int64_t>(1, DefaultWarmup(settings->steps)),
+                        &filled);
     }
-    of_config = zero::MakeSchedule(*filled.scheduler, lr, settings->steps);
+    of_config = run::MakeSchedule(*filled.scheduler, lr, settings->steps);
     RETURN_IF_ERROR(of_config.status());
     const bool recorded_too = run.contains("config") && run["config"].contains("scheduler");
     const absl::StatusOr<zero::LrSchedule> as_made =
-        zero::MakeSchedule(*config.scheduler, run.value("lr", lr), run.value("steps", settings->steps));
+        run::MakeSchedule(*config.scheduler, run.value("lr", lr), run.value("steps", settings->steps));
     const bool as_recorded = !recorded_too && as_made.ok() && as_made->ToJson() == recorded_schedule;
     if (recorded.ConfigChanges("scheduler", nullptr) && !as_recorded) {
       changes->Tell("scheduler", recorded_schedule.dump(), of_config->ToJson().dump(),
@@ -160,32 +160,31 @@ absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig&
 
 int64_t DefaultWarmup(int64_t steps) { return std::min<int64_t>(100, steps / 10); }
 
-bool GoesByOptimizersRate(const zero::SchedulerConfig& scheduler) {
+bool GoesByOptimizersRate(const run::SchedulerConfig& scheduler) {
   switch (scheduler.type) {
-    case zero::SchedulerType::kWarmupCosineLr:
+    case run::SchedulerType::kWarmupCosineLr:
       return true;
-    case zero::SchedulerType::kWarmupLr:
-    case zero::SchedulerType::kWarmupDecayLr:
+    case run::SchedulerType::kWarmupLr:
+    case run::SchedulerType::kWarmupDecayLr:
       return !scheduler.warmup_max_lr.has_value();
     default:
       return false;
   }
 }
 
-bool KeepsScheduler(const TrainOptions& flags, const zero::SchedulerConfig& scheduler) {
+bool KeepsScheduler(const TrainOptions& flags, const run::SchedulerConfig& scheduler) {
   return (!flags.warmup.has_value() || scheduler.warmup_num_steps == flags.warmup) &&
          (!flags.lr.has_value() || GoesByOptimizersRate(scheduler) || scheduler.warmup_max_lr == flags.lr);
 }
 
-std::optional<nlohmann::json> SchedulerSaid(const zero::Config& config) {
+std::optional<nlohmann::json> SchedulerSaid(const run::Config& config) {
   if (!config.scheduler.has_value()) return std::nullopt;
   constexpr int64_t kAnySteps = 1'000'000;
-  const absl::StatusOr<zero::LrSchedule> schedule =
-      zero::MakeSchedule(*config.scheduler, /*lr=*/1, kAnySteps);
+  const absl::StatusOr<zero::LrSchedule> schedule = run::MakeSchedule(*config.scheduler, /*lr=*/1, kAnySteps);
   return schedule.ok() ? schedule->ToJson() : nlohmann::json();
 }
 
-std::optional<nlohmann::json> LossScaleSaid(const zero::Fp16Config& config) {
+std::optional<nlohmann::json> LossScaleSaid(const run::Fp16Config& config) {
   nlohmann::json said = nlohmann::json::object();
   const auto add = [&said](const char* key, const auto& value) {
     if (value.has_value()) said[key] = *value;
@@ -200,11 +199,11 @@ std::optional<nlohmann::json> LossScaleSaid(const zero::Fp16Config& config) {
   return said;
 }
 
-absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfig& parsed,
+absl::Status ResolveOptimizer(const TrainOptions& flags, const run::ParsedConfig& parsed,
                               const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                               TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  const zero::Config& config = parsed.config;
+  const run::Config& config = parsed.config;
   OptimizerFlags given;
   given.lr = flags.lr;
   given.weight_decay = flags.weight_decay;
@@ -216,7 +215,7 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
   const std::optional<double> clip = flags.clip.has_value() ? flags.clip : config.gradient_clipping;
   ASSIGN_OR_RETURN(engine.optimizer.clip, recorded.Of("clip", "clip", clip, 1.0));
   RETURN_IF_ERROR(CheckFlag("--clip", engine.optimizer.clip, 0.0, 1e30));
-  ASSIGN_OR_RETURN(zero::LossScaler scaler, zero::MakeLossScaler(config.fp16));
+  ASSIGN_OR_RETURN(zero::LossScaler scaler, run::MakeLossScaler(config.fp16));
   engine.optimizer.loss_scale = scaler.options();
   const double lr = zero::LearningRate(engine.optimizer.algorithm);
   if (flags.warmup.has_value()) {
@@ -228,7 +227,7 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
   }
 
   if (config.scheduler.has_value() && KeepsScheduler(flags, *config.scheduler)) {
-    ASSIGN_OR_RETURN(zero::LrSchedule schedule, zero::MakeSchedule(*config.scheduler, lr, settings->steps));
+    ASSIGN_OR_RETURN(zero::LrSchedule schedule, run::MakeSchedule(*config.scheduler, lr, settings->steps));
     engine.optimizer.schedule = schedule;
     return absl::OkStatus();
   }

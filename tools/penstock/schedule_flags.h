@@ -8,10 +8,10 @@
 #include <optional>
 
 #include "absl/status/status.h"
+#include "run/config.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
-#include "zero/config/config.h"
 
 namespace penstock::tools {
 
@@ -19,18 +19,18 @@ namespace penstock::tools {
 int64_t DefaultWarmup(int64_t steps);
 
 // The config's scheduler goes by the optimizer's rate, not by one that it names itself.
-bool GoesByOptimizersRate(const zero::SchedulerConfig& scheduler);
+bool GoesByOptimizersRate(const run::SchedulerConfig& scheduler);
 
 // The flags leave the config's scheduler in force: they win, also over rates that the scheduler names itself.
-bool KeepsScheduler(const TrainOptions& flags, const zero::SchedulerConfig& scheduler);
+bool KeepsScheduler(const TrainOptions& flags, const run::SchedulerConfig& scheduler);
 
 // The config's scheduler, apart from what the run's other flags make of it: to tell whether the file changed.
-std::optional<nlohmann::json> SchedulerSaid(const zero::Config& config);
+std::optional<nlohmann::json> SchedulerSaid(const run::Config& config);
 // What --config says of fp16's loss scale, key by key.
-std::optional<nlohmann::json> LossScaleSaid(const zero::Fp16Config& config);
+std::optional<nlohmann::json> LossScaleSaid(const run::Fp16Config& config);
 
 // The optimizer, its clipping, loss scale and schedule. `run`: the record of a run that goes on, or null.
-absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfig& parsed,
+absl::Status ResolveOptimizer(const TrainOptions& flags, const run::ParsedConfig& parsed,
                               const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
                               TrainSettings* settings);
 

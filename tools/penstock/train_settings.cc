@@ -16,6 +16,7 @@
 #include "models/family.h"
 #include "models/weight_files.h"
 #include "models/weight_import.h"
+#include "run/config.h"
 #include "swap/inspect.h"
 #include "tools/base/size.h"
 #include "tools/penstock/batch_flags.h"
@@ -37,7 +38,6 @@
 #include "tools/penstock/vocabulary_flags.h"
 #include "zero/compute/libtorch/tensors.h"
 #include "zero/compute/libtorch/threads.h"
-#include "zero/config/config.h"
 #include "zero/config/json_difference.h"
 #include "zero/memory/thread_times.h"
 #include "zero/ranks/sharded_state.h"
@@ -53,7 +53,7 @@ absl::StatusOr<zero::OffloadDevice> ParseOffload(const std::string& text) {
 }
 
 // The type to compute in, as a name.
-absl::StatusOr<std::string> ChooseDtype(const TrainOptions& flags, const zero::Config& config,
+absl::StatusOr<std::string> ChooseDtype(const TrainOptions& flags, const run::Config& config,
                                         std::vector<std::string>* notes) {
   const bool fast_bf16 = kernels::GetCpuFeatures().avx512_bf16;
   std::string dtype = flags.dtype.value_or("auto");
@@ -72,10 +72,10 @@ absl::StatusOr<std::string> ChooseDtype(const TrainOptions& flags, const zero::C
 }
 
 // DeepSpeed's answer to a file without offload is none; a --state-dir asks for a drive.
-absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& flags, const zero::ParsedConfig& parsed,
+absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& flags, const run::ParsedConfig& parsed,
                                                   std::vector<std::string>* filled) {
   if (flags.offload.has_value()) return ParseOffload(*flags.offload);
-  const std::optional<zero::OffloadDevice> given = zero::CombinedOffload(parsed.config.zero);
+  const std::optional<zero::OffloadDevice> given = run::CombinedOffload(parsed.config.zero);
   if (given.has_value()) return *given;
   if (!parsed.deepspeeds || !flags.state_dirs.empty() || parsed.config.penstock.state_dirs.has_value())
     return zero::OffloadDevice::kNvme;
@@ -152,7 +152,7 @@ class Resolver {
 
   absl::StatusOr<TrainSettings> Resolve() {
     if (flags_.config.has_value()) {
-      ASSIGN_OR_RETURN(parsed_, zero::LoadConfig(*flags_.config));
+      ASSIGN_OR_RETURN(parsed_, run::LoadConfig(*flags_.config));
       settings_.notes = parsed_.notes;
       RETURN_IF_ERROR(
           ResolveElasticity(flags_, engine_.world(), /*starts=*/needs_data_, &config_, &settings_.notes));
@@ -192,7 +192,7 @@ class Resolver {
       engine_.storage.state_dirs = flags_.state_dirs;
       engine_.storage.state_dir_weights = flags_.state_dir_weights;
       if (flags_.state_dirs.empty()) {
-        ASSIGN_OR_RETURN(zero::StateDirectories configured, zero::StateDirectoriesOf(config_));
+        ASSIGN_OR_RETURN(run::StateDirectories configured, run::StateDirectoriesOf(config_));
         engine_.storage.state_dirs = std::move(configured.paths);
         engine_.storage.state_dir_weights = std::move(configured.weights);
       }
@@ -671,8 +671,8 @@ class Resolver {
 
   const TrainOptions& flags_;
   const bool needs_data_;
-  zero::ParsedConfig parsed_;
-  zero::Config& config_ = parsed_.config;
+  run::ParsedConfig parsed_;
+  run::Config& config_ = parsed_.config;
   std::vector<std::string> filled_;                  // what the file leaves open, as DeepSpeed has it
   std::optional<models::PublishedAdapter> adapter_;  // of --init-from
   nlohmann::json base_record_;                       // of what is read in place

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "run/config.h"
 #include "text/example.h"
 #include "tools/penstock/train_options.h"
 #include "zero/engine/engine.h"
@@ -43,7 +44,7 @@ struct TrainSettings {
     std::optional<text::ChatTemplate> chat;
     bool skip_broken = false;
   } text;
-  zero::Config config;  // of --config, with what flags and defaults filled; empty: there is none
+  run::Config config;  // of --config, with what flags and defaults filled; empty: there is none
   nlohmann::json to_record = nlohmann::json::object();  // what this start adds to the run's record
   zero::EngineOptions engine;                           // complete but for what hooks into the run
   std::vector<std::string> notes;                       // lines for people: keys ignored, choices made

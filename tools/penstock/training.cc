@@ -270,7 +270,7 @@ class Training {
     std::vector<models::StageProducts> products = settings_.model->Products();
     const int64_t sequences = settings_.batch * settings_.accumulate;
     report_.Computes(ModelFlopsPerStep(products, sequences, settings_.seq) * options.world());
-    const zero::FlopsProfilerConfig& config = settings_.config.flops_profiler;
+    const run::FlopsProfilerConfig& config = settings_.config.flops_profiler;
     if (!config.on() || options.rank() > 0) return;
     FlopsProfile::Step step{.sequences = sequences,
                             .length = settings_.seq,

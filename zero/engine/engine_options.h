@@ -24,9 +24,9 @@
 #include "zero/compute/optimizer.h"
 #include "zero/compute/parameter_groups.h"
 #include "zero/compute/tile_format.h"
-#include "zero/config/config.h"
 #include "zero/config/loss_scale.h"
 #include "zero/config/lr_schedule.h"
+#include "zero/config/modes.h"
 #include "zero/lanes/stuck_operation.h"
 #include "zero/memory/values.h"
 #include "zero/ranks/comm.h"
@@ -44,7 +44,7 @@ struct MemoryOptions {
   int64_t device_memory_budget_bytes = 0;
   // Of a tile's weights; a tile is what is read, updated and written as one. Default 0: the planner's choice.
   int64_t tile_bytes = 0;
-  // Limits of the planner's choice, as DeepSpeed's keys set them (zero/config/plan_bounds.h). Default: none.
+  // Limits of the planner's choice, as DeepSpeed's keys set them. Default: none.
   tiering::PlanBounds bounds;
 };
 

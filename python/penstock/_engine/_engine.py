@@ -46,7 +46,7 @@ from ._random import RandomState, restore_text
 from ._ranks import Alone, Meeting, end_group, world_size
 from ._report import Report
 from ._runtime import ForwardsChange, Runtime
-from ._settings import DTYPES, PathLike, Settings, names_of_blocks, resolve, without_places
+from ._settings import DTYPES, PathLike, Settings, names_of_blocks, resolve
 from ._trace import settled, trace, with_other_modes
 from ._tree import counted, map_tensors, tensors_of
 from ._watch import Watch
@@ -625,7 +625,7 @@ class Engine:
         settings = self._settings
         return {
             **{name: value for name, value in options.items() if name not in places},
-            "config": without_places(settings.config),
+            "config": _core.shared_config(settings.config),
             "schedule": settings.schedule,
             "gradient_accumulation_steps": settings.micro_batches,
             "monitors": settings.monitors,
@@ -993,7 +993,7 @@ class Engine:
         if isinstance(source, (list, tuple)):
             given = list(source)
         else:
-            given = [next(source) for _ in range(count)]  # type: ignore[call-overload]
+            given = [next(source) for _ in range(count)]  # type: ignore[call-overload,arg-type]
         if len(given) != count:
             raise ValueError(f"{len(given)} micro-batches given, gradient_accumulation_steps is {count}")
         of = loss or _loss_of
@@ -1327,7 +1327,12 @@ class Engine:
                 raise FileExistsError(
                     errno.EEXIST, "a checkpoint of this step is there that this engine has not written: remove it, or use another directory", old
                 )
-            self._ranks.on_first("the old checkpoint", lambda: (shutil.rmtree(aside, ignore_errors=True), os.rename(old, aside)))
+
+            def move_aside() -> None:
+                shutil.rmtree(aside, ignore_errors=True)
+                os.rename(old, aside)
+
+            self._ranks.on_first("the old checkpoint", move_aside)
         try:
             begin()
             self.wait_for_checkpoint()
@@ -1838,13 +1843,17 @@ def initialize(
     host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
         activations comes on top. Default: as much as it likes; of a model of which nothing trains, half of what is free.
     dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).
+    offload: "nvme", "cpu" or "none": where weights and states live. Default: what the configuration's offload blocks say; "nvme" where
+        there is a directory for them.
     gradient_accumulation_steps: micro-batches of a step, given all to ``engine.train_batch``, or one by one.
     forwards_per_step: of the model, where a loss is made of several (a pair of answers, two views of an image). Default: one for
         each micro-batch; more are noticed as they come, and computed twice.
+    gradient_clipping: the largest global norm of a step's gradients; 0 for no bound. Default: the configuration's, else 0.
     blocks: names of modules that are fetched as one; parameters of none of them stay in memory for a whole pass. By default blocks are
         found. Also ``"penstock": {"blocks": [...]}`` in the configuration, and ``forwards_per_step`` likewise.
     resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
     overwrite: what ``state_dir`` holds may be replaced.
+    seed: of what the engine itself draws: the rounding of 8-bit states.
     device: that computes forward and backward: "cuda", "cuda:1", "cpu". Default: the GPU where torch has one, as with DeepSpeed; with
         torchrun each process has its own.
     progress: a line on stderr, or in a notebook's cell, with step, loss, tokens and bytes a second. Default: where a terminal or a

@@ -99,23 +99,6 @@ def _dtype_name(dtype: Any) -> str:
     raise ValueError(f"dtype is {dtype!r}: fp32, bf16 and fp16 are served")
 
 
-def without_places(text: str) -> str:
-    """A configuration without what each rank may have elsewhere."""
-    config = json.loads(text or "{}")
-    for part in ("offload_param", "offload_optimizer"):
-        described = (config.get("zero_optimization") or {}).get(part)
-        if isinstance(described, dict):
-            described.pop("nvme_path", None)
-    for part in ("csv_monitor", "tensorboard"):
-        if isinstance(config.get(part), dict):
-            config[part].pop("output_path", None)
-    own = config.get("penstock")
-    if isinstance(own, dict):
-        own.pop("host_memory", None)
-        own.pop("state_dirs", None)
-    return json.dumps(config, sort_keys=True)
-
-
 _WANDB_KEYS = ("enabled", "group", "team", "project")
 
 

@@ -1,21 +1,22 @@
-#include "zero/engine/config_options.h"
+#include "run/config_options.h"
 
 #include <algorithm>
 #include <cstdint>
 
-#include "zero/config/plan_bounds.h"
+#include "run/plan_bounds.h"
 
-namespace penstock::zero {
+namespace penstock::run {
 
-void ApplyConfig(const Config& config, EngineOptions* options) {
+void ApplyConfig(const Config& config, zero::EngineOptions* options) {
   options->optimizer.order = config.penstock.order.value_or(UpdateOrder::kAuto);
   options->optimizer.prefer = config.penstock.prefer.value_or(Prefer::kWear);
-  MemoryOptions& memory = options->memory;
+  zero::MemoryOptions& memory = options->memory;
   memory.bounds = PlanBoundsOf(config, options->world());
   memory.tile_bytes = config.penstock.tile_bytes.value_or(0);
   if (config.zero.sub_group_size_elements.value_or(0) > 0) {
     // DeepSpeed's unit of an optimizer step is our tile.
-    const int64_t bytes = FormatOf(*options).precision().UnpaddedBytes(*config.zero.sub_group_size_elements);
+    const int64_t bytes =
+        zero::FormatOf(*options).precision().UnpaddedBytes(*config.zero.sub_group_size_elements);
     memory.tile_bytes = memory.tile_bytes > 0 ? std::min(memory.tile_bytes, bytes) : bytes;
   }
   aio::EngineOptions& io = options->storage.io;
@@ -33,4 +34,4 @@ void ApplyConfig(const Config& config, EngineOptions* options) {
   options->storage.gds = config.aio.use_gds.value_or(false);
 }
 
-}  // namespace penstock::zero
+}  // namespace penstock::run

@@ -3,9 +3,15 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "zero/config/config.h"
+#include "run/config.h"
 
-namespace penstock::zero {
+namespace penstock::run {
+
+using zero::LrRangeTest;
+using zero::OneCycle;
+using zero::WarmupCosineLr;
+using zero::WarmupLr;
+using zero::WarmupType;
 namespace {
 
 // Fills what is empty and keeps account of it.
@@ -192,4 +198,4 @@ std::vector<std::string> FillDefaults(const std::set<std::string>& autos, int64_
   return open.TakeFilled();
 }
 
-}  // namespace penstock::zero
+}  // namespace penstock::run

@@ -5,7 +5,7 @@
 // it gives is an upper bound inside the budgets. Units are DeepSpeed's: *_elements count parameters, not
 // bytes.
 //
-// Every key that DeepSpeed knows has one of three fates (the table is zero/config/config_keys.cc):
+// Every key that DeepSpeed knows has one of three fates (the table is run/settings.cc):
 //   served   its value is in Config
 //   ignored  accepted; ParsedConfig::notes has one line that says so and why
 //   refused  kInvalidArgument, saying why; unless its value switches the feature off ({"enabled": false},
@@ -18,8 +18,8 @@
 //
 // The text is read as DeepSpeed reads it (zero/config/config_json.h). Whole numbers may be written as 5e8, as
 // its users do.
-#ifndef PENSTOCK_ZERO_CONFIG_CONFIG_H_
-#define PENSTOCK_ZERO_CONFIG_CONFIG_H_
+#ifndef PENSTOCK_RUN_CONFIG_H_
+#define PENSTOCK_RUN_CONFIG_H_
 
 #include <cstdint>
 #include <optional>
@@ -30,29 +30,26 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "tiering/plan/plan.h"
+#include "run/state_directories.h"
 #include "zero/config/loss_scale.h"
 #include "zero/config/lr_schedule.h"
-#include "zero/config/state_directories.h"
+#include "zero/config/modes.h"
 
-namespace penstock::zero {
+namespace penstock::run {
 
-enum class OffloadDevice { kNone, kCpu, kNvme };
 enum class OptimizerType { kAdam, kAdamW, kAdagrad, kLion, kSgd };
 enum class SchedulerType { kLrRangeTest, kOneCycle, kWarmupLr, kWarmupDecayLr, kWarmupCosineLr };
-enum class Durability { kStep, kCheckpoint };
-enum class SyncMode { kProcess, kPower };
-using tiering::Prefer;
-using tiering::UpdateOrder;
 enum class ConfigPlacement { kAuto, kCpu, kCuda, kConst };  // ColossalAI's; see tiering::Placement
 
-// The names that the JSON uses: "nvme", "AdamW", "WarmupLR", "step", "power", "next_forward".
-std::string_view Name(OffloadDevice value);
+using zero::Durability;
+using zero::OffloadDevice;
+using zero::Prefer;
+using zero::SyncMode;
+using zero::UpdateOrder;
+
+// The names that the JSON uses: "AdamW", "WarmupLR".
 std::string_view Name(OptimizerType value);
 std::string_view Name(SchedulerType value);
-std::string_view Name(Durability value);
-std::string_view Name(SyncMode value);
-std::string_view Name(UpdateOrder value);
 
 struct OptimizerConfig {
   std::optional<OptimizerType> type;
@@ -71,6 +68,7 @@ struct OptimizerConfig {
   // Whether weight decay is apart from the gradient (AdamW) rather than added to it (L2):
   // DeepSpeed's rule, where "Adam" means AdamW unless adam_w_mode is false, and "AdamW" always does.
   bool DecoupledDecay() const { return type == OptimizerType::kAdamW || adam_w_mode.value_or(true); }
+  bool operator==(const OptimizerConfig&) const = default;
 };
 
 // The parameters of any of the five; only those of `type` can be set.
@@ -98,10 +96,12 @@ struct SchedulerConfig {
   std::optional<double> warmup_min_lr;
   std::optional<double> warmup_max_lr;
   std::optional<int64_t> warmup_num_steps;
-  std::optional<WarmupType> warmup_type;
+  std::optional<zero::WarmupType> warmup_type;
   std::optional<int64_t> total_num_steps;
   std::optional<double> warmup_min_ratio;
   std::optional<double> cos_min_ratio;
+
+  bool operator==(const SchedulerConfig&) const = default;
 };
 
 struct Fp16Config {
@@ -112,6 +112,8 @@ struct Fp16Config {
   std::optional<int64_t> hysteresis;
   std::optional<bool> consecutive_hysteresis;
   std::optional<double> min_loss_scale;
+
+  bool operator==(const Fp16Config&) const = default;
 };
 
 struct OffloadParamConfig {
@@ -120,6 +122,8 @@ struct OffloadParamConfig {
   std::optional<int64_t> buffer_count;
   std::optional<int64_t> buffer_size_elements;
   std::optional<int64_t> max_in_cpu_elements;
+
+  bool operator==(const OffloadParamConfig&) const = default;
 };
 
 struct OffloadOptimizerConfig {
@@ -130,20 +134,22 @@ struct OffloadOptimizerConfig {
   std::optional<bool> pipeline_read;
   std::optional<bool> pipeline_write;
   std::optional<double> ratio;  // of the state that the processor updates; a device updates the rest
+
+  bool operator==(const OffloadOptimizerConfig&) const = default;
 };
 
 struct ZeroConfig {
   std::optional<int64_t> stage;  // 0..3; 1 and 2 keep weights whole on each of several ranks
   OffloadParamConfig offload_param;
   OffloadOptimizerConfig offload_optimizer;
-  std::optional<int64_t> sub_group_size_elements;         // bounds a tile
-  std::optional<int64_t> reduce_bucket_size_elements;     // bounds one reduction
-  std::optional<int64_t> allgather_bucket_size_elements;  // bounds one gather
-  std::optional<int64_t> prefetch_bucket_size_elements;   // bounds what is read ahead for compute
-  std::optional<int64_t> max_live_parameters_elements;    // bounds what is gathered at once
-  std::optional<int64_t> max_reuse_distance_elements;     // bounds between which uses weights stay
-  std::optional<int64_t> param_persistence_elements;      // blocks up to this size stay ...
-  std::optional<int64_t> model_persistence_elements;      // ... up to so much in all
+  std::optional<int64_t> sub_group_size_elements;        // bounds a tile
+  std::optional<int64_t> prefetch_bucket_size_elements;  // bounds what is read ahead for compute
+  std::optional<int64_t> max_live_parameters_elements;   // bounds what is gathered at once
+  std::optional<int64_t> max_reuse_distance_elements;    // bounds between which uses weights stay
+  std::optional<int64_t> param_persistence_elements;     // blocks up to this size stay ...
+  std::optional<int64_t> model_persistence_elements;     // ... up to so much in all
+
+  bool operator==(const ZeroConfig&) const = default;
 };
 
 struct AioConfig {
@@ -152,6 +158,8 @@ struct AioConfig {
   std::optional<int64_t>
       intra_op_parallelism;     // I/O threads, as in DeepSpeed; also thread_count, num_threads
   std::optional<bool> use_gds;  // weights past host memory, where device and drive can
+
+  bool operator==(const AioConfig&) const = default;
 };
 
 // csv_monitor and tensorboard: scalars of every step, in DeepSpeed's files and under its names.
@@ -163,6 +171,7 @@ struct MonitorConfig {
   bool on() const { return enabled.value_or(false); }
   // output_path/job_name, with DeepSpeed's defaults.
   std::string directory() const;
+  bool operator==(const MonitorConfig&) const = default;
 };
 
 // What a step computes, told once: at the end of one step (tools/penstock/flops_profile.h).
@@ -175,9 +184,10 @@ struct FlopsProfilerConfig {
   std::optional<std::string> output_file;  // empty: stderr
 
   bool on() const { return enabled.value_or(false); }
+  bool operator==(const FlopsProfilerConfig&) const = default;
 };
 
-// See zero/config/elasticity.h.
+// See run/elasticity.h.
 struct ElasticityConfig {
   std::optional<bool> enabled;
   std::optional<int64_t> max_train_batch_size;
@@ -187,6 +197,7 @@ struct ElasticityConfig {
   std::optional<bool> ignore_non_elastic_batch_info;
 
   bool on() const { return enabled.value_or(false); }
+  bool operator==(const ElasticityConfig&) const = default;
 };
 
 // "penstock": {}.
@@ -201,7 +212,6 @@ struct PenstockConfig {
   std::optional<Prefer> prefer;
   std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
   std::optional<int64_t> tile_bytes;
-  std::optional<int64_t> io_threads;
   std::optional<int64_t> update_threads;
   std::optional<ConfigPlacement> placement;
   std::optional<int64_t> placement_const_bytes;  // of "const": what may stay; ColossalAI's default is 512 MiB
@@ -209,6 +219,8 @@ struct PenstockConfig {
   std::optional<double> watchdog_seconds;        // 0: off
   std::optional<double> watchdog_abort_seconds;  // not below the other
   std::optional<double> wear_budget_tb;          // terabytes that the run is to write to drives at the most
+
+  bool operator==(const PenstockConfig&) const = default;
 };
 
 struct Config {
@@ -229,6 +241,8 @@ struct Config {
   MonitorConfig csv_monitor;
   MonitorConfig tensorboard;
   PenstockConfig penstock;
+
+  bool operator==(const Config&) const = default;
 };
 
 struct ParsedConfig {
@@ -279,10 +293,10 @@ std::vector<std::string> FillDefaults(const std::set<std::string>& autos, int64_
 // The schedule that the config asks for, with DeepSpeed's defaults. `lr`: the optimizer's rate (WarmupLR's
 // warmup_max_lr where that is not given, and what WarmupCosineLR scales); `total_steps`: the run's horizon,
 // used where total_num_steps is not given.
-absl::StatusOr<LrSchedule> MakeSchedule(const SchedulerConfig& config, double lr, int64_t total_steps);
+absl::StatusOr<zero::LrSchedule> MakeSchedule(const SchedulerConfig& config, double lr, int64_t total_steps);
 
 // DeepSpeed's defaults where the keys are absent: dynamic from 2^16, window 1000, hysteresis 2, minimum 1.
-absl::StatusOr<LossScaler> MakeLossScaler(const Fp16Config& config);
+absl::StatusOr<zero::LossScaler> MakeLossScaler(const Fp16Config& config);
 
 // Where state goes by the two offload blocks together: nvme if either says so, else cpu if either says so,
 // else none if either says so, else empty. At stages 1 and 2 only the optimizer's counts, as in DeepSpeed.
@@ -295,6 +309,6 @@ std::vector<std::string> NvmePaths(const ZeroConfig& config);
 // penstock.state_dirs or, without it, NvmePaths. Errors: ParseStateDirectories'.
 absl::StatusOr<StateDirectories> StateDirectoriesOf(const Config& config);
 
-}  // namespace penstock::zero
+}  // namespace penstock::run
 
-#endif  // PENSTOCK_ZERO_CONFIG_CONFIG_H_
+#endif  // PENSTOCK_RUN_CONFIG_H_

@@ -1,4 +1,4 @@
-#include "zero/config/elasticity.h"
+#include "run/elasticity.h"
 
 #include <algorithm>
 #include <array>
@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 
-namespace penstock::zero {
+namespace penstock::run {
 namespace {
 
 // The numbers that have more divisors than any smaller one, as far as DeepSpeed knows them, which leaves some
@@ -111,4 +111,4 @@ absl::StatusOr<int64_t> ElasticMicroBatch(const ElasticityConfig& config, const 
                                                  " evenly; start ", batch.RanksText()));
 }
 
-}  // namespace penstock::zero
+}  // namespace penstock::run

@@ -1,8 +1,8 @@
-#include "zero/config/plan_bounds.h"
+#include "run/plan_bounds.h"
 
 #include <algorithm>
 
-namespace penstock::zero {
+namespace penstock::run {
 namespace {
 
 constexpr int64_t kBuffers = 5;               // DeepSpeed's default of offload_param.buffer_count
@@ -66,4 +66,4 @@ tiering::PlanBounds PlanBoundsOf(const Config& config, int world) {
   return bounds;
 }
 
-}  // namespace penstock::zero
+}  // namespace penstock::run

@@ -1,4 +1,4 @@
-#include "zero/config/config.h"
+#include "run/config.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,9 @@
 
 #include "absl/strings/str_cat.h"
 
-namespace penstock::zero {
+namespace penstock::run {
+
+using zero::WarmupType;
 namespace {
 
 using testing::AllOf;
@@ -81,8 +83,6 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_FALSE(c.fp16.enabled.has_value());
   EXPECT_EQ(c.zero.stage, 3);
   EXPECT_EQ(c.zero.sub_group_size_elements, 1'000'000'000);
-  EXPECT_FALSE(c.zero.reduce_bucket_size_elements.has_value());  // "auto"
-  EXPECT_FALSE(c.zero.allgather_bucket_size_elements.has_value());
   EXPECT_EQ(c.zero.prefetch_bucket_size_elements, 50'000'000);
   EXPECT_EQ(c.zero.max_live_parameters_elements, 1'000'000'000);
   EXPECT_EQ(c.zero.offload_param.device, OffloadDevice::kNvme);
@@ -107,7 +107,6 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_EQ(c.penstock.versions, 2);
   EXPECT_EQ(c.penstock.order, UpdateOrder::kInNextForward);
   EXPECT_EQ(c.penstock.tile_bytes, 16 << 20);
-  EXPECT_EQ(c.penstock.io_threads, 2);
   EXPECT_EQ(c.penstock.update_threads, 4);
   EXPECT_EQ(CombinedOffload(c.zero), OffloadDevice::kNvme);
   EXPECT_THAT(NvmePaths(c.zero), ElementsAre("/local_nvme"));
@@ -611,4 +610,4 @@ TEST(LoadConfig, FilesAndWhatIsNotOne) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::run

@@ -7,17 +7,17 @@
 #include <string>
 #include <vector>
 
-#include "zero/config/config.h"
+#include "run/config.h"
+#include "run/settings.h"
 #include "zero/config/config_json.h"
-#include "zero/config/config_keys.h"
 
-namespace penstock::zero {
+namespace penstock::run {
 namespace {
 
 using Json = nlohmann::ordered_json;
 
 // A value that the key accepts.
-Json Example(const KeySpec& spec) {
+Json Example(const Setting& spec) {
   const auto within = [&spec](double wish) { return std::min(std::max(wish, spec.least), spec.most); };
   switch (spec.type) {
     case KeyType::kBool:
@@ -79,7 +79,7 @@ TEST(ConfigTable, EveryKeyHasTheFateThatItIsGiven) {
   int keys = 0;
   for (const std::string_view section : SectionPaths()) {
     std::set<std::string_view> names;
-    for (const KeySpec& spec : SectionKeys(section)) {
+    for (const Setting& spec : SectionKeys(section)) {
       ++keys;
       const std::string name(spec.name);
       EXPECT_TRUE(names.insert(spec.name).second) << section << "." << name << " stands twice in the table";
@@ -106,10 +106,10 @@ TEST(ConfigTable, EveryKeyHasTheFateThatItIsGiven) {
 
 TEST(ConfigTable, CanonicalSpellingsExistAndBehaveAlike) {
   for (const std::string_view section : SectionPaths()) {
-    for (const KeySpec& spec : SectionKeys(section)) {
+    for (const Setting& spec : SectionKeys(section)) {
       if (spec.canonical.empty()) continue;
       bool found = false;
-      for (const KeySpec& other : SectionKeys(section)) {
+      for (const Setting& other : SectionKeys(section)) {
         if (other.name != spec.canonical) continue;
         found = true;
         EXPECT_EQ(other.use, spec.use) << spec.name;
@@ -124,7 +124,7 @@ TEST(ConfigTable, CanonicalSpellingsExistAndBehaveAlike) {
 TEST(ConfigTable, ServedKeysRefuseEveryOtherType) {
   const std::vector<Json> values = {true, -1.5, "zebra", Json::array({1}), {{"zebra", 1}}};
   for (const std::string_view section : SectionPaths()) {
-    for (const KeySpec& spec : SectionKeys(section)) {
+    for (const Setting& spec : SectionKeys(section)) {
       if (spec.use != KeyUse::kServed) continue;
       int accepted = 0;
       for (const Json& value : values) {
@@ -296,4 +296,4 @@ TEST(ConfigMutation, TreesOfAValidConfiguration) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::run

@@ -1,13 +1,13 @@
 // The directories of a run's state as they are written: "DIR", or "DIR=WEIGHT" with its share of the bytes.
-#ifndef PENSTOCK_ZERO_CONFIG_STATE_DIRECTORIES_H_
-#define PENSTOCK_ZERO_CONFIG_STATE_DIRECTORIES_H_
+#ifndef PENSTOCK_RUN_STATE_DIRECTORIES_H_
+#define PENSTOCK_RUN_STATE_DIRECTORIES_H_
 
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 
-namespace penstock::zero {
+namespace penstock::run {
 
 struct StateDirectories {
   std::vector<std::string> paths;
@@ -20,6 +20,6 @@ struct StateDirectories {
 // above 0 and at most 1e6, or one without a path.
 absl::StatusOr<StateDirectories> ParseStateDirectories(const std::vector<std::string>& given);
 
-}  // namespace penstock::zero
+}  // namespace penstock::run
 
-#endif  // PENSTOCK_ZERO_CONFIG_STATE_DIRECTORIES_H_
+#endif  // PENSTOCK_RUN_STATE_DIRECTORIES_H_

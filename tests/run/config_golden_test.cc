@@ -9,12 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "zero/config/config.h"
+#include "run/config.h"
+#include "run/elasticity.h"
+#include "run/settings.h"
 #include "zero/config/config_json.h"
-#include "zero/config/config_keys.h"
-#include "zero/config/elasticity.h"
 
-namespace penstock::zero {
+namespace penstock::run {
+
+using zero::ParseHjson;
 namespace {
 
 using nlohmann::json;
@@ -84,7 +86,7 @@ TEST(ConfigGolden, WhatIsLeftOpenIsAsInDeepSpeed) {
     const auto schedule = MakeSchedule(*config.scheduler, lr, steps);
     ASSERT_TRUE(schedule.ok()) << schedule.status();
     for (size_t i = 0; i < golden["updates"].size(); ++i) {
-      const ScheduledRates rates = schedule->At(golden["updates"][i]);
+      const zero::ScheduledRates rates = schedule->At(golden["updates"][i]);
       const double rate = answer["rates"][i];
       EXPECT_NEAR(rates.lr, rate, 1e-12 * std::max(rate, 1e-3)) << "update " << golden["updates"][i];
       EXPECT_EQ(rates.beta1.has_value(), answer.contains("beta1"));
@@ -110,7 +112,7 @@ TEST(ConfigGolden, EveryKeyOfDeepSpeedIsKnown) {
     for (const json& key : section[1]) {
       const auto keys = SectionKeys(path);
       EXPECT_TRUE(
-          std::any_of(keys.begin(), keys.end(), [&](const KeySpec& spec) { return key == spec.name; }))
+          std::any_of(keys.begin(), keys.end(), [&](const Setting& spec) { return key == spec.name; }))
           << path << ": " << key;
       ++known;
     }
@@ -173,4 +175,4 @@ TEST(ConfigGolden, TextsAreReadAsByHjson) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::run

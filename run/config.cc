@@ -1,4 +1,4 @@
-#include "zero/config/config.h"
+#include "run/config.h"
 
 #include <algorithm>
 #include <array>
@@ -12,231 +12,27 @@
 #include "absl/strings/str_format.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
+#include "run/config_names.h"
+#include "run/elasticity.h"
+#include "run/settings.h"
 #include "zero/config/config_json.h"
-#include "zero/config/config_keys.h"
-#include "zero/config/elasticity.h"
 
-namespace penstock::zero {
+namespace penstock::run {
+
+using zero::LossScaleOptions;
+using zero::LossScaler;
+using zero::LrRangeTest;
+using zero::LrSchedule;
+using zero::OneCycle;
+using zero::ParseHjson;
+using zero::Printable;
+using zero::WarmupCosineLr;
+using zero::WarmupDecayLr;
+using zero::WarmupLr;
+using zero::WarmupType;
 namespace {
 
 constexpr uint64_t kLargestConfig = uint64_t{1} << 20;
-
-template <typename Enum>
-struct Named {
-  Enum value;
-  std::string_view name;
-};
-
-constexpr auto kOffloadDevices = std::to_array<Named<OffloadDevice>>(
-    {{OffloadDevice::kNone, "none"}, {OffloadDevice::kCpu, "cpu"}, {OffloadDevice::kNvme, "nvme"}});
-constexpr auto kOptimizerTypes = std::to_array<Named<OptimizerType>>({{OptimizerType::kAdam, "Adam"},
-                                                                      {OptimizerType::kAdamW, "AdamW"},
-                                                                      {OptimizerType::kAdagrad, "Adagrad"},
-                                                                      {OptimizerType::kLion, "Lion"},
-                                                                      {OptimizerType::kSgd, "SGD"}});
-constexpr auto kSchedulerTypes =
-    std::to_array<Named<SchedulerType>>({{SchedulerType::kLrRangeTest, "LRRangeTest"},
-                                         {SchedulerType::kOneCycle, "OneCycle"},
-                                         {SchedulerType::kWarmupLr, "WarmupLR"},
-                                         {SchedulerType::kWarmupDecayLr, "WarmupDecayLR"},
-                                         {SchedulerType::kWarmupCosineLr, "WarmupCosineLR"}});
-constexpr auto kDurabilities =
-    std::to_array<Named<Durability>>({{Durability::kStep, "step"}, {Durability::kCheckpoint, "checkpoint"}});
-constexpr auto kSyncModes =
-    std::to_array<Named<SyncMode>>({{SyncMode::kProcess, "process"}, {SyncMode::kPower, "power"}});
-constexpr auto kUpdateOrders =
-    std::to_array<Named<UpdateOrder>>({{UpdateOrder::kAuto, "auto"},
-                                       {UpdateOrder::kInNextForward, "next_forward"},
-                                       {UpdateOrder::kInBackward, "in_backward"}});
-constexpr auto kPrefers = std::to_array<Named<Prefer>>({{Prefer::kWear, "wear"}, {Prefer::kTime, "time"}});
-constexpr auto kPlacements = std::to_array<Named<ConfigPlacement>>({{ConfigPlacement::kAuto, "auto"},
-                                                                    {ConfigPlacement::kCpu, "cpu"},
-                                                                    {ConfigPlacement::kCuda, "cuda"},
-                                                                    {ConfigPlacement::kConst, "const"}});
-constexpr auto kWarmupTypes =
-    std::to_array<Named<WarmupType>>({{WarmupType::kLog, "log"}, {WarmupType::kLinear, "linear"}});
-
-template <typename Table, typename Enum>
-std::string_view NameIn(const Table& table, Enum value) {
-  for (const auto& entry : table) {
-    if (entry.value == value) return entry.name;
-  }
-  return "?";
-}
-
-// Reads checked values into optionals: types and ranges are the table's business and right by now.
-class Filler {
- public:
-  explicit Filler(const std::map<std::string, nlohmann::json>& served) : served_(served) {}
-
-  template <typename T>
-  void Get(const char* path, std::optional<T>& to) const {
-    if (const auto it = served_.find(path); it != served_.end()) to = it->second.get<T>();
-  }
-  template <typename Table, typename Enum>
-  void Get(const char* path, const Table& table, std::optional<Enum>& to) const {
-    const auto it = served_.find(path);
-    if (it == served_.end()) return;
-    const auto& name = it->second.get_ref<const std::string&>();
-    for (const auto& entry : table) {
-      if (entry.name == name) to = entry.value;
-    }
-  }
-  void GetBetas(const char* path, OptimizerConfig& to) const {
-    const auto it = served_.find(path);
-    if (it == served_.end()) return;
-    to.beta1 = it->second[0].get<double>();
-    to.beta2 = it->second[1].get<double>();
-  }
-
- private:
-  const std::map<std::string, nlohmann::json>& served_;
-};
-
-void FillScheduler(const Filler& f, std::optional<SchedulerConfig>& to) {
-  std::optional<SchedulerType> type;
-  f.Get("scheduler.type", kSchedulerTypes, type);
-  if (!type) return;
-  SchedulerConfig s;
-  s.type = *type;
-  f.Get("scheduler.params.lr_range_test_min_lr", s.lr_range_test_min_lr);
-  f.Get("scheduler.params.lr_range_test_step_size", s.lr_range_test_step_size);
-  f.Get("scheduler.params.lr_range_test_step_rate", s.lr_range_test_step_rate);
-  f.Get("scheduler.params.lr_range_test_staircase", s.lr_range_test_staircase);
-  f.Get("scheduler.params.cycle_min_lr", s.cycle_min_lr);
-  f.Get("scheduler.params.cycle_max_lr", s.cycle_max_lr);
-  f.Get("scheduler.params.decay_lr_rate", s.decay_lr_rate);
-  f.Get("scheduler.params.cycle_first_step_size", s.cycle_first_step_size);
-  f.Get("scheduler.params.cycle_second_step_size", s.cycle_second_step_size);
-  f.Get("scheduler.params.cycle_first_stair_count", s.cycle_first_stair_count);
-  f.Get("scheduler.params.cycle_second_stair_count", s.cycle_second_stair_count);
-  f.Get("scheduler.params.decay_step_size", s.decay_step_size);
-  f.Get("scheduler.params.cycle_momentum", s.cycle_momentum);
-  f.Get("scheduler.params.cycle_min_mom", s.cycle_min_mom);
-  f.Get("scheduler.params.cycle_max_mom", s.cycle_max_mom);
-  f.Get("scheduler.params.decay_mom_rate", s.decay_mom_rate);
-  f.Get("scheduler.params.warmup_min_lr", s.warmup_min_lr);
-  f.Get("scheduler.params.warmup_max_lr", s.warmup_max_lr);
-  f.Get("scheduler.params.warmup_num_steps", s.warmup_num_steps);
-  f.Get("scheduler.params.warmup_type", kWarmupTypes, s.warmup_type);
-  f.Get("scheduler.params.total_num_steps", s.total_num_steps);
-  f.Get("scheduler.params.warmup_min_ratio", s.warmup_min_ratio);
-  f.Get("scheduler.params.cos_min_ratio", s.cos_min_ratio);
-  to = s;
-}
-
-void FillMonitor(const Filler& f, const std::string& section, MonitorConfig& to) {
-  f.Get((section + ".enabled").c_str(), to.enabled);
-  f.Get((section + ".output_path").c_str(), to.output_path);
-  f.Get((section + ".job_name").c_str(), to.job_name);
-}
-
-void FillFlopsProfiler(const Filler& f, FlopsProfilerConfig& to) {
-  f.Get("flops_profiler.enabled", to.enabled);
-  f.Get("flops_profiler.profile_step", to.profile_step);
-  f.Get("flops_profiler.module_depth", to.module_depth);
-  f.Get("flops_profiler.top_modules", to.top_modules);
-  f.Get("flops_profiler.detailed", to.detailed);
-  f.Get("flops_profiler.output_file", to.output_file);
-}
-
-void FillElasticity(const Filler& f, ElasticityConfig& to) {
-  f.Get("elasticity.enabled", to.enabled);
-  f.Get("elasticity.max_train_batch_size", to.max_train_batch_size);
-  std::optional<std::vector<int64_t>> micro_batches;
-  f.Get("elasticity.micro_batch_sizes", micro_batches);
-  to.micro_batch_sizes = micro_batches.value_or(std::vector<int64_t>());
-  f.Get("elasticity.min_gpus", to.min_gpus);
-  f.Get("elasticity.max_gpus", to.max_gpus);
-  f.Get("elasticity.prefer_larger_batch", to.prefer_larger_batch);
-  f.Get("elasticity.ignore_non_elastic_batch_info", to.ignore_non_elastic_batch_info);
-}
-
-void FillZero(const Filler& f, ZeroConfig& z) {
-  f.Get("zero_optimization.stage", z.stage);
-  f.Get("zero_optimization.sub_group_size", z.sub_group_size_elements);
-  f.Get("zero_optimization.reduce_bucket_size", z.reduce_bucket_size_elements);
-  f.Get("zero_optimization.allgather_bucket_size", z.allgather_bucket_size_elements);
-  f.Get("zero_optimization.stage3_prefetch_bucket_size", z.prefetch_bucket_size_elements);
-  f.Get("zero_optimization.stage3_max_live_parameters", z.max_live_parameters_elements);
-  f.Get("zero_optimization.stage3_max_reuse_distance", z.max_reuse_distance_elements);
-  f.Get("zero_optimization.stage3_param_persistence_threshold", z.param_persistence_elements);
-  f.Get("zero_optimization.stage3_model_persistence_threshold", z.model_persistence_elements);
-  f.Get("zero_optimization.offload_optimizer.pipeline_read", z.offload_optimizer.pipeline_read);
-  f.Get("zero_optimization.offload_optimizer.pipeline_write", z.offload_optimizer.pipeline_write);
-  f.Get("zero_optimization.offload_optimizer.ratio", z.offload_optimizer.ratio);
-  f.Get("zero_optimization.offload_param.device", kOffloadDevices, z.offload_param.device);
-  f.Get("zero_optimization.offload_param.nvme_path", z.offload_param.nvme_path);
-  f.Get("zero_optimization.offload_param.buffer_count", z.offload_param.buffer_count);
-  f.Get("zero_optimization.offload_param.buffer_size", z.offload_param.buffer_size_elements);
-  f.Get("zero_optimization.offload_param.max_in_cpu", z.offload_param.max_in_cpu_elements);
-  f.Get("zero_optimization.offload_optimizer.device", kOffloadDevices, z.offload_optimizer.device);
-  f.Get("zero_optimization.offload_optimizer.nvme_path", z.offload_optimizer.nvme_path);
-  f.Get("zero_optimization.offload_optimizer.buffer_count", z.offload_optimizer.buffer_count);
-}
-
-Config Fill(const Filler& f) {
-  Config c;
-  f.Get("train_batch_size", c.train_batch_size);
-  f.Get("train_micro_batch_size_per_gpu", c.micro_batch_per_rank);
-  f.Get("gradient_accumulation_steps", c.gradient_accumulation_steps);
-  f.Get("gradient_clipping", c.gradient_clipping);
-
-  f.Get("optimizer.type", kOptimizerTypes, c.optimizer.type);
-  f.Get("optimizer.params.lr", c.optimizer.lr);
-  f.GetBetas("optimizer.params.betas", c.optimizer);
-  f.Get("optimizer.params.eps", c.optimizer.eps);
-  f.Get("optimizer.params.weight_decay", c.optimizer.weight_decay);
-  f.Get("optimizer.params.adam_w_mode", c.optimizer.adam_w_mode);
-  f.Get("optimizer.params.torch_adam", c.optimizer.torch_adam);
-  f.Get("optimizer.params.lr_decay", c.optimizer.lr_decay);
-  f.Get("optimizer.params.momentum", c.optimizer.momentum);
-  f.Get("optimizer.params.dampening", c.optimizer.dampening);
-  f.Get("optimizer.params.nesterov", c.optimizer.nesterov);
-  FillScheduler(f, c.scheduler);
-
-  f.Get("fp16.enabled", c.fp16.enabled);
-  f.Get("fp16.loss_scale", c.fp16.loss_scale);
-  f.Get("fp16.initial_scale_power", c.fp16.initial_scale_power);
-  f.Get("fp16.loss_scale_window", c.fp16.loss_scale_window);
-  f.Get("fp16.hysteresis", c.fp16.hysteresis);
-  f.Get("fp16.consecutive_hysteresis", c.fp16.consecutive_hysteresis);
-  f.Get("fp16.min_loss_scale", c.fp16.min_loss_scale);
-  f.Get("bf16.enabled", c.bf16);
-
-  FillZero(f, c.zero);
-  f.Get("aio.block_size", c.aio.block_size_bytes);
-  f.Get("aio.queue_depth", c.aio.queue_depth);
-  f.Get("aio.intra_op_parallelism", c.aio.intra_op_parallelism);
-  f.Get("aio.use_gds", c.aio.use_gds);
-
-  f.Get("wall_clock_breakdown", c.wall_clock_breakdown);
-  f.Get("comms_logger.enabled", c.comms_logger);
-  FillFlopsProfiler(f, c.flops_profiler);
-  FillElasticity(f, c.elasticity);
-  FillMonitor(f, "csv_monitor", c.csv_monitor);
-  FillMonitor(f, "tensorboard", c.tensorboard);
-
-  f.Get("penstock.host_memory", c.penstock.host_memory_budget_bytes);
-  f.Get("penstock.device_memory", c.penstock.device_memory_budget_bytes);
-  f.Get("penstock.state_dirs", c.penstock.state_dirs);
-  f.Get("penstock.durability", kDurabilities, c.penstock.durability);
-  f.Get("penstock.sync", kSyncModes, c.penstock.sync);
-  f.Get("penstock.versions", c.penstock.versions);
-  f.Get("penstock.order", kUpdateOrders, c.penstock.order);
-  f.Get("penstock.prefer", kPrefers, c.penstock.prefer);
-  f.Get("penstock.optimizer_states", c.penstock.optimizer_states);
-  f.Get("penstock.tile_bytes", c.penstock.tile_bytes);
-  f.Get("penstock.io_threads", c.penstock.io_threads);
-  f.Get("penstock.update_threads", c.penstock.update_threads);
-  f.Get("penstock.placement", kPlacements, c.penstock.placement);
-  f.Get("penstock.placement_const_bytes", c.penstock.placement_const_bytes);
-  f.Get("penstock.gpu_margin_mem_ratio", c.penstock.state_fraction);
-  f.Get("penstock.wear_budget_tb", c.penstock.wear_budget_tb);
-  f.Get("penstock.watchdog_seconds", c.penstock.watchdog_seconds);
-  f.Get("penstock.watchdog_abort_seconds", c.penstock.watchdog_abort_seconds);
-  return c;
-}
 
 // Stages 1 and 2, where DeepSpeed does not look at offload_param.
 bool KeepsWeightsWhole(const ZeroConfig& zero) { return zero.stage == 1 || zero.stage == 2; }
@@ -298,6 +94,14 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
         "penstock.prefer \"time\": accepted and ignored: beside durability \"checkpoint\" no step reads more "
         "to be shorter");
   }
+  const OffloadOptimizerConfig& optimizer = c.zero.offload_optimizer;
+  const bool no_ahead = optimizer.pipeline_read == false, no_behind = optimizer.pipeline_write == false;
+  if (no_ahead != no_behind) {
+    notes.push_back(absl::StrCat(
+        "zero_optimization.offload_optimizer.pipeline_", no_ahead ? "read" : "write",
+        " false: at most two tiles of optimizer state are in flight at once, one of which may still be read ",
+        "ahead or written behind; with pipeline_read and pipeline_write false it is one at a time"));
+  }
   if (c.penstock.placement_const_bytes && c.penstock.placement != ConfigPlacement::kConst) {
     notes.push_back(
         "penstock.placement_const_bytes: accepted and ignored: it is the bound of placement \"const\"");
@@ -338,12 +142,8 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
 
 }  // namespace
 
-std::string_view Name(OffloadDevice value) { return NameIn(kOffloadDevices, value); }
-std::string_view Name(OptimizerType value) { return NameIn(kOptimizerTypes, value); }
-std::string_view Name(SchedulerType value) { return NameIn(kSchedulerTypes, value); }
-std::string_view Name(Durability value) { return NameIn(kDurabilities, value); }
-std::string_view Name(SyncMode value) { return NameIn(kSyncModes, value); }
-std::string_view Name(UpdateOrder value) { return NameIn(kUpdateOrders, value); }
+std::string_view Name(OptimizerType value) { return NameIn(value); }
+std::string_view Name(SchedulerType value) { return NameIn(value); }
 
 std::string MonitorConfig::directory() const {
   const std::string path = output_path.value_or("");
@@ -354,10 +154,11 @@ std::string MonitorConfig::directory() const {
 absl::StatusOr<ParsedConfig> ParseConfig(std::string_view json_text) {
   ASSIGN_OR_RETURN(nlohmann::ordered_json json, ParseHjson(json_text));
   ASSIGN_OR_RETURN(CheckedKeys keys, CheckKeys(json));
-  ParsedConfig parsed{.config = Fill(Filler(keys.served)),
+  ParsedConfig parsed{.config = {},
                       .notes = std::move(keys.notes),
                       .autos = std::move(keys.autos),
                       .deepspeeds = json.size() != 1 || !json.contains("penstock")};
+  Fill(keys.served, &parsed.config);
   RETURN_IF_ERROR(CheckTogether(parsed.config, parsed.notes));
   return parsed;
 }
@@ -515,4 +316,4 @@ absl::StatusOr<StateDirectories> StateDirectoriesOf(const Config& config) {
                       absl::StrCat("penstock.state_dirs: ", parsed.status().message()));
 }
 
-}  // namespace penstock::zero
+}  // namespace penstock::run

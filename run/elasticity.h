@@ -1,7 +1,7 @@
 // DeepSpeed's elastic batch size (its version 0.1): one number of sequences a step that many numbers of ranks
 // can share evenly, so that a run goes on with another number of ranks and sees the same steps.
-#ifndef PENSTOCK_ZERO_CONFIG_ELASTICITY_H_
-#define PENSTOCK_ZERO_CONFIG_ELASTICITY_H_
+#ifndef PENSTOCK_RUN_ELASTICITY_H_
+#define PENSTOCK_RUN_ELASTICITY_H_
 
 #include <cstdint>
 #include <string>
@@ -9,9 +9,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "zero/config/config.h"
+#include "run/config.h"
 
-namespace penstock::zero {
+namespace penstock::run {
 
 struct ElasticBatch {
   int64_t train_batch = 0;
@@ -33,6 +33,6 @@ absl::StatusOr<ElasticBatch> ComputeElasticBatch(const ElasticityConfig& config)
 absl::StatusOr<int64_t> ElasticMicroBatch(const ElasticityConfig& config, const ElasticBatch& batch,
                                           int64_t world);
 
-}  // namespace penstock::zero
+}  // namespace penstock::run
 
-#endif  // PENSTOCK_ZERO_CONFIG_ELASTICITY_H_
+#endif  // PENSTOCK_RUN_ELASTICITY_H_

@@ -1,4 +1,4 @@
-#include "zero/config/state_directories.h"
+#include "run/state_directories.h"
 
 #include <optional>
 #include <utility>
@@ -8,7 +8,7 @@
 #include "base/directory.h"
 #include "base/status_macros.h"
 
-namespace penstock::zero {
+namespace penstock::run {
 
 absl::StatusOr<StateDirectories> ParseStateDirectories(const std::vector<std::string>& given) {
   StateDirectories directories;
@@ -37,4 +37,4 @@ absl::StatusOr<StateDirectories> ParseStateDirectories(const std::vector<std::st
   return directories;
 }
 
-}  // namespace penstock::zero
+}  // namespace penstock::run

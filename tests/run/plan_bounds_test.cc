@@ -1,6 +1,6 @@
 // Every key of DeepSpeed's that says where something lives or moves is obeyed by a plan, or named with a
 // reason.
-#include "zero/config/plan_bounds.h"
+#include "run/plan_bounds.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,11 +10,11 @@
 #include <map>
 #include <set>
 
+#include "run/settings.h"
 #include "tests/tiering/plans.h"
 #include "tiering/program/program.h"
-#include "zero/config/config_keys.h"
 
-namespace penstock::zero {
+namespace penstock::run {
 namespace {
 
 using tiering::BlockPlan;
@@ -195,7 +195,7 @@ TEST(PlanBounds, EveryKeyOfZeroIsObeyedHereOrElsewhereOrNamedWithAReason) {
   int obeyed = 0, named = 0;
   for (const std::string section :
        {"zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"}) {
-    for (const KeySpec& spec : SectionKeys(section)) {
+    for (const Setting& spec : SectionKeys(section)) {
       const std::string name(spec.canonical.empty() ? spec.name : spec.canonical);
       if (spec.use != KeyUse::kServed) {
         EXPECT_GT(spec.why.size(), 10u) << section << "." << name << " is not served and gives no reason";
@@ -211,7 +211,7 @@ TEST(PlanBounds, EveryKeyOfZeroIsObeyedHereOrElsewhereOrNamedWithAReason) {
   EXPECT_GE(named, 30);
   // And the other sections: nothing is silent.
   for (const std::string_view section : SectionPaths()) {
-    for (const KeySpec& spec : SectionKeys(section)) {
+    for (const Setting& spec : SectionKeys(section)) {
       if (spec.use != KeyUse::kServed && spec.canonical.empty()) {
         EXPECT_GT(spec.why.size(), 10u) << section << "." << spec.name;
       }
@@ -229,4 +229,4 @@ TEST(PlanBounds, NothingSaidBoundsNothing) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::run

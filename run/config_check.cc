@@ -1,4 +1,4 @@
-// Walks a configuration along the table of config_keys.cc.
+// Walks a configuration along the table of settings.cc.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -12,12 +12,17 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/status_macros.h"
+#include "run/settings.h"
 #include "tiering/plan/byte_size.h"
 #include "zero/config/config_json.h"
-#include "zero/config/config_keys.h"
 #include "zero/config/nearest_name.h"
 
-namespace penstock::zero {
+namespace penstock::run {
+
+using zero::DidYouMean;
+using zero::EditDistance;
+using zero::Printable;
+using zero::ShowValue;
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -97,8 +102,8 @@ class Walker {
   }
 
  private:
-  static const KeySpec* Find(std::string_view section, std::string_view name) {
-    for (const KeySpec& spec : SectionKeys(section)) {
+  static const Setting* Find(std::string_view section, std::string_view name) {
+    for (const Setting& spec : SectionKeys(section)) {
       if (spec.name == name) return &spec;
     }
     return nullptr;
@@ -107,7 +112,7 @@ class Walker {
   absl::Status Key(std::string_view section, const std::string& parent, const std::string& canonical_parent,
                    const std::string& name, const Json& value) {
     const std::string shown = Join(parent, Printable(name));
-    const KeySpec* spec = Find(section, name);
+    const Setting* spec = Find(section, name);
     if (spec == nullptr) {
       absl::Status unknown = Unknown(section, shown, name);
       if (!section.empty() || Misspelt(name)) return unknown;
@@ -185,16 +190,16 @@ class Walker {
   // A key of the top level with a slip of the pen, rather than one of somebody else's.
   static bool Misspelt(std::string_view name) {
     constexpr size_t kLong = 8;
-    const std::span<const KeySpec> keys = SectionKeys("");
+    const std::span<const Setting> keys = SectionKeys("");
     const size_t slips = name.size() < kLong ? 1 : 2;
-    return std::any_of(keys.begin(), keys.end(), [name, slips](const KeySpec& spec) {
+    return std::any_of(keys.begin(), keys.end(), [name, slips](const Setting& spec) {
       const size_t shorter = std::min(name.size(), spec.name.size());
       return std::max(name.size(), spec.name.size()) - shorter <= slips &&
              EditDistance(name, spec.name) <= slips;
     });
   }
 
-  static bool Neutral(const KeySpec& spec, const Json& value) {
+  static bool Neutral(const Setting& spec, const Json& value) {
     if (value.is_boolean() && !value.get<bool>() && spec.neutral != "true") return true;
     if (value.is_object()) {
       if (value.empty()) return true;
@@ -210,13 +215,13 @@ class Walker {
         absl::StrCat(shown, ": must be ", std::string(wanted), ", not ", ShowValue(value)));
   }
 
-  static std::string Choices(const KeySpec& spec) {
+  static std::string Choices(const Setting& spec) {
     return absl::StrJoin(absl::StrSplit(absl::string_view(spec.choices.data(), spec.choices.size()), '|'),
                          ", ");
   }
 
   // The value in the form that CheckedKeys documents.
-  static absl::StatusOr<nlohmann::json> Value(const KeySpec& spec, const std::string& shown,
+  static absl::StatusOr<nlohmann::json> Value(const Setting& spec, const std::string& shown,
                                               const Json& value) {
     switch (spec.type) {
       case KeyType::kBool:
@@ -288,7 +293,7 @@ class Walker {
 
   static constexpr std::string_view kSizeKind = "a size such as \"4GiB\"";
 
-  static absl::StatusOr<nlohmann::json> WholeValue(const KeySpec& spec, const std::string& shown,
+  static absl::StatusOr<nlohmann::json> WholeValue(const Setting& spec, const std::string& shown,
                                                    const Json& value) {
     const std::string_view kind = spec.type == KeyType::kSize ? kSizeKind : "a whole number";
     int64_t whole = 0;
@@ -309,7 +314,7 @@ class Walker {
     return nlohmann::json(whole);
   }
 
-  static absl::StatusOr<nlohmann::json> ChoiceValue(const KeySpec& spec, const std::string& shown,
+  static absl::StatusOr<nlohmann::json> ChoiceValue(const Setting& spec, const std::string& shown,
                                                     const Json& value) {
     const std::string choices = Choices(spec);
     if (!value.is_string()) return Wrong(shown, absl::StrCat("one of ", choices), value);
@@ -333,11 +338,11 @@ class Walker {
                                                    ShowValue(value), DidYouMean(given, names)));
   }
 
-  static bool InRange(const KeySpec& spec, double number) {
+  static bool InRange(const Setting& spec, double number) {
     return std::isfinite(number) && number >= spec.least && number <= spec.most;
   }
 
-  static std::string Range(const KeySpec& spec, std::string_view kind) {
+  static std::string Range(const Setting& spec, std::string_view kind) {
     std::string what(kind);
     if (spec.least <= -kUnbounded) return what;
     if (spec.most >= kUnbounded) return absl::StrFormat("%s of %.10g or more", what, spec.least);
@@ -360,7 +365,7 @@ class Walker {
 
   static absl::Status Unknown(std::string_view section, const std::string& shown, const std::string& name) {
     std::vector<std::string_view> names;
-    for (const KeySpec& spec : SectionKeys(section)) names.push_back(spec.name);
+    for (const Setting& spec : SectionKeys(section)) names.push_back(spec.name);
     std::string hint = DidYouMean(name, names);
     if (const std::string elsewhere = Elsewhere(section, name); !elsewhere.empty()) {
       hint = absl::StrCat("; ", elsewhere);
@@ -386,4 +391,4 @@ absl::StatusOr<CheckedKeys> CheckKeys(const nlohmann::ordered_json& root) {
   return walker.Take();
 }
 
-}  // namespace penstock::zero
+}  // namespace penstock::run

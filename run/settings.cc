@@ -1,0 +1,1228 @@
+// The table. Names and defaults are those of DeepSpeed up to 0.19 (deepspeed/runtime/config.py, constants.py,
+// precision_config.py, zero/config.py, zero/offload_config.py, swap_tensor/aio_config.py).
+#include "run/settings.h"
+
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "run/config.h"
+#include "run/config_names.h"
+
+namespace penstock::run {
+namespace {
+
+using nlohmann::json;
+
+constexpr KeyUse kServed = KeyUse::kServed;
+constexpr KeyUse kNeedless = KeyUse::kNeedless;
+constexpr KeyUse kIgnored = KeyUse::kIgnored;
+constexpr KeyUse kRefused = KeyUse::kRefused;
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+// Builders, so that each row names only what matters to it.
+constexpr Setting Bool(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kBool};
+}
+constexpr Setting Text(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kText};
+}
+constexpr Setting Path(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kPath};
+}
+constexpr Setting Paths(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kPaths};
+}
+constexpr Setting Object(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kObject};
+}
+constexpr Setting Whole(std::string_view name, double least, double most = 0x1p62) {
+  return {.name = name, .use = kServed, .type = KeyType::kWhole, .least = least, .most = most};
+}
+constexpr Setting Wholes(std::string_view name, double least, double most) {
+  return {.name = name, .use = kServed, .type = KeyType::kWholes, .least = least, .most = most};
+}
+constexpr Setting Number(std::string_view name, double least, double most = kInf) {
+  return {.name = name, .use = kServed, .type = KeyType::kNumber, .least = least, .most = most};
+}
+constexpr Setting Pair(std::string_view name, double least, double most) {
+  return {.name = name, .use = kServed, .type = KeyType::kPair, .least = least, .most = most};
+}
+constexpr Setting Size(std::string_view name, double least, double most = 0x1p62) {
+  return {.name = name, .use = kServed, .type = KeyType::kSize, .least = least, .most = most};
+}
+constexpr Setting Choice(std::string_view name, std::string_view choices) {
+  return {.name = name, .use = kServed, .type = KeyType::kChoice, .choices = choices};
+}
+constexpr Setting Needless(std::string_view name, KeyType type, std::string_view why) {
+  return {.name = name, .use = kNeedless, .type = type, .why = why};
+}
+constexpr Setting Ignored(std::string_view name, KeyType type, std::string_view why,
+                          std::string_view neutral = "") {
+  return {.name = name, .use = kIgnored, .type = type, .why = why, .neutral = neutral};
+}
+constexpr Setting Refused(std::string_view name, std::string_view why, std::string_view neutral = "") {
+  return {.name = name, .use = kRefused, .type = KeyType::kAny, .why = why, .neutral = neutral};
+}
+constexpr Setting AlsoCalled(Setting setting, std::string_view other) {
+  setting.canonical = setting.name;
+  setting.name = other;
+  return setting;
+}
+constexpr Setting OnceCalled(Setting setting, std::string_view old) {
+  setting = AlsoCalled(setting, old);
+  setting.old_name = true;
+  return setting;
+}
+// Settings that configurations do not have.
+constexpr Setting OnlyFlag(std::string_view flag) {
+  return Setting{.use = kServed, .type = KeyType::kAny}.Flag(flag).EachStart();
+}
+constexpr Setting OnlyKeyword(std::string_view keyword) {
+  return Setting{.use = kServed, .type = KeyType::kAny}.Keyword(keyword).EachStart();
+}
+
+// A checked value, into its place.
+template <typename T>
+void Take(const json& value, std::optional<T>& to) {
+  to = value.get<T>();
+}
+// By the name that NamesOf has for it.
+template <typename Enum>
+requires std::is_enum_v<Enum>
+void Take(const json& value, std::optional<Enum>& to) {
+  for (const auto& [of, name] : NamesOf(Enum())) {
+    if (name == value.get_ref<const std::string&>()) to = of;
+  }
+}
+void Take(const json& value, SchedulerType& to) {
+  std::optional<SchedulerType> type;
+  Take(value, type);
+  to = type.value_or(to);
+}
+void TakeBetas(const json& value, OptimizerConfig& to) {
+  to.beta1 = value[0].get<double>();
+  to.beta2 = value[1].get<double>();
+}
+
+SchedulerConfig& SchedulerOf(Config& config) {
+  return config.scheduler.has_value() ? *config.scheduler : config.scheduler.emplace();
+}
+
+constexpr std::string_view kOwnReports = "Penstock has its own: --report, --log and --trace, always complete";
+constexpr std::string_view kWandbsClient =
+    "its client is Python's; switch tensorboard on and upload its directory with wandb sync "
+    "--sync-tensorboard DIR, or give --log, whose lines are objects that wandb.log takes";
+constexpr std::string_view kCometsClient =
+    "its client is Python's; give --log, whose lines are objects that comet's log_metrics takes, or switch "
+    "tensorboard on";
+constexpr std::string_view kPythonsModels =
+    "it is about models of Python, whose front end serves it; the command line knows the blocks of its "
+    "models";
+constexpr std::string_view kRankOrderSum =
+    "gradients cross ranks as bytes and are summed in fp32 in the order of ranks";
+
+constexpr auto kTop = std::to_array<Setting>({
+    Whole("train_batch_size", 1)
+        .Says("Sequences in a step, over all ranks and micro-batches",
+              "micro-batch times accumulation times ranks")
+        .ByName("train_batch")
+        .Into([](Config& c, const json& v) { Take(v, c.train_batch_size); }),
+    Whole("train_micro_batch_size_per_gpu", 1)
+        .Says("Sequences in a micro-batch of one rank", "2")
+        .Flag("--batch")
+        .ByName("batch")
+        .Into([](Config& c, const json& v) { Take(v, c.micro_batch_per_rank); }),
+    Whole("gradient_accumulation_steps", 1)
+        .Says("Micro-batches in a step", "1")
+        .Flag("--accumulate")
+        .Keyword("gradient_accumulation_steps")
+        .ByName("accumulate")
+        .Into([](Config& c, const json& v) { Take(v, c.gradient_accumulation_steps); }),
+    Number("gradient_clipping", 0)
+        .Says("Maximum global gradient norm; 0 disables clipping", "1.0")
+        .Flag("--clip")
+        .Keyword("gradient_clipping")
+        .ByName("clip")
+        .Python("0 without a configuration of DeepSpeed's")
+        .Into([](Config& c, const json& v) { Take(v, c.gradient_clipping); }),
+    Object("optimizer"),
+    Object("scheduler"),
+    Object("fp16"),
+    Object("bf16"),
+    OnceCalled(Object("bf16"), "bfloat16"),
+    Object("zero_optimization"),
+    Object("aio"),
+    Object("activation_checkpointing"),
+    Object("checkpoint"),
+    Object("penstock"),
+    Bool("wall_clock_breakdown")
+        .Says("Prints where the time of each step went", "false")
+        .Into([](Config& c, const json& v) { Take(v, c.wall_clock_breakdown); }),
+    Object("flops_profiler"),
+    Object("comms_logger"),
+    Object("elasticity"),
+
+    Needless("steps_per_print", KeyType::kAny, "progress is one live line, and --log has every step"),
+    Needless("memory_breakdown", KeyType::kBool,
+             "every report has the peaks, and penstock plan the bytes of each tier"),
+    Needless("dump_state", KeyType::kBool, "penstock inspect shows the state"),
+    Needless("log_level", KeyType::kAny, "use --quiet for less"),
+    Needless("timers", KeyType::kAny, kOwnReports),
+    Needless("comms_config", KeyType::kObject, kOwnReports),
+    Needless("disable_python_gc", KeyType::kBool, "there is no Python"),
+    Needless("monitor_config", KeyType::kObject, kOwnReports),
+    Object("tensorboard"),
+    Ignored("wandb", KeyType::kObject, kWandbsClient),
+    Ignored("comet", KeyType::kObject, kCometsClient),
+    Object("csv_monitor"),
+    Ignored(
+        "autotuning", KeyType::kObject,
+        "the planner chooses tiles, buffers and order on this machine at every start; penstock plan with the "
+        "same flags shows what and why, and what another batch or memory would bring"),
+    Needless("zero_allow_untested_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
+    Needless("zero_force_ds_cpu_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
+    Ignored("communication_data_type", KeyType::kAny, kRankOrderSum),
+    Needless("seq_parallel_communication_data_type", KeyType::kAny, "there is no sequence parallelism"),
+    AlsoCalled(
+        Needless("seq_parallel_communication_data_type", KeyType::kAny, "there is no sequence parallelism"),
+        "seq_parallel_comm_data_type"),
+    Ignored("prescale_gradients", KeyType::kBool, kRankOrderSum),
+    Ignored("gradient_predivide_factor", KeyType::kNumber, kRankOrderSum),
+    Needless("sparse_gradients", KeyType::kBool, "gradients are dense; the result is the same"),
+    Needless("disable_allgather", KeyType::kBool, "how blocks are gathered is the planner's choice"),
+    Needless("allgather_size", KeyType::kWhole, "how blocks are gathered is the planner's choice"),
+    Ignored("data_types", KeyType::kObject, "a block's gradients are accumulated in fp32 and rounded once"),
+    Needless("graph_harvesting", KeyType::kBool, "there are no graphs to harvest"),
+    Needless("compile", KeyType::kObject, "there is nothing to compile at run time"),
+    Needless("use_data_before_expert_parallelism", KeyType::kBool, "all ranks are data-parallel"),
+    Ignored("managed_gradient_accumulation", KeyType::kBool,
+            "the program makes the steps itself; from Python each step() updates then", "true"),
+    Needless("vocabulary_size", KeyType::kWhole, "the model and --vocab say it"),
+    Needless("dataloader_drop_last", KeyType::kBool, "every batch is complete"),
+    Needless("nebula", KeyType::kObject, "checkpoints are Penstock's own"),
+    Needless("datastates_ckpt", KeyType::kObject, "checkpoints are Penstock's own"),
+    Needless("datastates", KeyType::kObject, "checkpoints are Penstock's own"),
+
+    Refused("amp", "Apex's mixed precision is not served; use bf16 or fp16"),
+    Refused("torch_autocast", "autocast is not served; use bf16 or fp16"),
+    Refused("gradient_allreduce_op", "gradients are averaged over ranks", "\"mean\""),
+    Refused("pipeline", "there is no pipeline parallelism; all ranks are data-parallel"),
+    Refused("tensor_parallel", "there is no tensor parallelism; all ranks are data-parallel"),
+    Refused("expert_parallel", "there is no expert parallelism; all ranks are data-parallel"),
+    Refused("sequence_parallel_size", "there is no sequence parallelism; all ranks are data-parallel", "1"),
+    Refused("sparse_attention", "attention is the model's own"),
+    Refused("progressive_layer_drop", "it would change the model while it trains, which Penstock does not"),
+    Refused("curriculum_learning", "sequences have one length; use --seq"),
+    Refused("data_efficiency", "batches are drawn by seed and step alone"),
+    Refused("compression_training", "weights are trained as they are"),
+    Refused("quantize_training", "weights are trained as they are"),
+    Refused("weight_quantization", "weights are trained as they are"),
+    Refused("eigenvalue", "it only serves quantize_training"),
+    Refused("hybrid_engine", "Penstock trains; penstock sample generates from a state directory"),
+});
+
+constexpr std::string_view kOnePass = "the update is always one fused pass";
+
+constexpr auto kOptimizer = std::to_array<Setting>({
+    Choice("type", kServedOptimizers)
+        .Says("Algorithm of the update", "AdamW")
+        .Fixed("optimizer")
+        .Python("the optimizer of optimizer=, else AdamW")
+        .Into([](Config& c, const json& v) { Take(v, c.optimizer.type); }),
+    Object("params"),
+    Needless("legacy_fusion", KeyType::kBool, kOnePass),
+});
+
+constexpr Setting kLr = Number("lr", 0)
+                            .Says("Peak learning rate", "3e-4")
+                            .Flag("--lr")
+                            .ByName("lr")
+                            .Into([](Config& c, const json& v) { Take(v, c.optimizer.lr); });
+constexpr Setting kWeightDecay =
+    Number("weight_decay", 0)
+        .Says("Weight decay", "0.01 for AdamW")
+        .Flag("--weight-decay")
+        .ByName("weight_decay")
+        .Into([](Config& c, const json& v) { Take(v, c.optimizer.weight_decay); });
+constexpr Setting kEps = Number("eps", 0)
+                             .Says("Added to the denominator of the update", "1e-8; Adagrad 1e-10")
+                             .ByName("eps")
+                             .Into([](Config& c, const json& v) { Take(v, c.optimizer.eps); });
+constexpr Setting kBetas = Pair("betas", 0, 1)
+                               .Says("Decay of the first and second moment", "0.9, 0.999; Lion 0.9, 0.99")
+                               .ByName("beta1|beta2")
+                               .Into([](Config& c, const json& v) { TakeBetas(v, c.optimizer); });
+constexpr Setting kSetGradNone =
+    Needless("set_grad_none", KeyType::kBool, "gradients are freed as soon as they are used");
+constexpr Setting kFused = Needless("fused", KeyType::kBool, kOnePass);
+constexpr Setting kForeach = Needless("foreach", KeyType::kBool, kOnePass);
+constexpr Setting kDifferentiable =
+    Needless("differentiable", KeyType::kBool, "nobody differentiates the update");
+constexpr Setting kMaximize = Refused("maximize", "the loss is always minimised");
+constexpr Setting kMaxGradNorm =
+    Refused("max_grad_norm", "give gradient_clipping at the top level instead", "0");
+constexpr Setting kFp32States =
+    Ignored("fp32_optimizer_states", KeyType::kBool, "penstock.optimizer_states says their type");
+
+constexpr auto kAdam = std::to_array<Setting>({
+    kLr,
+    kBetas,
+    kEps,
+    kWeightDecay,
+    Bool("adam_w_mode")
+        .Says("Weight decay apart from the gradient (AdamW); false adds it to the gradient", "true")
+        .ByName("optimizer")
+        .Into([](Config& c, const json& v) { Take(v, c.optimizer.adam_w_mode); }),
+    Bool("torch_adam")
+        .Says("LibTorch's Adam, whose weight decay is 0 by default", "false")
+        .ByName("optimizer")
+        .Into([](Config& c, const json& v) { Take(v, c.optimizer.torch_adam); }),
+    kSetGradNone,
+    kFused,
+    kForeach,
+    Needless("capturable", KeyType::kBool, "the update is not captured in a graph"),
+    kDifferentiable,
+    kFp32States,
+    Refused("bias_correction", "Adam's bias is always corrected", "true"),
+    Refused("amsgrad", "AMSGrad is not served; use AdamW"),
+    kMaximize,
+    kMaxGradNorm,
+});
+
+constexpr auto kAdagrad = std::to_array<Setting>({
+    kLr,
+    Number("lr_decay", 0)
+        .Says("Decay of the learning rate with the number of updates", "0")
+        .ByName("lr_decay")
+        .Into([](Config& c, const json& v) { Take(v, c.optimizer.lr_decay); }),
+    kEps,
+    kWeightDecay,
+    kSetGradNone,
+    kFused,
+    kForeach,
+    kDifferentiable,
+    kFp32States,
+    Refused("initial_accumulator_value", "the sum of squares starts at zero", "0"),
+    Refused("amsgrad", "AMSGrad is of Adam and not served"),
+    kMaximize,
+    kMaxGradNorm,
+});
+
+constexpr auto kLion = std::to_array<Setting>({
+    kLr,
+    kBetas,
+    kWeightDecay,
+    kSetGradNone,
+    kFused,
+    kFp32States,
+    kMaxGradNorm,
+});
+
+constexpr auto kSgd = std::to_array<Setting>({
+    kLr,
+    Number("momentum", 0, 1).Says("Momentum", "0").ByName("momentum").Into([](Config& c, const json& v) {
+      Take(v, c.optimizer.momentum);
+    }),
+    Number("dampening", 0, 1)
+        .Says("Dampening of the momentum", "0")
+        .ByName("dampening")
+        .Into([](Config& c, const json& v) { Take(v, c.optimizer.dampening); }),
+    kWeightDecay,
+    Bool("nesterov").Says("Nesterov momentum", "false").ByName("nesterov").Into([](Config& c, const json& v) {
+      Take(v, c.optimizer.nesterov);
+    }),
+    kFused,
+    kForeach,
+    kDifferentiable,
+    kMaximize,
+    kMaxGradNorm,
+});
+
+constexpr auto kScheduler = std::to_array<Setting>({
+    Choice("type", "LRRangeTest|OneCycle|WarmupLR|WarmupDecayLR|WarmupCosineLR")
+        .Says("Schedule of the learning rate", "none: warm-up, then a cosine; with a configuration constant")
+        .ByName("scheduler")
+        .Called("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).type); }),
+    Object("params"),
+});
+
+constexpr Setting kWarmupMinLr =
+    Number("warmup_min_lr", 0)
+        .Says("Learning rate of the first step", "0")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_min_lr); });
+constexpr Setting kWarmupMaxLr =
+    Number("warmup_max_lr", 0)
+        .Says("Learning rate after the warm-up", "the optimizer's; WarmupDecayLR 1e-3")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_max_lr); });
+constexpr Setting kWarmupNumSteps =
+    Whole("warmup_num_steps", 0)
+        .Says("Steps of the warm-up", "1000")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_num_steps); });
+constexpr Setting kWarmupType =
+    Choice("warmup_type", "log|linear")
+        .Says("Form of the warm-up", "log")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_type); });
+constexpr Setting kTotalNumSteps =
+    Whole("total_num_steps", 1)
+        .Says("Step at which the decay ends", "the last step of the run")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).total_num_steps); });
+
+constexpr Setting kLastBatch = Refused(
+    "last_batch_iteration", "the schedule begins with the first step, and --resume continues it", "-1");
+
+constexpr auto kLrRangeTest = std::to_array<Setting>({
+    Number("lr_range_test_min_lr", 0)
+        .Says("Learning rate of the first step", "1e-3")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).lr_range_test_min_lr); }),
+    Whole("lr_range_test_step_size", 1)
+        .Says("Steps between increases", "2000")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).lr_range_test_step_size); }),
+    Number("lr_range_test_step_rate", 0)
+        .Says("Increase of each interval, relative to the first rate", "1")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).lr_range_test_step_rate); }),
+    Bool("lr_range_test_staircase")
+        .Says("Increases in steps instead of continuously", "false")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).lr_range_test_staircase); }),
+    kLastBatch,
+});
+
+constexpr auto kOneCycle = std::to_array<Setting>({
+    Number("cycle_min_lr", 0)
+        .Says("Learning rate at both ends of the cycle", "required")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_min_lr); }),
+    Number("cycle_max_lr", 0)
+        .Says("Learning rate at the peak of the cycle", "required")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_max_lr); }),
+    Number("decay_lr_rate", 0)
+        .Says("Decay of the learning rate after the cycle", "0")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).decay_lr_rate); }),
+    Whole("cycle_first_step_size", 1)
+        .Says("Steps of the rising half", "2000")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_first_step_size); }),
+    Whole("cycle_second_step_size", 1)
+        .Says("Steps of the falling half", "that of the rising half")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_second_step_size); }),
+    Whole("cycle_first_stair_count", 0)
+        .Says("Stairs of the rising half; 0 is continuous", "0")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_first_stair_count); }),
+    Whole("cycle_second_stair_count", 0)
+        .Says("Stairs of the falling half", "that of the rising half")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_second_stair_count); }),
+    Whole("decay_step_size", 0)
+        .Says("Steps between decays after the cycle; 0 is none", "0")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).decay_step_size); }),
+    Bool("cycle_momentum")
+        .Says("Cycles the momentum too", "true")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_momentum); }),
+    Number("cycle_min_mom", 0, 1)
+        .Says("Momentum at the peak of the cycle", "0.8")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_min_mom); }),
+    Number("cycle_max_mom", 0, 1)
+        .Says("Momentum at both ends of the cycle", "0.9")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_max_mom); }),
+    Number("decay_mom_rate", 0)
+        .Says("Decay of the momentum after the cycle", "0")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).decay_mom_rate); }),
+    kLastBatch,
+});
+
+constexpr auto kWarmupLr = std::to_array<Setting>({
+    kWarmupMinLr,
+    kWarmupMaxLr,
+    kWarmupNumSteps,
+    kWarmupType,
+    kLastBatch,
+});
+
+constexpr auto kWarmupDecayLr = std::to_array<Setting>({
+    kWarmupMinLr,
+    kWarmupMaxLr,
+    kWarmupNumSteps,
+    kWarmupType,
+    kTotalNumSteps,
+    kLastBatch,
+});
+
+constexpr auto kWarmupCosineLr = std::to_array<Setting>({
+    kTotalNumSteps,
+    Number("warmup_min_ratio", 0)
+        .Says("Learning rate of the first step, relative to the optimizer's", "0")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_min_ratio); }),
+    kWarmupNumSteps,
+    Number("cos_min_ratio", 0)
+        .Says("Learning rate of the last step, relative to the optimizer's", "1e-4")
+        .ByName("scheduler")
+        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cos_min_ratio); }),
+    kWarmupType,
+    kLastBatch,
+});
+
+constexpr auto kFp16 = std::to_array<Setting>({
+    Bool("enabled")
+        .Says("Computes in fp16, with a loss scale", "false")
+        .Fixed("dtype")
+        .Called("fp16 or bf16")
+        .Into([](Config& c, const json& v) { Take(v, c.fp16.enabled); }),
+    Number("loss_scale", 0, 0x1p127)
+        .Says("Fixed loss scale; 0 is dynamic", "0")
+        .ByName("loss_scale")
+        .Called("loss scale of fp16")
+        .Into([](Config& c, const json& v) { Take(v, c.fp16.loss_scale); }),
+    Whole("initial_scale_power", 0, 127)
+        .Says("First dynamic loss scale, a power of 2", "16")
+        .ByName("loss_scale")
+        .Into([](Config& c, const json& v) { Take(v, c.fp16.initial_scale_power); }),
+    Whole("loss_scale_window", 1)
+        .Says("Steps without overflow before the loss scale doubles", "1000")
+        .ByName("loss_scale")
+        .Into([](Config& c, const json& v) { Take(v, c.fp16.loss_scale_window); }),
+    Whole("hysteresis", 1)
+        .Says("Overflows before the loss scale is halved", "2")
+        .ByName("loss_scale")
+        .Into([](Config& c, const json& v) { Take(v, c.fp16.hysteresis); }),
+    Bool("consecutive_hysteresis")
+        .Says("Restores the hysteresis after each step without overflow", "false")
+        .ByName("loss_scale")
+        .Into([](Config& c, const json& v) { Take(v, c.fp16.consecutive_hysteresis); }),
+    Number("min_loss_scale", 0x1p-126, 0x1p127)
+        .Says("Least dynamic loss scale", "1")
+        .ByName("loss_scale")
+        .Into([](Config& c, const json& v) { Take(v, c.fp16.min_loss_scale); }),
+    Needless("auto_cast", KeyType::kBool, "inputs are token ids, which have nothing to cast"),
+    Needless("fused_mode", KeyType::kBool, "the update is always one fused pass"),
+    Refused("fp16_master_weights_and_grads", "masters are fp32: fp16 ones lose small updates"),
+});
+
+constexpr auto kBf16 = std::to_array<Setting>({
+    Bool("enabled").Says("Computes in bf16", "false").Fixed("dtype").Into([](Config& c, const json& v) {
+      Take(v, c.bf16);
+    }),
+    Needless("immediate_grad_update", KeyType::kBool,
+             "a block's gradient is consumed as early as the plan allows"),
+    Ignored("check_grad_overflow", KeyType::kBool, "gradients are always checked"),
+    Refused("bf16_master_weights_and_grads", "masters are fp32, kept as bf16 and a 16-bit remainder"),
+    Refused("bf16_optimizer_states", "write \"penstock\": {\"optimizer_states\": \"bf16\"}"),
+});
+
+constexpr auto kZero = std::to_array<Setting>({
+    Whole("stage", 0, 3)
+        .Says("ZeRO stage; 1 and 2 keep weights whole on each of several ranks", "3")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.stage); }),
+    Object("offload_param"),
+    Object("offload_optimizer"),
+    Whole("sub_group_size", 0)
+        .Says("Upper bound of a tile, in elements", "the planner's choice")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.sub_group_size_elements); }),
+    Ignored("reduce_bucket_size", KeyType::kWhole, "a block is reduced as one, in small pieces").AtLeast(0),
+    Ignored("allgather_bucket_size", KeyType::kWhole, "a block is gathered as one").AtLeast(0),
+    Whole("stage3_prefetch_bucket_size", 0)
+        .Says("Upper bound of weights read ahead of their use, in elements", "the planner's choice")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.prefetch_bucket_size_elements); }),
+    AlsoCalled(Whole("stage3_prefetch_bucket_size", 0), "prefetch_bucket_size"),
+    Whole("stage3_max_live_parameters", 0)
+        .Says("Upper bound of weights in flight, in elements", "the planner's choice")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.max_live_parameters_elements); }),
+    AlsoCalled(Whole("stage3_max_live_parameters", 0), "max_live_parameters"),
+    Whole("stage3_max_reuse_distance", 0)
+        .Says("Weights stay in memory only where at most this many elements are used between two uses",
+              "no bound")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.max_reuse_distance_elements); }),
+    AlsoCalled(Whole("stage3_max_reuse_distance", 0), "max_reuse_distance"),
+    Whole("stage3_param_persistence_threshold", 0)
+        .Says("Blocks of at most this many elements stay in memory", "the planner's choice")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.param_persistence_elements); }),
+    AlsoCalled(Whole("stage3_param_persistence_threshold", 0), "param_persistence_threshold"),
+    Whole("stage3_model_persistence_threshold", 0, 0x1p63)
+        .Says("Upper bound of all blocks that stay by the threshold, in elements", "no bound")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.model_persistence_elements); }),
+    AlsoCalled(Whole("stage3_model_persistence_threshold", 0, 0x1p63), "model_persistence_threshold"),
+    Bool("cpu_offload").Says("Old name of offload_optimizer with device cpu").EachStart(),
+    Bool("cpu_offload_param").Says("Old name of offload_param with device cpu").EachStart(),
+
+    Needless("contiguous_gradients", KeyType::kBool, "a block's gradients are always contiguous"),
+    Needless("reduce_scatter", KeyType::kBool, kRankOrderSum),
+    Needless("use_multi_rank_bucket_allreduce", KeyType::kBool, kRankOrderSum),
+    Needless("allgather_partitions", KeyType::kBool, "a block is gathered as one"),
+    Needless("overlap_comm", KeyType::kBool, "everything that can overlap does"),
+    Needless("load_from_fp32_weights", KeyType::kBool, "masters are always exact"),
+    Needless("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
+             "penstock export writes whole weights from any state directory"),
+    AlsoCalled(Needless("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
+                        "penstock export writes whole weights from any state directory"),
+               "gather_16bit_weights_on_model_save"),
+    OnceCalled(Needless("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
+                        "penstock export writes whole weights from any state directory"),
+               "stage3_gather_fp16_weights_on_model_save"),
+    Needless("stage3_module_granularity_threshold", KeyType::kWhole,
+             "the unit is a block, given by the model"),
+    AlsoCalled(Needless("stage3_module_granularity_threshold", KeyType::kWhole,
+                        "the unit is a block, given by the model"),
+               "module_granularity_threshold"),
+    Needless("stage3_use_all_reduce_for_fetch_params", KeyType::kBool, "a block is gathered as one"),
+    AlsoCalled(
+        Needless("stage3_use_all_reduce_for_fetch_params", KeyType::kBool, "a block is gathered as one"),
+        "use_all_reduce_for_fetch_params"),
+    Needless("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
+    AlsoCalled(Needless("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
+               "allgather_sequential"),
+    Needless("stage3_partition_stream_chunk_size", KeyType::kWhole, "blocks are built one at a time"),
+    AlsoCalled(
+        Needless("stage3_partition_stream_chunk_size", KeyType::kWhole, "blocks are built one at a time"),
+        "partition_stream_chunk_size"),
+    Needless("cpu_offload_use_pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
+    Needless("ignore_unused_parameters", KeyType::kBool,
+             "a parameter without a gradient has a gradient of zero"),
+    Needless("legacy_stage1", KeyType::kBool, "there is one implementation"),
+    Needless("round_robin_gradients", KeyType::kBool, "every block is cut evenly over ranks"),
+    Needless("memory_efficient_linear", KeyType::kBool,
+             "a block's backward always recomputes from its saved input"),
+    Needless("pipeline_loading_checkpoint", KeyType::kBool, "checkpoints are always streamed"),
+    Needless("override_module_apply", KeyType::kBool, "blocks are initialised by their factories"),
+    Needless("log_trace_cache_warnings", KeyType::kBool, "a miss of the plan is always said once"),
+    Needless("enable_sanity_checks", KeyType::kBool, "checks are always on"),
+    Needless("leaf_module", KeyType::kObject, "the unit is a block, given by the model"),
+    Needless("compute_grad_norm", KeyType::kBool, "the norm is always computed, as every report has it"),
+    Needless("parameter_alignment", KeyType::kBool, "parameters are always aligned"),
+    Needless("save_muon_momentum_buffer_in_memory", KeyType::kBool, "it only concerns Muon"),
+
+    Refused("elastic_checkpoint", "DeepSpeed has dropped it; Penstock's checkpoints need no such key"),
+    Refused(
+        "zenflow",
+        "it applies most gradients steps after they were made, which changes the result; here updates hide "
+        "behind reads and backward and wait for nothing"),
+    Refused("zero_hpz_partition_size", "there is no secondary partition of ZeRO++", "1"),
+    Refused("zero_quantized_weights",
+            "blocks are gathered unchanged: losses are bit-identical to an unsharded run"),
+    Refused("zero_quantized_nontrainable_weights", "weights are stored unchanged"),
+    Refused("zero_quantized_gradients", "gradients are exchanged unchanged: losses do not depend on it"),
+    Refused("zeropp_loco_param", "it only serves zero_quantized_gradients"),
+    Refused("mics_shard_size", "state is cut over all ranks, not over groups", "-1"),
+    Refused("mics_hierarchical_params_gather", "state is cut over all ranks, not over groups"),
+});
+
+constexpr auto kOffloadParam = std::to_array<Setting>({
+    Choice("device", "none|cpu|nvme")
+        .Says("Where weights and optimizer state live: the farther of both offload blocks counts", "none")
+        .EachStart()
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.device); }),
+    Text("nvme_path")
+        .Says("Directory of the training state")
+        .EachStart()
+        .OfRank()
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.nvme_path); }),
+    Whole("buffer_count", 0, 0x1p31)
+        .Says("Upper bound of blocks of weights in flight", "the planner's choice")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.buffer_count); }),
+    Whole("buffer_size", 0)
+        .Says("Elements of one buffer: with buffer_count an upper bound of weights in flight",
+              "the planner's choice")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.buffer_size_elements); }),
+    Whole("max_in_cpu", 0)
+        .Says("Upper bound of weights that stay in host memory, in elements", "no bound")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.max_in_cpu_elements); }),
+    Needless("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
+});
+
+constexpr auto kOffloadOptimizer = std::to_array<Setting>({
+    Choice("device", "none|cpu|nvme")
+        .Says("Where weights and optimizer state live: none (on the computing device), cpu or nvme", "nvme")
+        .Flag("--offload")
+        .Keyword("offload")
+        .EachStart()
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.device); }),
+    Text("nvme_path")
+        .Says("Directory of the training state")
+        .EachStart()
+        .OfRank()
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.nvme_path); }),
+    Whole("buffer_count", 0, 0x1p31)
+        .Says("Upper bound of optimizer state in flight, in buffers of sub_group_size",
+              "the planner's choice")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.buffer_count); }),
+    Needless("buffer_size", KeyType::kWhole,
+             "the optimizer's buffers have the size of a tile; see sub_group_size"),
+    Needless("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
+    Needless("pipeline", KeyType::kBool, "it follows from pipeline_read and pipeline_write"),
+    Bool("pipeline_read")
+        .Says("Reads optimizer state ahead of the update", "true")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.pipeline_read); }),
+    Bool("pipeline_write")
+        .Says("Writes optimizer state behind the update", "true")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.pipeline_write); }),
+    Needless("fast_init", KeyType::kBool, "blocks go straight to their tier as they are built"),
+    Number("ratio", 0, 1)
+        .Says("Least fraction of the state that the processor updates; a device updates the rest",
+              "the planner's choice")
+        .NeedsDevice("the processor updates everything")
+        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.ratio); }),
+    Ignored(
+        "super_offload", KeyType::kBool,
+        "DeepSpeed then updates in a process beside backward, and takes an update that overflowed back by "
+        "arithmetic; here the planner puts updates beside backward where that is faster, and one that was "
+        "wrong is made again from the version before",
+        "false"),
+    Needless("convert_grad_on_cpu", KeyType::kBool, "the cast is fused into the update"),
+    Needless("cpuadam_cores_perc", KeyType::kNumber, "give penstock.update_threads"),
+});
+
+constexpr auto kAio = std::to_array<Setting>({
+    Whole("block_size", 4096, 0x1p30)
+        .Says("Upper bound of one request, in bytes", "measured")
+        .Into([](Config& c, const json& v) { Take(v, c.aio.block_size_bytes); }),
+    Whole("queue_depth", 1, 65536)
+        .Says("Requests in flight for each I/O thread", "measured")
+        .Into([](Config& c, const json& v) { Take(v, c.aio.queue_depth); }),
+    Whole("intra_op_parallelism", 1, 1024)
+        .Says("I/O threads that queue_depth is meant for", "1")
+        .Into([](Config& c, const json& v) { Take(v, c.aio.intra_op_parallelism); }),
+    AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "thread_count"),
+    AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "num_threads"),
+    Needless("single_submit", KeyType::kBool, "requests are handed over in batches as they come"),
+    Needless("overlap_events", KeyType::kBool, "the queue is always refilled as requests complete"),
+    Bool("use_gds")
+        .Says("Reads weights from the drive to the device, past host memory (GPUDirect Storage)", "false")
+        .NeedsDevice("weights go by way of host memory")
+        .Into([](Config& c, const json& v) { Take(v, c.aio.use_gds); }),
+});
+
+constexpr auto kActivationCheckpointing = std::to_array<Setting>({
+    Ignored("cpu_checkpointing", KeyType::kBool,
+            "the inputs that are saved, one for each block, stay in the memory of the device that computes",
+            "false"),
+    Needless("partition_activations", KeyType::kBool,
+             "all ranks are data-parallel: each has its own activations"),
+    Needless("number_checkpoints", KeyType::kWhole, "one input is saved for each block"),
+    Needless("contiguous_memory_optimization", KeyType::kBool, "saved inputs come from one arena"),
+    Needless("synchronize_checkpoint_boundary", KeyType::kBool, "nothing needs it"),
+    Needless("profile", KeyType::kBool, kOwnReports),
+});
+
+constexpr auto kCheckpoint = std::to_array<Setting>({
+    {.name = "tag_validation",
+     .use = kNeedless,
+     .type = KeyType::kChoice,
+     .why = "a checkpoint's tag is its step, which all ranks agree on",
+     .choices = "Ignore|Warn|Fail"},
+    Needless("use_node_local_storage", KeyType::kBool, "every rank writes to its own directory"),
+    Needless("parallel_write", KeyType::kObject, "every rank writes its own part"),
+    Needless("checkpoint_serialization", KeyType::kBool, "the format is Penstock's own"),
+    Ignored("writer", KeyType::kObject,
+            "DeepSpeed then writes through pinned buffers of its own; here checkpoints always go from pinned "
+            "memory past the page cache, as the aio block says"),
+    Ignored(
+        "load_universal", KeyType::kBool,
+        "a checkpoint of DeepSpeed's is recognised by its files, universal or of ZeRO-1, 2 or 3: penstock "
+        "import-checkpoint and, from Python, engine.load_checkpoint read each of them",
+        "false"),
+});
+
+constexpr auto kParallelWrite = std::to_array<Setting>({
+    Needless("pipeline_stage", KeyType::kBool, "there are no pipeline stages"),
+});
+
+constexpr std::string_view kWriterIsOne = "there is one way to write";
+
+constexpr auto kCheckpointWriter = std::to_array<Setting>({
+    {.name = "type",
+     .use = kNeedless,
+     .type = KeyType::kChoice,
+     .why = kWriterIsOne,
+     .choices = "mock|python|fast"},
+    Needless("decoupled", KeyType::kBool,
+             "checkpoints are copied while training goes on, from Python under DeepSpeed's name where this "
+             "is true"),
+    {.name = "io_buffer_size", .use = kNeedless, .type = KeyType::kWhole, .why = kWriterIsOne, .least = 1},
+    Needless("io_buffer_double", KeyType::kBool, kWriterIsOne),
+    {.name = "io_multiplier", .use = kNeedless, .type = KeyType::kWhole, .why = kWriterIsOne, .least = 1},
+    Needless("show_statistics", KeyType::kBool, kOwnReports),
+    {.name = "data_parallel",
+     .use = kNeedless,
+     .type = KeyType::kChoice,
+     .why = "every rank writes its own part",
+     .choices = "replica|socket|machine"},
+});
+
+template <MonitorConfig Config::*monitor>
+constexpr auto kMonitor = std::to_array<Setting>({
+    Bool("enabled").Says("Writes scalars of every step", "false").Into([](Config& c, const json& v) {
+      Take(v, (c.*monitor).enabled);
+    }),
+    Path("output_path")
+        .Says("Directory that job_name lies in", "the working directory")
+        .OfRank()
+        .Into([](Config& c, const json& v) { Take(v, (c.*monitor).output_path); }),
+    Text("job_name").Says("Directory of the files", "DeepSpeedJobName").Into([](Config& c, const json& v) {
+      Take(v, (c.*monitor).job_name);
+    }),
+});
+
+constexpr auto kFlopsProfiler = std::to_array<Setting>({
+    Bool("enabled").Says("Prints the operations of one step", "false").Into([](Config& c, const json& v) {
+      Take(v, c.flops_profiler.enabled);
+    }),
+    Whole("profile_step", 1).Says("Step that is profiled", "1").Into([](Config& c, const json& v) {
+      Take(v, c.flops_profiler.profile_step);
+    }),
+    Whole("module_depth", -1)
+        .Says("Depth of the profile; 0 is the model alone", "-1")
+        .FromPython("from Python the profile is of the model as one")
+        .Into([](Config& c, const json& v) { Take(v, c.flops_profiler.module_depth); }),
+    Whole("top_modules", 0)
+        .Says("Blocks that are named as those that take most time", "1")
+        .FromPython("from Python the profile is of the model as one")
+        .Into([](Config& c, const json& v) { Take(v, c.flops_profiler.top_modules); }),
+    Bool("detailed")
+        .Says("Prints a line for each block", "true")
+        .FromPython("from Python the profile is of the model as one")
+        .Into([](Config& c, const json& v) { Take(v, c.flops_profiler.detailed); }),
+    Text("output_file").Says("File of the profile", "stderr").Into([](Config& c, const json& v) {
+      Take(v, c.flops_profiler.output_file);
+    }),
+    Needless("recompute_fwd_factor", KeyType::kNumber,
+             "every stage is computed once more in backward, and the profile says so"),
+});
+
+constexpr auto kCommsLogger = std::to_array<Setting>({
+    Bool("enabled")
+        .Says("Prints a table of the exchanges between ranks at the end", "false")
+        .Into([](Config& c, const json& v) { Take(v, c.comms_logger); }),
+    Needless("verbose", KeyType::kBool, "the table at the end has all exchanges; --trace has each"),
+    Needless("prof_all", KeyType::kBool, "the table at the end has all exchanges"),
+    Needless("prof_ops", KeyType::kAny, "the table at the end has all exchanges"),
+    Needless("debug", KeyType::kBool, "who calls is the plan"),
+});
+
+constexpr Setting kMicroBatches = Wholes("micro_batch_sizes", 1, 1 << 20)
+                                      .Says("Micro-batches that may be chosen, in sequences", "required")
+                                      .ByName("batch")
+                                      .Into([](Config& c, const json& v) {
+                                        c.elasticity.micro_batch_sizes = v.get<std::vector<int64_t>>();
+                                      });
+constexpr std::string_view kNodesOfRanks =
+    "version 0.2 counts whole nodes and tensor parallelism; leave it at 1, and every rank counts";
+
+constexpr auto kElasticity = std::to_array<Setting>({
+    Bool("enabled")
+        .Says("Chooses a batch that many numbers of ranks can share", "false")
+        .ByName("batch")
+        .Into([](Config& c, const json& v) { Take(v, c.elasticity.enabled); }),
+    Whole("max_train_batch_size", 1, 0x1p30)
+        .Says("Largest batch, in sequences", "required")
+        .ByName("batch")
+        .Into([](Config& c, const json& v) { Take(v, c.elasticity.max_train_batch_size); }),
+    kMicroBatches,
+    Whole("min_gpus", 1, 0x1p31)
+        .Says("Least number of ranks", "1")
+        .ByName("batch")
+        .Into([](Config& c, const json& v) { Take(v, c.elasticity.min_gpus); }),
+    Whole("max_gpus", 1, 0x1p31)
+        .Says("Largest number of ranks", "10000")
+        .ByName("batch")
+        .Into([](Config& c, const json& v) { Take(v, c.elasticity.max_gpus); }),
+    Bool("prefer_larger_batch")
+        .Says("Prefers the larger of equally good batches", "true")
+        .ByName("batch")
+        .Into([](Config& c, const json& v) { Take(v, c.elasticity.prefer_larger_batch); }),
+    Bool("ignore_non_elastic_batch_info")
+        .Says("Accepts batch sizes beside it, without effect", "false")
+        .ByName("batch")
+        .Into([](Config& c, const json& v) { Take(v, c.elasticity.ignore_non_elastic_batch_info); }),
+    Needless("min_time", KeyType::kNumber, "it is for the scheduler that starts the ranks"),
+    Needless("version", KeyType::kNumber, "0.1, and 0.2 with one rank a node and no tensor parallelism"),
+    Refused("model_parallel_size", kNodesOfRanks, "1"),
+    Refused("num_gpus_per_node", kNodesOfRanks, "1"),
+});
+
+constexpr auto kPenstock = std::to_array<Setting>({
+    Size("host_memory", 1)
+        .Says("Hard host memory budget, such as 512MiB or 4GiB", "half of the free memory")
+        .Flag("--host-memory")
+        .Keyword("host_memory")
+        .OfRank()
+        .Python("no bound")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.host_memory_budget_bytes); }),
+    Size("device_memory", 1)
+        .Says("Hard device memory budget", "the free memory of the device")
+        .Flag("--device-memory")
+        .NeedsDevice("state is in host memory and on drives")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.device_memory_budget_bytes); }),
+    Paths("state_dirs")
+        .Says("Directory of the training state. Several directories share its bytes: in proportion to the "
+              "measured "
+              "speed of their drives, or to the weights of DIR=WEIGHT",
+              "penstock-state")
+        .Flag("--state-dir")
+        .Keyword("state_dir")
+        .OfRank()
+        .Python("required with offload to nvme")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.state_dirs); }),
+    Choice("durability", "step|checkpoint")
+        .Says("What a crash goes back to: the last step, or the last checkpoint", "step")
+        .ByName("durability")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.durability); }),
+    Choice("sync", "process|power")
+        .Says("What a commit survives: the end of the process, or a loss of power", "process")
+        .ByName("sync")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.sync); }),
+    Whole("versions", 1, 3)
+        .Says("Versions of everything on the drive", "2")
+        .Fixed("")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.versions); }),
+    Choice("order", "auto|next_forward|in_backward")
+        .Says("When tiles are updated: in backward, or in the next forward", "auto")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.order); }),
+    Choice("prefer", "wear|time")
+        .Says("Whether a clipped step may read more to be shorter (time) or not (wear)", "wear")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.prefer); }),
+    Choice("optimizer_states", "fp32|bf16|8bit")
+        .Says("Type of the optimizer's moments: fp32, bf16 or 8bit", "fp32")
+        .Flag("--optimizer-states")
+        .Fixed("optimizer_states")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.optimizer_states); }),
+    Size("tile_bytes", 65536, 0x1p30)
+        .Says("Upper bound of the weights of a tile, in bytes", "the planner's choice")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.tile_bytes); }),
+    Ignored("io_threads", KeyType::kWhole, "one thread drives a device at its full speed").AtLeast(1),
+    Whole("update_threads", 1, 4096)
+        .Says("Threads that update", "one per core")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.update_threads); }),
+    Choice("placement", "auto|cpu|cuda|const")
+        .Says("What stays in memory, as ColossalAI's placement policies", "auto")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.placement); }),
+    Size("placement_const_bytes", 0)
+        .Says("Upper bound of what stays with placement const, in bytes", "512MiB")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.placement_const_bytes); }),
+    Number("gpu_margin_mem_ratio", 0, 1)
+        .Says("Fraction of the memory that is left which optimizer state takes", "the planner's choice")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.state_fraction); }),
+    Number("wear_budget_tb", 1e-9, 1e9)
+        .Says("Terabytes (10^12 bytes) that the run may write to drives", "no bound")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.wear_budget_tb); }),
+    Number("watchdog_seconds", 0, 1e9)
+        .Says("Seconds after which a stuck operation is named; 0 is never", "60")
+        .Python("0")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.watchdog_seconds); }),
+    Number("watchdog_abort_seconds", 0.001, 1e9)
+        .Says("Seconds after which a stuck operation ends the run", "never")
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.watchdog_abort_seconds); }),
+    Ignored("blocks", KeyType::kAny, kPythonsModels)
+        .Says("Names of the modules that are fetched as one", "they are found")
+        .Keyword("blocks"),
+    Ignored("forwards_per_step", KeyType::kWhole, kPythonsModels)
+        .Says("Forwards of the model whose losses a step may use", "one for each micro-batch")
+        .Keyword("forwards_per_step"),
+});
+
+// Settings of the command line and of Python that configurations do not have.
+constexpr auto kNoKeys = std::to_array<Setting>({
+    OnlyFlag("--model")
+        .Says("A preset (gpt-tiny, gpt-small, gpt-125m, gpt-350m, gpt-1b, ...), a config.json, or Hugging "
+              "Face's "
+              "directory of a model: its weights, config and tokenizer",
+              "gpt-small")
+        .Fixed("model"),
+    OnlyFlag("--lora-rank")
+        .Says("Train LoRA adapters of this rank; the model's own weights are frozen")
+        .Fixed("model"),
+    OnlyFlag("--lora-alpha")
+        .Says("LoRA scale: adapters are multiplied by alpha / rank", "8, as in PEFT")
+        .Fixed("model"),
+    OnlyFlag("--lora-dropout").Says("Dropout probability of the adapters' inputs", "0").Fixed("model"),
+    OnlyFlag("--lora-targets")
+        .Says("Comma-separated names of the adapted matrices, or all-linear",
+              "as in PEFT: q_proj,v_proj; c_attn for GPT-2")
+        .Fixed("model"),
+    OnlyFlag("--vocabulary-tiles")
+        .Says("Number of row blocks that embedding and head are split into; auto splits them only if they "
+              "are far "
+              "larger than a layer",
+              "auto")
+        .Fixed("model"),
+    OnlyFlag("--data").Says(
+        "Training data: text, JSON or JSON lines (text; prompt and completion; messages; conversations; "
+        "instruction and output), or nanoGPT's .bin tokens. The form is detected from the content. Text "
+        "becomes tokens by the model's tokenizer, or bytes if there is none. Repeat the flag to mix several "
+        "files"),
+    OnlyFlag("--data-weights")
+        .Says("Sampling weights of the --data files, such as 3,1", "proportional to their tokens")
+        .ByName("data_weights"),
+    OnlyFlag("--tokenizer")
+        .Says("tokenizer.json or its directory", "the one in --model or --init-from, if that is a directory")
+        .ByName("tokenizer"),
+    OnlyFlag("--chat-template")
+        .Says("Format that turns messages into text: chatml, llama3 or llama2")
+        .ByName("chat_template"),
+    OnlyFlag("--skip-broken-lines")
+        .Says("Skip unusable lines of .jsonl files and print their number", "the first one is an error")
+        .ByName("skip_broken_lines"),
+    OnlyFlag("--eval-data").Says("Held-out data, in any form of --data"),
+    OnlyFlag("--eval-split")
+        .Says(
+            "Fraction of each --data file, taken from its end, that is held out for evaluation, such as 0.01",
+            "0")
+        .ByName("eval_split"),
+    OnlyFlag("--eval-every").Says("Steps between evaluations", "one at the end"),
+    OnlyFlag("--eval-windows").Says("Maximum number of sequences in an evaluation", "all"),
+    OnlyFlag("--vocab").Says("Vocabulary size of .bin tokens", "256 for text").Fixed("vocab"),
+    OnlyFlag("--config").Says("DeepSpeed's JSON; flags win over it").Keyword("config"),
+    OnlyFlag("--device")
+        .Says("Device for forward and backward: cpu or cuda", "cpu")
+        .Keyword("device")
+        .Python("the GPU where torch has one")
+        .OfRank(),
+    OnlyFlag("--dtype")
+        .Says("Type of weights and activations: bf16, fp16, fp32 or auto", "auto")
+        .Keyword("dtype")
+        .Python("fp32")
+        .Fixed("dtype"),
+    OnlyFlag("--steps")
+        .Says("Number of the last step, counted from the start of the run", "100")
+        .ByName("steps"),
+    OnlyFlag("--seq")
+        .Says("Tokens in a sequence", "the model's context, at most 1024 for Llama-like models")
+        .ByName("seq"),
+    OnlyFlag("--warmup")
+        .Says("Steps of linear warm-up before the cosine", "a tenth of the steps, 100 at most")
+        .ByName("schedule"),
+    OnlyFlag("--seed")
+        .Says("Seed of initial values, data order and dropout", "1")
+        .Keyword("seed")
+        .Fixed("seed"),
+    OnlyFlag("--threads").Says("Intra-op threads, recorded with the run", "one per core").Fixed("threads"),
+    OnlyFlag("--resume")
+        .Says(
+            "Continue the run in --state-dir; with --offload none or cpu, and where that directory is empty, "
+            "from "
+            "the newest checkpoint. Flags that were given another value (--lr, --warmup, --clip, "
+            "--weight-decay, --batch, --accumulate, --seq, --data) change the run from the next step on, and "
+            "so do changed keys of --config: a line says so, and the run records it")
+        .Keyword("resume"),
+    OnlyFlag("--overwrite")
+        .Says("Replace the run in --state-dir, and the checkpoints in --checkpoint-dir")
+        .Keyword("overwrite"),
+    OnlyFlag("--init-from")
+        .Says("Initial weights: safetensors in Hugging Face's layout, a file, an index or a directory; or an "
+              "adapter "
+              "of PEFT's, a directory, for the weights of --model"),
+    OnlyFlag("--checkpoint-dir")
+        .Says("Directory of checkpoints; with --offload none or cpu it always receives the last step",
+              "checkpoints/ in --state-dir"),
+    OnlyFlag("--checkpoint-every").Says("Steps between checkpoints, which are written beside training"),
+    OnlyFlag("--checkpoint-keep").Says("Number of newest checkpoints to keep", "all"),
+    OnlyFlag("--json").Says("Print JSON").Of(Verb::kPlan),
+    OnlyFlag("--rank-timeout")
+        .Says("Heartbeat timeout of other ranks in seconds; 10 times as long for the rendezvous, 60 times "
+              "for a rank "
+              "that answers but makes no progress",
+              "30")
+        .Keyword("rank_timeout")
+        .Of(Verb::kTrain),
+    OnlyFlag("--report").Says("Write the run's report, a JSON file").Of(Verb::kTrain),
+    OnlyFlag("--log")
+        .Says("Append a JSON line for every committed step and every evaluation")
+        .Of(Verb::kTrain),
+    OnlyFlag("--prometheus")
+        .Says("Replace this file, FILE.prom, with the figures of each committed step, for node_exporter")
+        .Of(Verb::kTrain),
+    OnlyFlag("--trace").Says("Write a trace for Perfetto or chrome://tracing").Of(Verb::kTrain),
+    OnlyFlag("--check").Says("Validate flags and config, then exit").Of(Verb::kTrain),
+    OnlyFlag("--quiet").Says("Print no progress").Of(Verb::kTrain),
+    OnlyKeyword("progress")
+        .Says("Draws a line with step, loss, tokens and bytes a second",
+              "where a terminal or a notebook shows it"),
+    OnlyKeyword("ranks").Says("Whether the processes of torch.distributed train together",
+                              "they do where there are several"),
+});
+
+struct Section {
+  std::string_view path;
+  std::span<const Setting> keys;
+};
+
+constexpr auto kSections = std::to_array<Section>({
+    {"", kTop},
+    {"optimizer", kOptimizer},
+    {"optimizer.params/Adam", kAdam},
+    {"optimizer.params/AdamW", kAdam},
+    {"optimizer.params/Adagrad", kAdagrad},
+    {"optimizer.params/Lion", kLion},
+    {"optimizer.params/SGD", kSgd},
+    {"scheduler", kScheduler},
+    {"scheduler.params/LRRangeTest", kLrRangeTest},
+    {"scheduler.params/OneCycle", kOneCycle},
+    {"scheduler.params/WarmupLR", kWarmupLr},
+    {"scheduler.params/WarmupDecayLR", kWarmupDecayLr},
+    {"scheduler.params/WarmupCosineLR", kWarmupCosineLr},
+    {"fp16", kFp16},
+    {"bf16", kBf16},
+    {"zero_optimization", kZero},
+    {"zero_optimization.offload_param", kOffloadParam},
+    {"zero_optimization.offload_optimizer", kOffloadOptimizer},
+    {"aio", kAio},
+    {"activation_checkpointing", kActivationCheckpointing},
+    {"checkpoint", kCheckpoint},
+    {"checkpoint.parallel_write", kParallelWrite},
+    {"checkpoint.writer", kCheckpointWriter},
+    {"csv_monitor", kMonitor<&Config::csv_monitor>},
+    {"tensorboard", kMonitor<&Config::tensorboard>},
+    {"flops_profiler", kFlopsProfiler},
+    {"comms_logger", kCommsLogger},
+    {"elasticity", kElasticity},
+    {"penstock", kPenstock},
+});
+
+}  // namespace
+
+std::span<const Setting> SectionKeys(std::string_view section) {
+  for (const Section& s : kSections) {
+    if (s.path == section) return s.keys;
+  }
+  return {};
+}
+
+std::vector<std::string_view> SectionPaths() {
+  std::vector<std::string_view> paths;
+  for (const Section& s : kSections) paths.push_back(s.path);
+  return paths;
+}
+
+std::span<const Setting> SettingsWithoutKeys() { return kNoKeys; }
+
+const Setting* FindKey(std::string_view path) {
+  for (const Section& section : kSections) {
+    // The parameters of every optimizer, and of every schedule, are in one place.
+    std::string_view place = section.path.substr(0, section.path.find('/'));
+    if (!place.empty()) {
+      if (!path.starts_with(place) || path.size() <= place.size() || path[place.size()] != '.') continue;
+      place = path.substr(place.size() + 1);
+    } else {
+      place = path;
+    }
+    for (const Setting& setting : section.keys) {
+      if (setting.name == place && setting.canonical.empty()) return &setting;
+    }
+  }
+  return nullptr;
+}
+
+namespace {
+
+// The first row that `is` says yes to; its path in a configuration, "" where it has none.
+template <typename Is>
+std::pair<const Setting*, std::string> First(const Is& is) {
+  for (const Section& section : kSections) {
+    for (const Setting& setting : section.keys) {
+      if (is(setting)) return {&setting, PathOf(section.path, setting)};
+    }
+  }
+  for (const Setting& setting : kNoKeys) {
+    if (is(setting)) return {&setting, ""};
+  }
+  return {nullptr, ""};
+}
+
+}  // namespace
+
+std::string PathOf(std::string_view section, const Setting& setting) {
+  const std::string place(section.substr(0, section.find('/')));
+  const std::string name(setting.canonical.empty() ? setting.name : setting.canonical);
+  return place.empty() ? name : absl::StrCat(place, ".", name);
+}
+
+const Setting* FindFlag(std::string_view flag) {
+  return First([flag](const Setting& setting) { return setting.flag == flag; }).first;
+}
+
+const Setting* FindKeyword(std::string_view keyword) {
+  return First([keyword](const Setting& setting) { return setting.keyword == keyword; }).first;
+}
+
+std::string HelpOf(std::string_view flag) {
+  const Setting* const setting = FindFlag(flag);
+  if (setting == nullptr) return "";
+  std::string help(setting->help);
+  if (!setting->fallback.empty()) absl::StrAppend(&help, " [", std::string(setting->fallback), "]");
+  return help;
+}
+
+namespace {
+
+bool IsRecordedAs(const Setting& setting, std::string_view name) {
+  for (const absl::string_view each :
+       absl::StrSplit(absl::string_view(setting.record.data(), setting.record.size()), '|')) {
+    if (std::string_view(each.data(), each.size()) == name) return !name.empty();
+  }
+  return false;
+}
+
+}  // namespace
+
+std::string KeyOfRecord(std::string_view name) {
+  const auto [setting, path] =
+      First([name](const Setting& each) { return !each.name.empty() && IsRecordedAs(each, name); });
+  if (setting == nullptr) return std::string(name);
+  return setting->called.empty() ? path : std::string(setting->called);
+}
+
+bool IsFixedInRecord(std::string_view name) {
+  return First([name](const Setting& setting) {
+           return setting.on_resume == OnResume::kFixed && IsRecordedAs(setting, name);
+         }).first != nullptr;
+}
+
+bool HoldsAsConfigured(std::string_view path) {
+  const Setting* const setting = FindKey(path);
+  return setting != nullptr && setting->use == KeyUse::kServed &&
+         setting->on_resume == OnResume::kAsConfigured;
+}
+
+void Fill(const std::map<std::string, nlohmann::json>& served, Config* config) {
+  for (const auto& [path, value] : served) {
+    const Setting* const setting = FindKey(path);
+    if (setting != nullptr && setting->into != nullptr) setting->into(*config, value);
+  }
+}
+
+void RemoveWhatRanksMayDifferIn(nlohmann::ordered_json* config) {
+  for (const Section& section : kSections) {
+    for (const Setting& setting : section.keys) {
+      if (!setting.of_rank) continue;
+      nlohmann::ordered_json* place = config;
+      for (const absl::string_view each : absl::StrSplit(
+               absl::string_view(section.path.data(), section.path.size()), '.', absl::SkipEmpty())) {
+        if (place == nullptr || !place->is_object()) break;
+        const auto found = place->find(std::string(each));
+        place = found == place->end() ? nullptr : &*found;
+      }
+      if (place != nullptr && place->is_object()) place->erase(std::string(setting.name));
+    }
+  }
+}
+
+}  // namespace penstock::run

@@ -1,0 +1,218 @@
+// The settings of a training, a row each: what it is, its spellings in DeepSpeed's JSON, on the command line
+// and in Python, its type and bounds, what holds where nobody says, what a resumed run makes of it, and where
+// it goes. The table is run/settings.cc. Help texts, the page docs/settings.md, the check of configurations
+// and their reading, and the rules of resumed runs come from it.
+#ifndef PENSTOCK_RUN_SETTINGS_H_
+#define PENSTOCK_RUN_SETTINGS_H_
+
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace penstock::run {
+
+struct Config;
+
+enum class KeyUse {
+  kServed,    // its value takes effect
+  kNeedless,  // accepted without effect: the results are the same; named in one note with all others
+  kIgnored,   // accepted without effect though it could change the results: a note says why
+  kRefused,   // an error, unless its value is neutral (switches off what Penstock has not)
+};
+
+enum class KeyType {
+  kBool,
+  kWhole,   // a whole number, also written as 5e8
+  kNumber,  // any finite number
+  kText,
+  kPath,    // text that may be empty
+  kChoice,  // one of `choices`, in any case
+  kSize,    // bytes, or text such as "4GiB"
+  kPair,    // two numbers below 1: Adam's betas
+  kWholes,  // a list of whole numbers, in any order and not empty
+  kPaths,   // a list of paths, not empty
+  kObject,  // a section of its own, or where there is none contents that are not looked at
+  kAny,     // not looked at
+};
+
+// What a run that is resumed makes of a setting.
+enum class OnResume {
+  kAsConfigured,  // holds as the last configuration said; a later configuration replaces all of these
+  kByName,     // recorded; another value changes the run from the next step on, which a line says and the run
+               // records
+  kFixed,      // the state is made of it: another value is refused
+  kEachStart,  // given with each start
+};
+
+// The verbs whose command lines have a flag.
+enum class Verb { kTrainAndPlan, kTrain, kPlan };
+
+struct Setting {
+  std::string_view name = "";  // of the key in its section; "": configurations do not have it
+  KeyUse use;
+  KeyType type;
+  std::string_view why = "";  // kIgnored, kRefused: the rest of the line; kNeedless: for readers of the table
+  std::string_view neutral = "";  // kRefused: a JSON scalar that is as good as absent, beside null, false and
+                                  // "auto"; kIgnored: false
+  double least =
+      -std::numeric_limits<double>::infinity();  // numbers and sizes: both ends belong to the range
+  double most = std::numeric_limits<double>::infinity();
+  std::string_view choices = "";      // "none|cpu|nvme", spelled as served
+  std::string_view canonical = "";    // the other spelling under which it is served; "" is this one
+  bool old_name = false;              // the canonical spelling has replaced it: a note says so
+  std::string_view help = "";         // served: what it is, with its unit; no full stop
+  std::string_view fallback = "";     // what holds where nobody says
+  std::string_view from_python = "";  // the same from Python, where that differs
+  std::string_view flag = "";         // "--clip"
+  Verb verbs = Verb::kTrainAndPlan;   // that have the flag
+  std::string_view keyword = "";      // of penstock.initialize
+  OnResume on_resume = OnResume::kAsConfigured;
+  std::string_view record = "";          // its names in a run's record, separated by |; "": it has none
+  std::string_view called = "";          // how messages name the key, where its path is not all of it
+  bool of_rank = false;                  // ranks may differ in it
+  std::string_view without_device = "";  // why it has no effect where no device has memory of its own
+  std::string_view python_ignores = "";  // why it has no effect from Python
+  // Puts a checked value into its place. Null: what checks configurations has turned it into another key.
+  void (*into)(Config& config, const nlohmann::json& value) = nullptr;
+
+  constexpr Setting Says(std::string_view what, std::string_view otherwise = "") const {
+    Setting made = *this;
+    made.help = what;
+    made.fallback = otherwise;
+    return made;
+  }
+  constexpr Setting AtLeast(double bound) const {
+    Setting made = *this;
+    made.least = bound;
+    return made;
+  }
+  constexpr Setting Flag(std::string_view spelling) const {
+    Setting made = *this;
+    made.flag = spelling;
+    return made;
+  }
+  constexpr Setting Of(Verb which) const {
+    Setting made = *this;
+    made.verbs = which;
+    return made;
+  }
+  constexpr Setting Keyword(std::string_view spelling) const {
+    Setting made = *this;
+    made.keyword = spelling;
+    return made;
+  }
+  constexpr Setting Python(std::string_view otherwise) const {
+    Setting made = *this;
+    made.from_python = otherwise;
+    return made;
+  }
+  constexpr Setting ByName(std::string_view names) const {
+    Setting made = *this;
+    made.on_resume = OnResume::kByName;
+    made.record = names;
+    return made;
+  }
+  constexpr Setting Fixed(std::string_view names) const {
+    Setting made = *this;
+    made.on_resume = OnResume::kFixed;
+    made.record = names;
+    return made;
+  }
+  constexpr Setting EachStart() const {
+    Setting made = *this;
+    made.on_resume = OnResume::kEachStart;
+    return made;
+  }
+  constexpr Setting Called(std::string_view message) const {
+    Setting made = *this;
+    made.called = message;
+    return made;
+  }
+  constexpr Setting OfRank() const {
+    Setting made = *this;
+    made.of_rank = true;
+    return made;
+  }
+  constexpr Setting NeedsDevice(std::string_view because) const {
+    Setting made = *this;
+    made.without_device = because;
+    return made;
+  }
+  constexpr Setting FromPython(std::string_view because) const {
+    Setting made = *this;
+    made.python_ignores = because;
+    return made;
+  }
+  constexpr Setting Into(void (*place)(Config&, const nlohmann::json&)) const {
+    Setting made = *this;
+    made.into = place;
+    return made;
+  }
+};
+
+// The choices of optimizer.type.
+inline constexpr std::string_view kServedOptimizers = "Adam|AdamW|Adagrad|Lion|SGD";
+
+// The keys of the section at a canonical path: "" is the top, "zero_optimization.offload_param". The
+// parameters of optimizers and schedules are at "optimizer.params/" and "scheduler.params/" followed by the
+// type. Empty for a path that is no section.
+std::span<const Setting> SectionKeys(std::string_view section);
+
+// All section paths.
+std::vector<std::string_view> SectionPaths();
+
+// The settings that configurations do not have.
+std::span<const Setting> SettingsWithoutKeys();
+
+// The canonical path of a key of a section: "optimizer.params.lr".
+std::string PathOf(std::string_view section, const Setting& setting);
+
+// The row of a canonical path, a flag or a keyword; null: there is none. Of a parameter of several optimizers
+// or schedules it is the first one's.
+const Setting* FindKey(std::string_view path);
+const Setting* FindFlag(std::string_view flag);
+const Setting* FindKeyword(std::string_view keyword);
+
+// "Maximum global gradient norm; 0 disables clipping [1.0]". Empty for a flag without a row.
+std::string HelpOf(std::string_view flag);
+
+// How messages name the key that has a name in a run's record: "gradient_clipping" for "clip". A name that no
+// key has is itself.
+std::string KeyOfRecord(std::string_view name);
+
+// Whether a run's state is made of what has this name in its record.
+bool IsFixedInRecord(std::string_view name);
+
+// Whether a key holds on resume as the last configuration said (OnResume::kAsConfigured).
+bool HoldsAsConfigured(std::string_view path);
+
+// Puts checked values (CheckedKeys::served) into their places.
+void Fill(const std::map<std::string, nlohmann::json>& served, Config* config);
+
+// Removes the keys that may have another value on each rank: directories, and budgets of memory.
+void RemoveWhatRanksMayDifferIn(nlohmann::ordered_json* config);
+
+// What a configuration says, by canonical path ("aio.block_size"): booleans, int64 for kWhole and kSize,
+// double for kNumber, the canonical spelling for kChoice, an array of two doubles for kPair, of int64 for
+// kWholes. Keys whose value is null or "auto" are absent.
+struct CheckedKeys {
+  std::map<std::string, nlohmann::json> served;
+  std::vector<std::string> notes;  // in the file's order
+  std::set<std::string> autos;     // canonical paths of keys whose value is "auto"
+};
+
+// Walks a parsed configuration along the table. kInvalidArgument, one line beginning with the key's path as
+// given, for the first key that is unknown (at the top level: misspelt), refused, of a wrong type, out of
+// range, or given under two spellings.
+absl::StatusOr<CheckedKeys> CheckKeys(const nlohmann::ordered_json& root);
+
+}  // namespace penstock::run
+
+#endif  // PENSTOCK_RUN_SETTINGS_H_

@@ -1,0 +1,21 @@
+// Keys that are accepted and change nothing, because of where the run trains: a line for each.
+#ifndef PENSTOCK_RUN_UNUSED_KEYS_H_
+#define PENSTOCK_RUN_UNUSED_KEYS_H_
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "run/config.h"
+
+namespace penstock::run {
+
+// Those of a device's memory, where no device holds state. where: "with --device cpu", "from Python".
+std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view where);
+
+// All that have no effect from Python.
+std::vector<std::string> KeysUnusedFromPython(const Config& config);
+
+}  // namespace penstock::run
+
+#endif  // PENSTOCK_RUN_UNUSED_KEYS_H_

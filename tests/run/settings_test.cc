@@ -1,0 +1,168 @@
+// The table of settings keeps its own rules, and what is printed from it is what is committed.
+#include "run/settings.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <string>
+
+#include "run/config.h"
+#include "run/settings_page.h"
+
+namespace penstock::run {
+namespace {
+
+using nlohmann::json;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::StartsWith;
+
+// A value as CheckedKeys has them.
+json ValueOf(const Setting& setting) {
+  switch (setting.type) {
+    case KeyType::kBool:
+      return true;
+    case KeyType::kWhole:
+    case KeyType::kSize:
+      return static_cast<int64_t>(std::max(setting.least, std::min(setting.most, 3.0)));
+    case KeyType::kNumber:
+      return std::max(setting.least, std::min(setting.most, 0.5));
+    case KeyType::kText:
+    case KeyType::kPath:
+      return "somewhere";
+    case KeyType::kChoice:
+      return std::string(setting.choices.substr(0, setting.choices.find('|')));
+    case KeyType::kPair:
+      return {0.5, 0.25};
+    case KeyType::kWholes:
+      return {2, 4};
+    case KeyType::kPaths:
+      return {"somewhere", "elsewhere"};
+    case KeyType::kObject:
+    case KeyType::kAny:
+      break;
+  }
+  return nullptr;
+}
+
+TEST(Settings, EachSaysWhatItIsAndChangesTheConfiguration) {
+  int settings = 0;
+  for (const std::string_view section : SectionPaths()) {
+    for (const Setting& setting : SectionKeys(section)) {
+      if (setting.use != KeyUse::kServed || setting.type == KeyType::kObject || !setting.canonical.empty())
+        continue;
+      const std::string path = PathOf(section, setting);
+      SCOPED_TRACE(path);
+      ++settings;
+      EXPECT_FALSE(setting.help.empty());
+      EXPECT_FALSE(setting.help.ends_with('.'));
+      ASSERT_NE(FindKey(path), nullptr);
+      EXPECT_EQ(FindKey(path)->name, setting.name);
+      EXPECT_EQ(setting.on_resume == OnResume::kByName && setting.record.empty(), false);
+      if (path.starts_with("zero_optimization.cpu_offload")) {
+        EXPECT_EQ(setting.into, nullptr) << "an old name, which the check turns into the new one";
+        continue;
+      }
+      Config config;
+      Fill({{path, ValueOf(setting)}}, &config);
+      EXPECT_FALSE(config == Config()) << "a value that is read and goes nowhere";
+    }
+  }
+  EXPECT_GT(settings, 100);
+  for (const Setting& setting : SettingsWithoutKeys()) {
+    EXPECT_FALSE(setting.help.empty()) << setting.flag;
+    EXPECT_TRUE(setting.flag.empty() ? !setting.keyword.empty() : setting.flag.starts_with("--"))
+        << setting.flag;
+  }
+}
+
+TEST(Settings, NoTwoRowsHaveOneFlagOrOneKeyword) {
+  std::multiset<std::string_view> spellings;
+  const auto add = [&](const Setting& setting) {
+    if (!setting.flag.empty()) spellings.insert(setting.flag);
+    if (!setting.keyword.empty()) spellings.insert(setting.keyword);
+  };
+  for (const std::string_view section : SectionPaths()) {
+    if (section.find('/') != std::string_view::npos && section != "optimizer.params/AdamW") continue;
+    for (const Setting& setting : SectionKeys(section)) add(setting);
+  }
+  for (const Setting& setting : SettingsWithoutKeys()) add(setting);
+  for (const std::string_view spelling : spellings) EXPECT_EQ(spellings.count(spelling), 1U) << spelling;
+}
+
+TEST(Settings, TheRecordsNamesAreThoseOfTheirKeys) {
+  for (const auto& [record, key] : {std::pair{"batch", "train_micro_batch_size_per_gpu"},
+                                    {"accumulate", "gradient_accumulation_steps"},
+                                    {"train_batch", "train_batch_size"},
+                                    {"clip", "gradient_clipping"},
+                                    {"optimizer", "optimizer.type"},
+                                    {"optimizer_states", "penstock.optimizer_states"},
+                                    {"beta1", "optimizer.params.betas"},
+                                    {"beta2", "optimizer.params.betas"},
+                                    {"lr", "optimizer.params.lr"},
+                                    {"momentum", "optimizer.params.momentum"},
+                                    {"dtype", "fp16 or bf16"},
+                                    {"loss_scale", "loss scale of fp16"},
+                                    {"sync", "penstock.sync"},
+                                    {"durability", "penstock.durability"},
+                                    {"scheduler", "scheduler"},
+                                    {"seq", "seq"}})
+    EXPECT_EQ(KeyOfRecord(record), key) << record;
+  for (const char* const fixed : {"vocab", "seed", "dtype", "optimizer", "optimizer_states"})
+    EXPECT_TRUE(IsFixedInRecord(fixed)) << fixed;
+  for (const char* const free : {"lr", "clip", "batch", "seq", "scheduler", "sync", ""})
+    EXPECT_FALSE(IsFixedInRecord(free)) << free;
+  EXPECT_TRUE(HoldsAsConfigured("aio.block_size"));
+  EXPECT_TRUE(HoldsAsConfigured("csv_monitor.output_path"));
+  EXPECT_FALSE(HoldsAsConfigured("optimizer.params.lr"));
+  EXPECT_FALSE(HoldsAsConfigured("penstock.versions"));
+  EXPECT_FALSE(HoldsAsConfigured("zero_optimization.offload_param.nvme_path"));
+  EXPECT_FALSE(HoldsAsConfigured("aio.single_submit"));
+  EXPECT_FALSE(HoldsAsConfigured("no.such_key"));
+}
+
+TEST(Settings, RanksMayDifferInPlacesAndMemoryAlone) {
+  auto config = nlohmann::ordered_json::parse(
+      R"({"gradient_clipping": 1, "tensorboard": {"output_path": "a", "enabled": true},
+    "csv_monitor": false, "penstock": {"state_dirs": ["a"], "host_memory": 5, "order": "auto"},
+    "zero_optimization": {"offload_optimizer": {"nvme_path": "b", "device": "nvme"}, "offload_param": null}})");
+  RemoveWhatRanksMayDifferIn(&config);
+  EXPECT_EQ(config,
+            nlohmann::ordered_json::parse(R"({"gradient_clipping": 1, "tensorboard": {"enabled": true},
+    "csv_monitor": false, "penstock": {"order": "auto"},
+    "zero_optimization": {"offload_optimizer": {"device": "nvme"}, "offload_param": null}})"));
+}
+
+TEST(Settings, OneIsDescribedByAnyOfItsSpellings) {
+  const std::string clip = *DescribeSetting("gradient_clipping");
+  EXPECT_THAT(clip,
+              AllOf(StartsWith("### gradient_clipping\nMaximum global gradient norm"), HasSubstr("`--clip`"),
+                    HasSubstr("default: 1.0"), HasSubstr("from the next step on")));
+  for (const char* const spelling : {"clip", "--clip"})
+    EXPECT_EQ(*DescribeSetting(spelling), clip) << spelling;
+  EXPECT_THAT(*DescribeSetting("stage3_gather_16bit_weights_on_model_save"),
+              HasSubstr("Accepted without effect"));
+  EXPECT_THAT(*DescribeSetting("zero_quantized_weights"), HasSubstr("Not served"));
+  EXPECT_THAT(DescribeSetting("gradient_cliping").status().message(),
+              HasSubstr("(did you mean \"gradient_clipping\"?)"));
+  EXPECT_FALSE(DescribeSetting("").ok());
+}
+
+// Written anew by `penstock settings > docs/settings.md`.
+TEST(Settings, TheCommittedPageIsThatOfTheTable) {
+  std::ifstream committed(std::string(PENSTOCK_DOCS) + "/settings.md");
+  std::istringstream printed(SettingsPage());
+  std::string there, wanted;
+  while (std::getline(printed, wanted)) {
+    ASSERT_TRUE(std::getline(committed, there)) << "the page ends before: " << wanted;
+    ASSERT_EQ(there, wanted);
+  }
+  EXPECT_FALSE(std::getline(committed, there)) << there;
+}
+
+}  // namespace
+}  // namespace penstock::run

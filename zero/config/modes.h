@@ -1,0 +1,28 @@
+// Choices of a training that configurations and records have by name.
+#ifndef PENSTOCK_ZERO_CONFIG_MODES_H_
+#define PENSTOCK_ZERO_CONFIG_MODES_H_
+
+#include <string_view>
+
+#include "tiering/plan/plan.h"
+
+namespace penstock::zero {
+
+// Where weights and optimizer state live: on the device that computes, in host memory, or on drives.
+enum class OffloadDevice { kNone, kCpu, kNvme };
+// What a crash may cost: nothing after a step has returned, or the steps since the last checkpoint.
+enum class Durability { kStep, kCheckpoint };
+// What a commit outlives: the end of the process, or a loss of power.
+enum class SyncMode { kProcess, kPower };
+using tiering::Prefer;
+using tiering::UpdateOrder;
+
+// The names that the JSON uses: "nvme", "step", "power", "next_forward".
+std::string_view Name(OffloadDevice value);
+std::string_view Name(Durability value);
+std::string_view Name(SyncMode value);
+std::string_view Name(UpdateOrder value);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_CONFIG_MODES_H_
