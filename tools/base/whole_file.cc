@@ -50,7 +50,7 @@ absl::StatusOr<int> OpenSpecial(const std::string& what, const std::string& path
   if (fd < 0) return Failed(what, path, "open", errno);
   const int own = fcntl(fd, F_GETFL);
   if (own >= 0 && fcntl(fd, F_SETFL, own & ~O_NONBLOCK) == 0) return fd;
-  const absl::Status failed = Failed(what, path, "open", errno);
+  absl::Status failed = Failed(what, path, "open", errno);
   close(fd);
   return failed;
 }
