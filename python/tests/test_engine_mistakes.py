@@ -304,13 +304,13 @@ def test_a_model_that_is_another_later_on_is_refused_by_name(tmp_path, change):
 @pytest.mark.parametrize("kept", [False, True], ids=["made", "resumed"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_monitor_that_cannot_be_opened_leaves_the_model_its_values(tmp_path, kept):
-    (tmp_path / "file").write_text("")
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "job"}, "gradient_clipping": 1.0}
     model, data = net(), batches(2)
     if kept:
         with make(net(), tmp_path / "run") as engine:
             step(engine, data[0])
     engine = make(model, tmp_path / "run", config={"train_micro_batch_size_per_gpu": 1, **monitor}, resume=kept)
+    (tmp_path / "file").write_text("")  # after initialize, which would refuse it
     for _ in range(2):
         with pytest.raises((OSError, ValueError), match="csv_monitor"):
             step(engine, data[1])

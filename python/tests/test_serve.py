@@ -549,6 +549,7 @@ def test_time_is_bounded_where_it_is_asked_for(model):
         long_enough = [server.raw(long) for _ in range(8)]  # of which the last waits until it is over
         status, answer = server.ask("/v1/completions", long)
         assert (status, answer["error"]["code"]) == (504, "timeout")
+        long_enough += [server.raw(long) for _ in range(8)]
         with server.client().completions.create(stream=True, **long) as stream, pytest.raises(openai.APIError, match="--timeout"):
             stream_of(stream)
         for connection in long_enough:
@@ -613,7 +614,7 @@ def test_wrong_flags_and_models_are_one_line(model, directory):
         (("--port", "x"), 2, "--port"),
         (("--kv", "disk"), 2, "--kv"),
         (("--queue", "-1"), 2, "-1"),
-        (("--host-memory", "lots"), 2, "host_memory"),
+        (("--host-memory", "lots"), 2, "--host-memory"),
         (("--host-memory", "1MiB"), 2, "the least that works here is"),
         (("--max-length", "100000"), 2, "max_length"),
         (("--api-key-file", directory / "none"), 2, "--api-key-file"),

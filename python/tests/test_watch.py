@@ -353,10 +353,12 @@ def test_who_looks_on_and_fails_costs_no_step(tmp_path, monkeypatch):
     fake.run, fake.init = None, lambda **_: Run()
     fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    config = {**configuration(tmp_path), "wandb": {"enabled": True}, "flops_profiler": {"enabled": True, "output_file": str(tmp_path)}}
+    config = {**configuration(tmp_path), "wandb": {"enabled": True}, "flops_profiler": {"enabled": True, "output_file": str(tmp_path / "gone" / "profile")}}
+    (tmp_path / "gone").mkdir()
     model, data = net(), batches(5)
     scheduler = torch.optim.lr_scheduler.ConstantLR
     engine = make(model, tmp_path / "run", config=config, lr_scheduler=scheduler)
+    (tmp_path / "gone").rmdir()  # what initialize has found in order
     heard = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -227,12 +227,14 @@ class Application:
 
         async def read() -> bytes:
             body = bytearray()
+            counted = 0
             async for piece in request.stream():
                 if len(body) + len(piece) > most:
                     raise too_long
-                if len(body) + len(piece) > _SHORT:
-                    hold(len(piece))
                 body += piece
+                if len(body) > _SHORT:
+                    hold(len(body) - counted)
+                    counted = len(body)
             return bytes(body)
 
         reading = asyncio.ensure_future(read())
