@@ -208,7 +208,7 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
     const uint64_t most = kind < 3 ? 120 : 800;  // operations: it must get from one checkpoint to the next
     for (int life = 0;; ++life) {
       // On a machine that is busy with others, lives that go nowhere become longer.
-      const auto longer = static_cast<uint64_t>(1 + life / 50);
+      const uint64_t longer = 1 + static_cast<uint64_t>(life) / 50;
       // The order of update may differ from life to life, as a plan may.
       run.update_order =
           random() % 2 == 0 ? tiering::UpdateOrder::kInBackward : tiering::UpdateOrder::kInNextForward;

@@ -67,7 +67,7 @@ absl::Status ResolveCheckpoints(const TrainOptions& flags, TrainSettings* settin
 absl::Status CheckWasThere(const TrainOptions& flags, const zero::EngineOptions& engine) {
   const std::string& checkpoints = engine.storage.checkpoints.parent;
   if (engine.storage.offload == zero::OffloadDevice::kNvme) return absl::OkStatus();
-  const absl::Status kept = swap::FindCheckpoint(checkpoints).status();
+  absl::Status kept = swap::FindCheckpoint(checkpoints).status();
   if (!absl::IsNotFound(kept)) return kept;
   if (flags.state_dirs.empty()) {
     ASSIGN_OR_RETURN(const bool there, IsDirectory(checkpoints));
