@@ -23,6 +23,7 @@ using zero::LossScaleOptions;
 using zero::LossScaler;
 using zero::LrRangeTest;
 using zero::LrSchedule;
+using zero::NameIn;
 using zero::OneCycle;
 using zero::ParseHjson;
 using zero::Printable;
@@ -142,8 +143,8 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
 
 }  // namespace
 
-std::string_view Name(OptimizerType value) { return NameIn(value); }
-std::string_view Name(SchedulerType value) { return NameIn(value); }
+std::string_view Name(OptimizerType value) { return NameIn(NamesOf(value), value); }
+std::string_view Name(SchedulerType value) { return NameIn(NamesOf(value), value); }
 
 std::string MonitorConfig::directory() const {
   const std::string path = output_path.value_or("");

@@ -27,8 +27,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr double kUnbounded = 0x1p62;
-
 std::string Join(const std::string& path, std::string_view key) {
   return path.empty() ? std::string(key) : absl::StrCat(path, ".", std::string(key));
 }
@@ -178,7 +176,7 @@ class Walker {
       if ((path == "optimizer" || path == "scheduler") && !value.empty() &&
           !result_.served.contains(path + ".type")) {
         return absl::InvalidArgumentError(
-            absl::StrCat(shown, ".type: missing; it is one of ", Choices(*Find(path, "type"))));
+            absl::StrCat(shown, ".type: missing; it is one of ", ChoicesOf(*Find(path, "type"))));
       }
       return absl::OkStatus();
     }
@@ -215,11 +213,6 @@ class Walker {
         absl::StrCat(shown, ": must be ", std::string(wanted), ", not ", ShowValue(value)));
   }
 
-  static std::string Choices(const Setting& spec) {
-    return absl::StrJoin(absl::StrSplit(absl::string_view(spec.choices.data(), spec.choices.size()), '|'),
-                         ", ");
-  }
-
   // The value in the form that CheckedKeys documents.
   static absl::StatusOr<nlohmann::json> Value(const Setting& spec, const std::string& shown,
                                               const Json& value) {
@@ -241,7 +234,7 @@ class Walker {
       case KeyType::kNumber: {
         if (!value.is_number()) return Wrong(shown, "a number", value);
         const double number = value.get<double>();
-        if (!InRange(spec, number)) return Wrong(shown, Range(spec, "a number"), value);
+        if (!InRange(spec, number)) return Wrong(shown, RangeOf(spec, "a number"), value);
         return nlohmann::json(number);
       }
       case KeyType::kSize: {
@@ -249,7 +242,7 @@ class Walker {
         const absl::StatusOr<int64_t> bytes = tiering::ParseSize(value.get_ref<const std::string&>());
         if (!bytes.ok())
           return absl::InvalidArgumentError(absl::StrCat(shown, ": ", bytes.status().message()));
-        if (!InRange(spec, static_cast<double>(*bytes))) return Wrong(shown, Range(spec, kSizeKind), value);
+        if (!InRange(spec, static_cast<double>(*bytes))) return Wrong(shown, RangeOf(spec, kSizeKind), value);
         return nlohmann::json(*bytes);
       }
       case KeyType::kPair: {
@@ -298,25 +291,25 @@ class Walker {
     const std::string_view kind = spec.type == KeyType::kSize ? kSizeKind : "a whole number";
     int64_t whole = 0;
     if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
-      return Wrong(shown, Range(spec, kind), value);
+      return Wrong(shown, RangeOf(spec, kind), value);
     }
     if (value.is_number_integer()) {
       whole = value.get<int64_t>();
     } else if (value.is_number_float()) {
       const double number = value.get<double>();
       if (number != std::floor(number) || std::fabs(number) >= 0x1p63)
-        return Wrong(shown, Range(spec, kind), value);
+        return Wrong(shown, RangeOf(spec, kind), value);
       whole = static_cast<int64_t>(number);
     } else {
       return Wrong(shown, kind, value);
     }
-    if (!InRange(spec, static_cast<double>(whole))) return Wrong(shown, Range(spec, kind), value);
+    if (!InRange(spec, static_cast<double>(whole))) return Wrong(shown, RangeOf(spec, kind), value);
     return nlohmann::json(whole);
   }
 
   static absl::StatusOr<nlohmann::json> ChoiceValue(const Setting& spec, const std::string& shown,
                                                     const Json& value) {
-    const std::string choices = Choices(spec);
+    const std::string choices = ChoicesOf(spec);
     if (!value.is_string()) return Wrong(shown, absl::StrCat("one of ", choices), value);
     const auto& given = value.get_ref<const std::string&>();
     std::vector<std::string_view> names;
@@ -340,13 +333,6 @@ class Walker {
 
   static bool InRange(const Setting& spec, double number) {
     return std::isfinite(number) && number >= spec.least && number <= spec.most;
-  }
-
-  static std::string Range(const Setting& spec, std::string_view kind) {
-    std::string what(kind);
-    if (spec.least <= -kUnbounded) return what;
-    if (spec.most >= kUnbounded) return absl::StrFormat("%s of %.10g or more", what, spec.least);
-    return absl::StrFormat("%s from %.10g to %.10g", what, spec.least, spec.most);
   }
 
   // Where else a key of this name is at home.

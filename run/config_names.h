@@ -4,20 +4,15 @@
 
 #include <array>
 #include <span>
-#include <string_view>
 
 #include "run/config.h"
+#include "zero/config/mode_names.h"
 
 namespace penstock::run {
 
-template <typename Enum>
-struct Named {
-  Enum value;
-  std::string_view name;
-};
+using zero::Named;
+using zero::NamesOf;
 
-inline constexpr auto kOffloadDevices = std::to_array<Named<OffloadDevice>>(
-    {{OffloadDevice::kNone, "none"}, {OffloadDevice::kCpu, "cpu"}, {OffloadDevice::kNvme, "nvme"}});
 inline constexpr auto kOptimizerTypes =
     std::to_array<Named<OptimizerType>>({{OptimizerType::kAdam, "Adam"},
                                          {OptimizerType::kAdamW, "AdamW"},
@@ -30,14 +25,6 @@ inline constexpr auto kSchedulerTypes =
                                          {SchedulerType::kWarmupLr, "WarmupLR"},
                                          {SchedulerType::kWarmupDecayLr, "WarmupDecayLR"},
                                          {SchedulerType::kWarmupCosineLr, "WarmupCosineLR"}});
-inline constexpr auto kDurabilities =
-    std::to_array<Named<Durability>>({{Durability::kStep, "step"}, {Durability::kCheckpoint, "checkpoint"}});
-inline constexpr auto kSyncModes =
-    std::to_array<Named<SyncMode>>({{SyncMode::kProcess, "process"}, {SyncMode::kPower, "power"}});
-inline constexpr auto kUpdateOrders =
-    std::to_array<Named<UpdateOrder>>({{UpdateOrder::kAuto, "auto"},
-                                       {UpdateOrder::kInNextForward, "next_forward"},
-                                       {UpdateOrder::kInBackward, "in_backward"}});
 inline constexpr auto kPrefers =
     std::to_array<Named<Prefer>>({{Prefer::kWear, "wear"}, {Prefer::kTime, "time"}});
 inline constexpr auto kPlacements =
@@ -49,23 +36,11 @@ inline constexpr auto kWarmupTypes = std::to_array<Named<zero::WarmupType>>(
     {{zero::WarmupType::kLog, "log"}, {zero::WarmupType::kLinear, "linear"}});
 
 // All choices of the type of the argument, whose value does not matter.
-constexpr std::span<const Named<OffloadDevice>> NamesOf(OffloadDevice) { return kOffloadDevices; }
 constexpr std::span<const Named<OptimizerType>> NamesOf(OptimizerType) { return kOptimizerTypes; }
 constexpr std::span<const Named<SchedulerType>> NamesOf(SchedulerType) { return kSchedulerTypes; }
-constexpr std::span<const Named<Durability>> NamesOf(Durability) { return kDurabilities; }
-constexpr std::span<const Named<SyncMode>> NamesOf(SyncMode) { return kSyncModes; }
-constexpr std::span<const Named<UpdateOrder>> NamesOf(UpdateOrder) { return kUpdateOrders; }
 constexpr std::span<const Named<Prefer>> NamesOf(Prefer) { return kPrefers; }
 constexpr std::span<const Named<ConfigPlacement>> NamesOf(ConfigPlacement) { return kPlacements; }
 constexpr std::span<const Named<zero::WarmupType>> NamesOf(zero::WarmupType) { return kWarmupTypes; }
-
-template <typename Enum>
-constexpr std::string_view NameIn(Enum value) {
-  for (const auto& [of, name] : NamesOf(value)) {
-    if (of == value) return name;
-  }
-  return "?";
-}
 
 }  // namespace penstock::run
 

@@ -2,11 +2,15 @@
 // precision_config.py, zero/config.py, zero/offload_config.py, swap_tensor/aio_config.py).
 #include "run/settings.h"
 
+#include <algorithm>
 #include <array>
 #include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "run/config.h"
 #include "run/config_names.h"
@@ -1014,7 +1018,7 @@ constexpr auto kNoKeys = std::to_array<Setting>({
         .Says("Seed of initial values, data order and dropout", "1")
         .Keyword("seed")
         .Fixed("seed"),
-    OnlyFlag("--threads").Says("Intra-op threads, recorded with the run", "one per core").Fixed("threads"),
+    OnlyFlag("--threads").Says("Intra-op threads, recorded with the run", "one per core").Once("threads"),
     OnlyFlag("--resume")
         .Says(
             "Continue the run in --state-dir; with --offload none or cpu, and where that directory is empty, "
@@ -1029,7 +1033,8 @@ constexpr auto kNoKeys = std::to_array<Setting>({
     OnlyFlag("--init-from")
         .Says("Initial weights: safetensors in Hugging Face's layout, a file, an index or a directory; or an "
               "adapter "
-              "of PEFT's, a directory, for the weights of --model"),
+              "of PEFT's, a directory, for the weights of --model")
+        .Once(""),
     OnlyFlag("--checkpoint-dir")
         .Says("Directory of checkpoints; with --offload none or cpu it always receives the last step",
               "checkpoints/ in --state-dir"),
@@ -1133,6 +1138,12 @@ const Setting* FindKey(std::string_view path) {
 
 namespace {
 
+constexpr double kUnbounded = 0x1p62;
+
+std::vector<std::string> SplitBars(std::string_view text) {
+  return absl::StrSplit(absl::string_view(text.data(), text.size()), '|');
+}
+
 // The first row that `is` says yes to; its path in a configuration, "" where it has none.
 template <typename Is>
 std::pair<const Setting*, std::string> First(const Is& is) {
@@ -1159,9 +1170,14 @@ const Setting* FindFlag(std::string_view flag) {
   return First([flag](const Setting& setting) { return setting.flag == flag; }).first;
 }
 
-const Setting* FindKeyword(std::string_view keyword) {
-  return First([keyword](const Setting& setting) { return setting.keyword == keyword; }).first;
+std::string RangeOf(const Setting& setting, std::string_view kind) {
+  std::string what(kind);
+  if (setting.least <= -kUnbounded) return what;
+  if (setting.most >= kUnbounded) return absl::StrFormat("%s of %.10g or more", what, setting.least);
+  return absl::StrFormat("%s from %.10g to %.10g", what, setting.least, setting.most);
 }
+
+std::string ChoicesOf(const Setting& setting) { return absl::StrJoin(SplitBars(setting.choices), ", "); }
 
 std::string HelpOf(std::string_view flag) {
   const Setting* const setting = FindFlag(flag);
@@ -1174,11 +1190,8 @@ std::string HelpOf(std::string_view flag) {
 namespace {
 
 bool IsRecordedAs(const Setting& setting, std::string_view name) {
-  for (const absl::string_view each :
-       absl::StrSplit(absl::string_view(setting.record.data(), setting.record.size()), '|')) {
-    if (std::string_view(each.data(), each.size()) == name) return !name.empty();
-  }
-  return false;
+  const std::vector<std::string> names = SplitBars(setting.record);
+  return !name.empty() && std::find(names.begin(), names.end(), name) != names.end();
 }
 
 }  // namespace
@@ -1210,17 +1223,13 @@ void Fill(const std::map<std::string, nlohmann::json>& served, Config* config) {
 }
 
 void RemoveWhatRanksMayDifferIn(nlohmann::ordered_json* config) {
+  using Pointer = nlohmann::ordered_json::json_pointer;
   for (const Section& section : kSections) {
+    const std::string path(section.path);
+    const Pointer place(path.empty() ? "" : absl::StrCat("/", absl::StrReplaceAll(path, {{".", "/"}})));
+    if (!config->contains(place) || !config->at(place).is_object()) continue;
     for (const Setting& setting : section.keys) {
-      if (!setting.of_rank) continue;
-      nlohmann::ordered_json* place = config;
-      for (const absl::string_view each : absl::StrSplit(
-               absl::string_view(section.path.data(), section.path.size()), '.', absl::SkipEmpty())) {
-        if (place == nullptr || !place->is_object()) break;
-        const auto found = place->find(std::string(each));
-        place = found == place->end() ? nullptr : &*found;
-      }
-      if (place != nullptr && place->is_object()) place->erase(std::string(setting.name));
+      if (setting.of_rank) config->at(place).erase(std::string(setting.name));
     }
   }
 }

@@ -48,6 +48,7 @@ enum class OnResume {
   kByName,     // recorded; another value changes the run from the next step on, which a line says and the run
                // records
   kFixed,      // the state is made of it: another value is refused
+  kOnce,       // recorded when the run begins: another value has no effect, which a line says
   kEachStart,  // given with each start
 };
 
@@ -82,78 +83,42 @@ struct Setting {
   // Puts a checked value into its place. Null: what checks configurations has turned it into another key.
   void (*into)(Config& config, const nlohmann::json& value) = nullptr;
 
+  // The row with one more thing said of it.
   constexpr Setting Says(std::string_view what, std::string_view otherwise = "") const {
-    Setting made = *this;
-    made.help = what;
-    made.fallback = otherwise;
-    return made;
+    return With(&Setting::help, what).With(&Setting::fallback, otherwise);
   }
-  constexpr Setting AtLeast(double bound) const {
-    Setting made = *this;
-    made.least = bound;
-    return made;
-  }
-  constexpr Setting Flag(std::string_view spelling) const {
-    Setting made = *this;
-    made.flag = spelling;
-    return made;
-  }
-  constexpr Setting Of(Verb which) const {
-    Setting made = *this;
-    made.verbs = which;
-    return made;
-  }
-  constexpr Setting Keyword(std::string_view spelling) const {
-    Setting made = *this;
-    made.keyword = spelling;
-    return made;
-  }
+  constexpr Setting AtLeast(double bound) const { return With(&Setting::least, bound); }
+  constexpr Setting Flag(std::string_view spelling) const { return With(&Setting::flag, spelling); }
+  constexpr Setting Of(Verb which) const { return With(&Setting::verbs, which); }
+  constexpr Setting Keyword(std::string_view spelling) const { return With(&Setting::keyword, spelling); }
   constexpr Setting Python(std::string_view otherwise) const {
-    Setting made = *this;
-    made.from_python = otherwise;
-    return made;
+    return With(&Setting::from_python, otherwise);
   }
-  constexpr Setting ByName(std::string_view names) const {
-    Setting made = *this;
-    made.on_resume = OnResume::kByName;
-    made.record = names;
-    return made;
-  }
-  constexpr Setting Fixed(std::string_view names) const {
-    Setting made = *this;
-    made.on_resume = OnResume::kFixed;
-    made.record = names;
-    return made;
-  }
-  constexpr Setting EachStart() const {
-    Setting made = *this;
-    made.on_resume = OnResume::kEachStart;
-    return made;
-  }
-  constexpr Setting Called(std::string_view message) const {
-    Setting made = *this;
-    made.called = message;
-    return made;
-  }
-  constexpr Setting OfRank() const {
-    Setting made = *this;
-    made.of_rank = true;
-    return made;
-  }
+  constexpr Setting ByName(std::string_view names) const { return Resumes(OnResume::kByName, names); }
+  constexpr Setting Fixed(std::string_view names) const { return Resumes(OnResume::kFixed, names); }
+  constexpr Setting Once(std::string_view names) const { return Resumes(OnResume::kOnce, names); }
+  constexpr Setting EachStart() const { return Resumes(OnResume::kEachStart, record); }
+  constexpr Setting Called(std::string_view message) const { return With(&Setting::called, message); }
+  constexpr Setting OfRank() const { return With(&Setting::of_rank, true); }
   constexpr Setting NeedsDevice(std::string_view because) const {
-    Setting made = *this;
-    made.without_device = because;
-    return made;
+    return With(&Setting::without_device, because);
   }
   constexpr Setting FromPython(std::string_view because) const {
-    Setting made = *this;
-    made.python_ignores = because;
-    return made;
+    return With(&Setting::python_ignores, because);
   }
   constexpr Setting Into(void (*place)(Config&, const nlohmann::json&)) const {
+    return With(&Setting::into, place);
+  }
+
+ private:
+  template <typename T>
+  constexpr Setting With(T Setting::*member, T value) const {
     Setting made = *this;
-    made.into = place;
+    made.*member = value;
     return made;
+  }
+  constexpr Setting Resumes(OnResume what, std::string_view names) const {
+    return With(&Setting::on_resume, what).With(&Setting::record, names);
   }
 };
 
@@ -174,14 +139,19 @@ std::span<const Setting> SettingsWithoutKeys();
 // The canonical path of a key of a section: "optimizer.params.lr".
 std::string PathOf(std::string_view section, const Setting& setting);
 
-// The row of a canonical path, a flag or a keyword; null: there is none. Of a parameter of several optimizers
-// or schedules it is the first one's.
+// The row of a canonical path, or of a flag; null: there is none. Of a parameter of several optimizers or
+// schedules it is the first one's.
 const Setting* FindKey(std::string_view path);
 const Setting* FindFlag(std::string_view flag);
-const Setting* FindKeyword(std::string_view keyword);
 
 // "Maximum global gradient norm; 0 disables clipping [1.0]". Empty for a flag without a row.
 std::string HelpOf(std::string_view flag);
+
+// `kind` ("a number") with its bounds: "a number from 0 to 1".
+std::string RangeOf(const Setting& setting, std::string_view kind);
+
+// "none, cpu, nvme".
+std::string ChoicesOf(const Setting& setting);
 
 // How messages name the key that has a name in a run's record: "gradient_clipping" for "clip". A name that no
 // key has is itself.

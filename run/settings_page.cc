@@ -8,7 +8,6 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "run/config.h"
@@ -20,7 +19,6 @@
 namespace penstock::run {
 namespace {
 
-constexpr double kNoBound = 0x1p62;
 constexpr int64_t kSteps = 1'000'000;  // of a run whose defaults are printed
 
 // A row of the table with the path that configurations have for it; "": they do not have it.
@@ -32,33 +30,25 @@ struct Row {
 
 std::string Code(std::string_view text) { return absl::StrCat("`", std::string(text), "`"); }
 
-std::string Bounds(const Setting& setting) {
-  if (setting.least <= -kNoBound) return "";
-  if (setting.most >= kNoBound) return absl::StrFormat(" of %.10g or more", setting.least);
-  return absl::StrFormat(" from %.10g to %.10g", setting.least, setting.most);
-}
-
 std::string TypeOf(const Setting& setting) {
   switch (setting.type) {
     case KeyType::kBool:
       return "true or false";
     case KeyType::kWhole:
-      return absl::StrCat("a whole number", Bounds(setting));
+      return RangeOf(setting, "a whole number");
     case KeyType::kNumber:
-      return absl::StrCat("a number", Bounds(setting));
+      return RangeOf(setting, "a number");
     case KeyType::kText:
     case KeyType::kPath:
       return "text";
     case KeyType::kChoice:
-      return absl::StrCat(
-          "one of ", absl::StrReplaceAll(absl::string_view(setting.choices.data(), setting.choices.size()),
-                                         {{"|", ", "}}));
+      return absl::StrCat("one of ", ChoicesOf(setting));
     case KeyType::kSize:
-      return absl::StrCat("bytes, or a size such as \"4GiB\"", Bounds(setting));
+      return RangeOf(setting, "bytes, or a size such as \"4GiB\"");
     case KeyType::kPair:
       return "two numbers, each at least 0 and below 1";
     case KeyType::kWholes:
-      return absl::StrCat("a list of whole numbers", Bounds(setting));
+      return RangeOf(setting, "a list of whole numbers");
     case KeyType::kPaths:
       return "a list of directories";
     case KeyType::kObject:
@@ -77,6 +67,8 @@ std::string_view OnResumeOf(OnResume on_resume) {
       return "as recorded; another value holds from the next step on: a line says so, and the run records it";
     case OnResume::kFixed:
       return "fixed: the state is made of it, and another value is refused";
+    case OnResume::kOnce:
+      return "as the run began; another value has no effect, which a line says";
     case OnResume::kEachStart:
       return "given with each start";
   }
@@ -289,9 +281,8 @@ absl::StatusOr<std::string> DescribeSetting(std::string_view spelling) {
   }
   if (!text.empty()) return text;
   const std::vector<std::string_view> all(names.begin(), names.end());
-  return absl::InvalidArgumentError(absl::StrCat("there is no setting \"",
-                                                 zero::Printable(std::string(spelling), 100), "\"",
-                                                 zero::DidYouMean(spelling, all)));
+  return absl::InvalidArgumentError(absl::StrCat("there is no setting \"", zero::Printable(spelling, 100),
+                                                 "\"", zero::DidYouMean(spelling, all)));
 }
 
 }  // namespace penstock::run

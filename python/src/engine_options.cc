@@ -363,6 +363,12 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
   for (std::string& note : run::KeysUnusedFromPython(config)) parsed.notes.push_back(std::move(note));
   Json json = {{"notes", parsed.notes}, {"filled", filled}, {"optimizer", OptimizerJson(config.optimizer)}};
   json["monitors"] = config.csv_monitor.on() || config.tensorboard.on();
+  json["monitor_directories"] = Json::object();
+  for (const auto& [name, monitor] :
+       {std::pair{"csv_monitor", &config.csv_monitor}, std::pair{"tensorboard", &config.tensorboard}}) {
+    if (monitor->on() && !monitor->output_path.value_or("").empty())
+      json["monitor_directories"][name] = *monitor->output_path;
+  }
   json["flops_profiler"] = {{"enabled", config.flops_profiler.on()},
                             {"profile_step", config.flops_profiler.profile_step.value_or(1)},
                             {"output_file", config.flops_profiler.output_file.value_or("")}};

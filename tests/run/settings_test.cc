@@ -10,14 +10,17 @@
 #include <sstream>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "run/config.h"
 #include "run/settings_page.h"
+#include "run/unused_keys.h"
 
 namespace penstock::run {
 namespace {
 
 using nlohmann::json;
 using testing::AllOf;
+using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::StartsWith;
 
@@ -123,6 +126,23 @@ TEST(Settings, TheRecordsNamesAreThoseOfTheirKeys) {
   EXPECT_FALSE(HoldsAsConfigured("zero_optimization.offload_param.nvme_path"));
   EXPECT_FALSE(HoldsAsConfigured("aio.single_submit"));
   EXPECT_FALSE(HoldsAsConfigured("no.such_key"));
+}
+
+// The page says of these rows that a line names them.
+TEST(Settings, WhatHasNoEffectSomewhereIsNamedThere) {
+  for (const std::string_view section : SectionPaths()) {
+    for (const Setting& setting : SectionKeys(section)) {
+      if (setting.without_device.empty() && setting.python_ignores.empty()) continue;
+      const std::string path = PathOf(section, setting);
+      Config config;
+      config.flops_profiler.enabled = true;
+      Fill({{path, ValueOf(setting)}}, &config);
+      const std::string line = absl::StrCat(path, ": accepted and ignored: ");
+      EXPECT_THAT(KeysUnusedFromPython(config), ElementsAre(StartsWith(line)));
+      if (setting.without_device.empty()) continue;
+      EXPECT_THAT(UnusedDeviceKeys(config, "here"), ElementsAre(StartsWith(line)));
+    }
+  }
 }
 
 TEST(Settings, RanksMayDifferInPlacesAndMemoryAlone) {

@@ -49,6 +49,7 @@ class Settings:
     micro_batch_size: int = 0  # samples of a micro-batch, likewise
     wear_budget: float = 0.0  # bytes that the run may write to drives in all; 0: any
     monitors: bool = False  # csv_monitor or tensorboard
+    monitor_directories: Dict[str, str] = field(default_factory=dict)  # their output_path, by name
     wandb: Optional[Dict[str, Any]] = None
     flops_profiler: Dict[str, Any] = field(default_factory=lambda: {"enabled": False})
     progress: Optional[bool] = None  # whether a line is drawn; None: where somebody sees it
@@ -183,6 +184,7 @@ def resolve(
             raise ValueError("gradient_accumulation_steps: elasticity chooses it; leave it out, or set elasticity.enabled to false")
         settings.wear_budget = parsed["wear_budget_bytes"]
         settings.monitors = parsed["monitors"]
+        settings.monitor_directories = parsed["monitor_directories"]
         settings.flops_profiler = parsed["flops_profiler"]
         settings.schedule = None if parsed["schedule"] is None else json.dumps(parsed["schedule"])
     if dtype is not None:
@@ -216,17 +218,15 @@ def resolve(
         )
     if settings.offload != "nvme":
         settings.state_dirs = []
-    _check_paths(settings, json.loads(text or "{}"))
+    _check_paths(settings)
     return settings
 
 
 # What is read and written with the first forward, and after it, is looked at here.
-def _check_paths(settings: Settings, config: Mapping[str, Any]) -> None:
+def _check_paths(settings: Settings) -> None:
     for directory in settings.state_dirs:
         check_directory(directory, "state_dir")
-    for name in ("csv_monitor", "tensorboard"):
-        monitor = config.get(name)
-        if isinstance(monitor, dict) and monitor.get("enabled") is True and monitor.get("output_path"):
-            check_directory(monitor["output_path"], f"{name}.output_path")
+    for name, directory in settings.monitor_directories.items():
+        check_directory(directory, f"{name}.output_path")
     if settings.flops_profiler["enabled"] and settings.flops_profiler.get("output_file"):
         check_output(settings.flops_profiler["output_file"], "flops_profiler.output_file")
