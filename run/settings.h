@@ -83,6 +83,19 @@ struct Setting {
   // Puts a checked value into its place. Null: what checks configurations has turned it into another key.
   void (*into)(Config& config, const nlohmann::json& value) = nullptr;
 
+ private:
+  // First, since constant expressions below need their bodies.
+  template <typename T>
+  constexpr Setting With(T Setting::*member, T value) const {
+    Setting made = *this;
+    made.*member = value;
+    return made;
+  }
+  constexpr Setting Resumes(OnResume what, std::string_view names) const {
+    return With(&Setting::on_resume, what).With(&Setting::record, names);
+  }
+
+ public:
   // The row with one more thing said of it.
   constexpr Setting Says(std::string_view what, std::string_view otherwise = "") const {
     return With(&Setting::help, what).With(&Setting::fallback, otherwise);
@@ -108,17 +121,6 @@ struct Setting {
   }
   constexpr Setting Into(void (*place)(Config&, const nlohmann::json&)) const {
     return With(&Setting::into, place);
-  }
-
- private:
-  template <typename T>
-  constexpr Setting With(T Setting::*member, T value) const {
-    Setting made = *this;
-    made.*member = value;
-    return made;
-  }
-  constexpr Setting Resumes(OnResume what, std::string_view names) const {
-    return With(&Setting::on_resume, what).With(&Setting::record, names);
   }
 };
 
