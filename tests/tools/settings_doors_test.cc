@@ -115,7 +115,8 @@ TEST_F(SettingsDoorsTest, AFlagAndAKeyOfTheSameSettingHaveTheSameEffect) {
       SCOPED_TRACE(path);
       ++compared;
       // The budget is given: absent, it is a share of the memory that is free, another at every reading.
-      json base = {{"optimizer", {{"type", "AdamW"}, {"params", {{"eps", 1e-7}}}}}, {"penstock", {{"host_memory", "2GiB"}}}};
+      json base = {{"optimizer", {{"type", "AdamW"}, {"params", {{"eps", 1e-7}}}}},
+                   {"penstock", {{"host_memory", "2GiB"}}}};
       if (setting.type == run::KeyType::kPaths)
         base["zero_optimization"]["offload_optimizer"]["device"] = "nvme";
       const auto [flag, value] = ValueOf(setting, dir_);
