@@ -153,7 +153,11 @@ std::string MonitorConfig::directory() const {
 }
 
 absl::StatusOr<ParsedConfig> ParseConfig(std::string_view json_text) {
-  ASSIGN_OR_RETURN(nlohmann::ordered_json json, ParseHjson(json_text));
+  ASSIGN_OR_RETURN(const nlohmann::ordered_json json, ParseHjson(json_text));
+  return ParseConfigJson(json);
+}
+
+absl::StatusOr<ParsedConfig> ParseConfigJson(const nlohmann::ordered_json& json) {
   ASSIGN_OR_RETURN(CheckedKeys keys, CheckKeys(json));
   ParsedConfig parsed{.config = {},
                       .notes = std::move(keys.notes),
@@ -309,12 +313,12 @@ std::vector<std::string> NvmePaths(const ZeroConfig& config) {
   return paths;
 }
 
-absl::StatusOr<StateDirectories> StateDirectoriesOf(const Config& config) {
+absl::StatusOr<StateDirectories> StateDirectoriesOf(const Config& config, std::string_view named) {
   absl::StatusOr<StateDirectories> parsed =
       ParseStateDirectories(config.penstock.state_dirs.value_or(NvmePaths(config.zero)));
   if (parsed.ok() || !config.penstock.state_dirs.has_value()) return parsed;
   return absl::Status(parsed.status().code(),
-                      absl::StrCat("penstock.state_dirs: ", parsed.status().message()));
+                      absl::StrCat(std::string(named), ": ", parsed.status().message()));
 }
 
 }  // namespace penstock::run

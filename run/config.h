@@ -22,6 +22,7 @@
 #define PENSTOCK_RUN_CONFIG_H_
 
 #include <cstdint>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <set>
 #include <string>
@@ -174,6 +175,15 @@ struct MonitorConfig {
   bool operator==(const MonitorConfig&) const = default;
 };
 
+// Of Python alone: the arguments of wandb.init.
+struct WandbConfig {
+  std::optional<bool> enabled;
+  std::optional<std::string> project, group, team;
+
+  bool on() const { return enabled.value_or(false); }
+  bool operator==(const WandbConfig&) const = default;
+};
+
 // What a step computes, told once: at the end of one step (tools/penstock/flops_profile.h).
 struct FlopsProfilerConfig {
   std::optional<bool> enabled;
@@ -219,6 +229,8 @@ struct PenstockConfig {
   std::optional<double> watchdog_seconds;        // 0: off
   std::optional<double> watchdog_abort_seconds;  // not below the other
   std::optional<double> wear_budget_tb;          // terabytes that the run is to write to drives at the most
+  std::optional<std::vector<std::string>> blocks;  // modules that are fetched as one; Python's
+  std::optional<int64_t> forwards_per_step;        // likewise
 
   bool operator==(const PenstockConfig&) const = default;
 };
@@ -240,6 +252,8 @@ struct Config {
   ElasticityConfig elasticity;
   MonitorConfig csv_monitor;
   MonitorConfig tensorboard;
+  WandbConfig wandb;
+  std::optional<bool> managed_gradient_accumulation;  // Python's
   PenstockConfig penstock;
 
   bool operator==(const Config&) const = default;
@@ -257,6 +271,7 @@ struct ParsedConfig {
 
 // kInvalidArgument, one line, for whatever is wrong with the text.
 absl::StatusOr<ParsedConfig> ParseConfig(std::string_view json_text);
+absl::StatusOr<ParsedConfig> ParseConfigJson(const nlohmann::ordered_json& config);
 
 // Reads at most 16 MiB from a regular file and parses it; errors begin with the path. A file that cannot be
 // read is kInvalidArgument too: to the user it is a wrong word on the command line.
@@ -306,8 +321,10 @@ std::optional<OffloadDevice> CombinedOffload(const ZeroConfig& config);
 // first.
 std::vector<std::string> NvmePaths(const ZeroConfig& config);
 
-// penstock.state_dirs or, without it, NvmePaths. Errors: ParseStateDirectories'.
-absl::StatusOr<StateDirectories> StateDirectoriesOf(const Config& config);
+// penstock.state_dirs or, without it, NvmePaths. Errors: ParseStateDirectories', after `named` where it is
+// the former.
+absl::StatusOr<StateDirectories> StateDirectoriesOf(const Config& config,
+                                                    std::string_view named = "penstock.state_dirs");
 
 }  // namespace penstock::run
 

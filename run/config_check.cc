@@ -91,6 +91,10 @@ class Walker {
     return absl::OkStatus();
   }
 
+  // The value in the form that CheckedKeys documents.
+  static absl::StatusOr<nlohmann::json> Value(const Setting& spec, const std::string& shown,
+                                              const Json& value);
+
   CheckedKeys Take() {
     if (!needless_.empty()) {
       result_.notes.push_back(absl::StrCat("accepted and ignored, the results are the same without: ",
@@ -168,7 +172,8 @@ class Walker {
   absl::Status Object(const std::string& shown, const std::string& path, const Json& value) {
     if (!value.is_object()) return Wrong(shown, "an object", value);
     // Of a feature that is switched off nothing is said; its keys may be some that are refused.
-    const bool feature = path == "elasticity" || path == "flops_profiler" || path == "comms_logger";
+    const bool feature =
+        path == "elasticity" || path == "flops_profiler" || path == "comms_logger" || path == "wandb";
     if (feature && value.contains("enabled") && value["enabled"] == false) return absl::OkStatus();
     if (path != "optimizer.params" && path != "scheduler.params") {
       RETURN_IF_ERROR(Walk(path, shown, path, value));
@@ -211,77 +216,6 @@ class Walker {
   static absl::Status Wrong(const std::string& shown, std::string_view wanted, const Json& value) {
     return absl::InvalidArgumentError(
         absl::StrCat(shown, ": must be ", std::string(wanted), ", not ", ShowValue(value)));
-  }
-
-  // The value in the form that CheckedKeys documents.
-  static absl::StatusOr<nlohmann::json> Value(const Setting& spec, const std::string& shown,
-                                              const Json& value) {
-    switch (spec.type) {
-      case KeyType::kBool:
-        if (!value.is_boolean()) return Wrong(shown, "true or false", value);
-        return nlohmann::json(value.get<bool>());
-      case KeyType::kText:
-        if (!value.is_string()) return Wrong(shown, "text", value);
-        if (value.get_ref<const std::string&>().empty()) return Wrong(shown, "text that is not empty", value);
-        return nlohmann::json(value.get<std::string>());
-      case KeyType::kPath:
-        if (!value.is_string()) return Wrong(shown, "text", value);
-        return nlohmann::json(value.get<std::string>());
-      case KeyType::kChoice:
-        return ChoiceValue(spec, shown, value);
-      case KeyType::kWhole:
-        return WholeValue(spec, shown, value);
-      case KeyType::kNumber: {
-        if (!value.is_number()) return Wrong(shown, "a number", value);
-        const double number = value.get<double>();
-        if (!InRange(spec, number)) return Wrong(shown, RangeOf(spec, "a number"), value);
-        return nlohmann::json(number);
-      }
-      case KeyType::kSize: {
-        if (!value.is_string()) return WholeValue(spec, shown, value);
-        const absl::StatusOr<int64_t> bytes = tiering::ParseSize(value.get_ref<const std::string&>());
-        if (!bytes.ok())
-          return absl::InvalidArgumentError(absl::StrCat(shown, ": ", bytes.status().message()));
-        if (!InRange(spec, static_cast<double>(*bytes))) return Wrong(shown, RangeOf(spec, kSizeKind), value);
-        return nlohmann::json(*bytes);
-      }
-      case KeyType::kPair: {
-        const auto fits = [](const Json& v) {
-          return v.is_number() && v.get<double>() >= 0 && v.get<double>() < 1;
-        };
-        if (!value.is_array() || value.size() != 2 || !fits(value[0]) || !fits(value[1])) {
-          return Wrong(shown, "two numbers, each at least 0 and below 1", value);
-        }
-        return nlohmann::json::array({value[0].get<double>(), value[1].get<double>()});
-      }
-      case KeyType::kWholes: {
-        constexpr size_t kMost = 64;
-        if (!value.is_array() || value.empty() || value.size() > kMost)
-          return Wrong(shown, absl::StrCat("a list of whole numbers, at most ", kMost), value);
-        nlohmann::json wholes = nlohmann::json::array();
-        for (const Json& each : value) {
-          ASSIGN_OR_RETURN(nlohmann::json whole, WholeValue(spec, shown, each));
-          wholes.push_back(std::move(whole));
-        }
-        return wholes;
-      }
-      case KeyType::kPaths: {
-        constexpr size_t kMost = 64;
-        const auto is_path = [](const Json& each) {
-          return each.is_string() && !each.get_ref<const std::string&>().empty();
-        };
-        if (!value.is_array() || value.empty() || value.size() > kMost ||
-            !std::all_of(value.begin(), value.end(), is_path))
-          return Wrong(shown, absl::StrCat("a list of directories, at most ", kMost), value);
-        return value;
-      }
-      case KeyType::kObject:
-        if (!value.is_object()) return Wrong(shown, "an object", value);
-        return nlohmann::json();
-      case KeyType::kAny:
-        break;
-    }
-    return nlohmann::json();
   }
 
   static constexpr std::string_view kSizeKind = "a size such as \"4GiB\"";
@@ -368,6 +302,82 @@ class Walker {
   std::map<std::string, std::string> given_;  // canonical path -> the path as given
 };
 
+absl::StatusOr<nlohmann::json> Walker::Value(const Setting& spec, const std::string& shown,
+                                             const Json& value) {
+  switch (spec.type) {
+    case KeyType::kBool:
+      if (!value.is_boolean()) return Wrong(shown, "true or false", value);
+      return nlohmann::json(value.get<bool>());
+    case KeyType::kText:
+      if (!value.is_string()) return Wrong(shown, "text", value);
+      if (value.get_ref<const std::string&>().empty()) return Wrong(shown, "text that is not empty", value);
+      return nlohmann::json(value.get<std::string>());
+    case KeyType::kPath:
+      if (!value.is_string()) return Wrong(shown, "text", value);
+      return nlohmann::json(value.get<std::string>());
+    case KeyType::kChoice:
+      return ChoiceValue(spec, shown, value);
+    case KeyType::kWhole:
+      return WholeValue(spec, shown, value);
+    case KeyType::kNumber: {
+      if (!value.is_number()) return Wrong(shown, "a number", value);
+      const double number = value.get<double>();
+      if (!InRange(spec, number)) return Wrong(shown, RangeOf(spec, "a number"), value);
+      return nlohmann::json(number);
+    }
+    case KeyType::kSize: {
+      if (!value.is_string()) return WholeValue(spec, shown, value);
+      const absl::StatusOr<int64_t> bytes = tiering::ParseSize(value.get_ref<const std::string&>());
+      if (!bytes.ok()) return absl::InvalidArgumentError(absl::StrCat(shown, ": ", bytes.status().message()));
+      if (!InRange(spec, static_cast<double>(*bytes))) return Wrong(shown, RangeOf(spec, kSizeKind), value);
+      return nlohmann::json(*bytes);
+    }
+    case KeyType::kPair: {
+      const auto fits = [](const Json& v) {
+        return v.is_number() && v.get<double>() >= 0 && v.get<double>() < 1;
+      };
+      if (!value.is_array() || value.size() != 2 || !fits(value[0]) || !fits(value[1])) {
+        return Wrong(shown, "two numbers, each at least 0 and below 1", value);
+      }
+      return nlohmann::json::array({value[0].get<double>(), value[1].get<double>()});
+    }
+    case KeyType::kWholes: {
+      constexpr size_t kMost = 64;
+      if (!value.is_array() || value.empty() || value.size() > kMost)
+        return Wrong(shown, absl::StrCat("a list of whole numbers, at most ", kMost), value);
+      nlohmann::json wholes = nlohmann::json::array();
+      for (const Json& each : value) {
+        ASSIGN_OR_RETURN(nlohmann::json whole, WholeValue(spec, shown, each));
+        wholes.push_back(std::move(whole));
+      }
+      return wholes;
+    }
+    case KeyType::kPaths: {
+      constexpr size_t kMost = 64;
+      const auto is_path = [](const Json& each) {
+        return each.is_string() && !each.get_ref<const std::string&>().empty();
+      };
+      if (!value.is_array() || value.empty() || value.size() > kMost ||
+          !std::all_of(value.begin(), value.end(), is_path))
+        return Wrong(shown, absl::StrCat("a list of directories, at most ", kMost), value);
+      return value;
+    }
+    case KeyType::kNames: {
+      constexpr size_t kMost = 100'000;
+      if (!value.is_array() || value.size() > kMost ||
+          !std::all_of(value.begin(), value.end(), [](const Json& each) { return each.is_string(); }))
+        return Wrong(shown, "a list of names", value);
+      return value;
+    }
+    case KeyType::kObject:
+      if (!value.is_object()) return Wrong(shown, "an object", value);
+      return nlohmann::json();
+    case KeyType::kAny:
+      break;
+  }
+  return nlohmann::json();
+}
+
 }  // namespace
 
 absl::StatusOr<CheckedKeys> CheckKeys(const nlohmann::ordered_json& root) {
@@ -375,6 +385,11 @@ absl::StatusOr<CheckedKeys> CheckKeys(const nlohmann::ordered_json& root) {
   RETURN_IF_ERROR(walker.Walk("", "", "", root));
   RETURN_IF_ERROR(walker.OldOffloadFlags());
   return walker.Take();
+}
+
+absl::StatusOr<nlohmann::json> CheckValue(const Setting& setting, const std::string& spelling,
+                                          const nlohmann::ordered_json& value) {
+  return Walker::Value(setting, spelling, value);
 }
 
 }  // namespace penstock::run

@@ -34,4 +34,13 @@ void ApplyConfig(const Config& config, zero::EngineOptions* options) {
   options->storage.gds = config.aio.use_gds.value_or(false);
 }
 
+zero::WatchOptions WatchOf(const PenstockConfig& config, double unasked) {
+  zero::WatchOptions watch;
+  watch.hopeless_seconds = config.watchdog_abort_seconds.value_or(0);
+  const double half = watch.hopeless_seconds / 2;
+  if (half > 0) unasked = unasked > 0 ? std::min(unasked, half) : half;
+  watch.stuck_seconds = config.watchdog_seconds.value_or(unasked);
+  return watch;
+}
+
 }  // namespace penstock::run

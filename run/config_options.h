@@ -11,6 +11,11 @@ namespace penstock::run {
 // holds must be known: `options` has its types, its algorithm and its ranks.
 void ApplyConfig(const Config& config, zero::EngineOptions* options);
 
+// When a stuck operation is reported, and when it ends the run. unasked: seconds after which it is reported
+// where the configuration does not say it; 0: never. What ends the run is reported in half of that time at
+// the latest.
+zero::WatchOptions WatchOf(const PenstockConfig& config, double unasked);
+
 }  // namespace penstock::run
 
 #endif  // PENSTOCK_RUN_CONFIG_OPTIONS_H_

@@ -39,6 +39,9 @@ constexpr Setting Path(std::string_view name) {
 constexpr Setting Paths(std::string_view name) {
   return {.name = name, .use = kServed, .type = KeyType::kPaths};
 }
+constexpr Setting Names(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kNames};
+}
 constexpr Setting Object(std::string_view name) {
   return {.name = name, .use = kServed, .type = KeyType::kObject};
 }
@@ -179,7 +182,7 @@ constexpr auto kTop = std::to_array<Setting>({
     Needless("disable_python_gc", KeyType::kBool, "there is no Python"),
     Needless("monitor_config", KeyType::kObject, kOwnReports),
     Object("tensorboard"),
-    Ignored("wandb", KeyType::kObject, kWandbsClient),
+    Object("wandb"),
     Ignored("comet", KeyType::kObject, kCometsClient),
     Object("csv_monitor"),
     Ignored(
@@ -202,8 +205,11 @@ constexpr auto kTop = std::to_array<Setting>({
     Needless("graph_harvesting", KeyType::kBool, "there are no graphs to harvest"),
     Needless("compile", KeyType::kObject, "there is nothing to compile at run time"),
     Needless("use_data_before_expert_parallelism", KeyType::kBool, "all ranks are data-parallel"),
-    Ignored("managed_gradient_accumulation", KeyType::kBool,
-            "the program makes the steps itself; from Python each step() updates then", "true"),
+    Bool("managed_gradient_accumulation")
+        .Says("Whether the engine counts the micro-batches of a step; if not, each step() updates", "true")
+        .EachStart()
+        .OnCommandLine("the program makes the steps itself")
+        .Into([](Config& c, const json& v) { Take(v, c.managed_gradient_accumulation); }),
     Needless("vocabulary_size", KeyType::kWhole, "the model and --vocab say it"),
     Needless("dataloader_drop_last", KeyType::kBool, "every batch is complete"),
     Needless("nebula", KeyType::kObject, "checkpoints are Penstock's own"),
@@ -786,6 +792,25 @@ constexpr auto kMonitor = std::to_array<Setting>({
     }),
 });
 
+// Passed on to wandb.init by Python's front end.
+constexpr auto kWandb = std::to_array<Setting>({
+    Bool("enabled")
+        .Says("Sends the scalars of every step to Weights & Biases", "false")
+        .EachStart()
+        .OnCommandLine(kWandbsClient)
+        .Into([](Config& c, const json& v) { Take(v, c.wandb.enabled); }),
+    Text("project").Says("Its project", "deepspeed").EachStart().Into([](Config& c, const json& v) {
+      Take(v, c.wandb.project);
+    }),
+    Text("group").Says("Its group of runs", "none").EachStart().Into([](Config& c, const json& v) {
+      Take(v, c.wandb.group);
+    }),
+    Text("team")
+        .Says("Its entity: a team or a user", "the user who is logged in")
+        .EachStart()
+        .Into([](Config& c, const json& v) { Take(v, c.wandb.team); }),
+});
+
 constexpr auto kFlopsProfiler = std::to_array<Setting>({
     Bool("enabled").Says("Prints the operations of one step", "false").Into([](Config& c, const json& v) {
       Take(v, c.flops_profiler.enabled);
@@ -935,12 +960,18 @@ constexpr auto kPenstock = std::to_array<Setting>({
     Number("watchdog_abort_seconds", 0.001, 1e9)
         .Says("Seconds after which a stuck operation ends the run", "never")
         .Into([](Config& c, const json& v) { Take(v, c.penstock.watchdog_abort_seconds); }),
-    Ignored("blocks", KeyType::kAny, kPythonsModels)
-        .Says("Names of the modules that are fetched as one", "they are found")
-        .Keyword("blocks"),
-    Ignored("forwards_per_step", KeyType::kWhole, kPythonsModels)
+    Names("blocks")
+        .Says("Names of the modules that are fetched as one; [\"\"] is the whole model", "they are found")
+        .Keyword("blocks")
+        .EachStart()
+        .OnCommandLine(kPythonsModels)
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.blocks); }),
+    Whole("forwards_per_step", 1, 0x1p20)
         .Says("Forwards of the model whose losses a step may use", "one for each micro-batch")
-        .Keyword("forwards_per_step"),
+        .Keyword("forwards_per_step")
+        .EachStart()
+        .OnCommandLine(kPythonsModels)
+        .Into([](Config& c, const json& v) { Take(v, c.penstock.forwards_per_step); }),
 });
 
 // Settings of the command line and of Python that configurations do not have.
@@ -1096,6 +1127,7 @@ constexpr auto kSections = std::to_array<Section>({
     {"checkpoint.writer", kCheckpointWriter},
     {"csv_monitor", kMonitor<&Config::csv_monitor>},
     {"tensorboard", kMonitor<&Config::tensorboard>},
+    {"wandb", kWandb},
     {"flops_profiler", kFlopsProfiler},
     {"comms_logger", kCommsLogger},
     {"elasticity", kElasticity},
@@ -1168,6 +1200,10 @@ std::string PathOf(std::string_view section, const Setting& setting) {
 
 const Setting* FindFlag(std::string_view flag) {
   return First([flag](const Setting& setting) { return setting.flag == flag; }).first;
+}
+
+std::pair<const Setting*, std::string> FindKeyword(std::string_view keyword) {
+  return First([keyword](const Setting& setting) { return !keyword.empty() && setting.keyword == keyword; });
 }
 
 std::string RangeOf(const Setting& setting, std::string_view kind) {

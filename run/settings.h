@@ -12,6 +12,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -38,6 +39,7 @@ enum class KeyType {
   kPair,    // two numbers below 1: Adam's betas
   kWholes,  // a list of whole numbers, in any order and not empty
   kPaths,   // a list of paths, not empty
+  kNames,   // a list of text
   kObject,  // a section of its own, or where there is none contents that are not looked at
   kAny,     // not looked at
 };
@@ -75,11 +77,12 @@ struct Setting {
   Verb verbs = Verb::kTrainAndPlan;   // that have the flag
   std::string_view keyword = "";      // of penstock.initialize
   OnResume on_resume = OnResume::kAsConfigured;
-  std::string_view record = "";          // its names in a run's record, separated by |; "": it has none
-  std::string_view called = "";          // how messages name the key, where its path is not all of it
-  bool of_rank = false;                  // ranks may differ in it
-  std::string_view without_device = "";  // why it has no effect where no device has memory of its own
-  std::string_view python_ignores = "";  // why it has no effect from Python
+  std::string_view record = "";                // its names in a run's record, separated by |; "": it has none
+  std::string_view called = "";                // how messages name the key, where its path is not all of it
+  bool of_rank = false;                        // ranks may differ in it
+  std::string_view without_device = "";        // why it has no effect where no device has memory of its own
+  std::string_view python_ignores = "";        // why it has no effect from Python
+  std::string_view command_line_ignores = "";  // why it has no effect on the command line
   // Puts a checked value into its place. Null: what checks configurations has turned it into another key.
   void (*into)(Config& config, const nlohmann::json& value) = nullptr;
 
@@ -119,6 +122,9 @@ struct Setting {
   constexpr Setting FromPython(std::string_view because) const {
     return With(&Setting::python_ignores, because);
   }
+  constexpr Setting OnCommandLine(std::string_view because) const {
+    return With(&Setting::command_line_ignores, because);
+  }
   constexpr Setting Into(void (*place)(Config&, const nlohmann::json&)) const {
     return With(&Setting::into, place);
   }
@@ -145,6 +151,9 @@ std::string PathOf(std::string_view section, const Setting& setting);
 // schedules it is the first one's.
 const Setting* FindKey(std::string_view path);
 const Setting* FindFlag(std::string_view flag);
+
+// The row of a keyword, and its canonical path, "" where configurations do not have it. Null: there is none.
+std::pair<const Setting*, std::string> FindKeyword(std::string_view keyword);
 
 // "Maximum global gradient norm; 0 disables clipping [1.0]". Empty for a flag without a row.
 std::string HelpOf(std::string_view flag);
@@ -173,7 +182,7 @@ void RemoveWhatRanksMayDifferIn(nlohmann::ordered_json* config);
 
 // What a configuration says, by canonical path ("aio.block_size"): booleans, int64 for kWhole and kSize,
 // double for kNumber, the canonical spelling for kChoice, an array of two doubles for kPair, of int64 for
-// kWholes. Keys whose value is null or "auto" are absent.
+// kWholes, of text for kPaths and kNames. Keys whose value is null or "auto" are absent.
 struct CheckedKeys {
   std::map<std::string, nlohmann::json> served;
   std::vector<std::string> notes;  // in the file's order
@@ -184,6 +193,11 @@ struct CheckedKeys {
 // given, for the first key that is unknown (at the top level: misspelt), refused, of a wrong type, out of
 // range, or given under two spellings.
 absl::StatusOr<CheckedKeys> CheckKeys(const nlohmann::ordered_json& root);
+
+// A value of a setting as CheckedKeys has it. kInvalidArgument, which begins with `spelling`: of a wrong
+// type, or out of range.
+absl::StatusOr<nlohmann::json> CheckValue(const Setting& setting, const std::string& spelling,
+                                          const nlohmann::ordered_json& value);
 
 }  // namespace penstock::run
 

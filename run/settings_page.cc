@@ -51,6 +51,8 @@ std::string TypeOf(const Setting& setting) {
       return RangeOf(setting, "a list of whole numbers");
     case KeyType::kPaths:
       return "a list of directories";
+    case KeyType::kNames:
+      return "a list of names";
     case KeyType::kObject:
       return "an object";
     case KeyType::kAny:
@@ -161,21 +163,19 @@ std::string Entry(const Row& row) {
     absl::StrAppend(&text, "- in a configuration of DeepSpeed's that does not have it: ", unsaid, "\n");
   if (!as_auto.empty()) absl::StrAppend(&text, "- as \"auto\": ", as_auto, "\n");
   if (!row.of.empty()) absl::StrAppend(&text, "- of ", row.of, "\n");
-  absl::StrAppend(
-      &text, "- on resume: ",
-      std::string(OnResumeOf(setting.use == KeyUse::kServed ? setting.on_resume : OnResume::kEachStart)),
-      "\n");
+  absl::StrAppend(&text, "- on resume: ", std::string(OnResumeOf(setting.on_resume)), "\n");
   if (setting.of_rank) absl::StrAppend(&text, "- ranks may differ in it\n");
   if (!setting.without_device.empty()) {
     absl::StrAppend(&text, "- without effect, which a line says, with `--device cpu` and from Python: ",
                     std::string(setting.without_device), "\n");
   }
-  if (setting.use == KeyUse::kIgnored) {
-    absl::StrAppend(
-        &text, "- without effect on the command line, which a line says: ", std::string(setting.why), "\n");
+  if (!setting.command_line_ignores.empty()) {
+    absl::StrAppend(&text, "- without effect on the command line, which a line says: ",
+                    std::string(setting.command_line_ignores), "\n");
   }
   if (!setting.python_ignores.empty()) {
-    absl::StrAppend(&text, "- without effect, which a line says: ", std::string(setting.python_ignores),
+    absl::StrAppend(&text,
+                    "- without effect from Python, which a line says: ", std::string(setting.python_ignores),
                     "\n");
   }
   return text;
@@ -187,9 +187,9 @@ std::string ParameterOf(std::string_view section) {
   return slash == std::string_view::npos ? "" : std::string(section.substr(slash + 1));
 }
 
-// Whether it is set by somebody with an effect: sections are not, and what only Python serves is.
+// Whether it is set by somebody with an effect: sections are not.
 bool IsSetting(const Setting& setting) {
-  return (setting.use == KeyUse::kServed && setting.type != KeyType::kObject) || !setting.keyword.empty();
+  return setting.use == KeyUse::kServed && setting.type != KeyType::kObject;
 }
 
 // All rows that are served under their own name, those without a key last. A parameter of several optimizers

@@ -16,6 +16,9 @@ std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view
 // All that have no effect from Python.
 std::vector<std::string> KeysUnusedFromPython(const Config& config);
 
+// All that have no effect on the command line, whatever its device.
+std::vector<std::string> KeysUnusedOnCommandLine(const Config& config);
+
 }  // namespace penstock::run
 
 #endif  // PENSTOCK_RUN_UNUSED_KEYS_H_

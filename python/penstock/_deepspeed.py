@@ -6,6 +6,7 @@ Here and not in the shim, so that it has one place whatever name it is imported 
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import functools
 import itertools
@@ -32,7 +33,7 @@ from ._engine._in_memory import InMemory
 from ._engine._on_disk import init_on_disk
 from ._engine._optimizer import ConfigScheduler
 from ._engine._ranks import make_group
-from ._engine._settings import PathLike, config_text
+from ._engine._settings import PathLike, Settings
 from ._engine._trace import keep_resident
 from ._engine._weights import ZeroParamStatus
 from ._files import whole_file
@@ -459,13 +460,6 @@ def _lock_of(store: str) -> Optional[bool]:
     return False
 
 
-def _config_of(config: Any) -> Dict[str, Any]:
-    if isinstance(config, Mapping):
-        return dict(config)
-    text = config_text(config)
-    return dict(json.loads(text)) if text else {}
-
-
 # As DeepSpeed reads it: what is no such section is refused by what reads the whole configuration.
 def _is_decoupled(config: Mapping[str, Any]) -> bool:
     for key in ("checkpoint", "writer"):
@@ -490,7 +484,7 @@ def _nvme_path(part: Any, key: str) -> Optional[str]:
 
 def _with_scratch(config: Dict[str, Any], scratch: List[str]) -> Dict[str, Any]:
     """The configuration with nvme_path in directories of this process."""
-    changed = json.loads(json.dumps(config))
+    changed = copy.deepcopy(config)
     changed.pop("dataloader_drop_last", None)  # deepspeed_io's
     made: Dict[str, str] = {}
     for key in ("offload_param", "offload_optimizer"):
@@ -502,7 +496,7 @@ def _with_scratch(config: Dict[str, Any], scratch: List[str]) -> Dict[str, Any]:
                 made[path] = _scratch_in(path)
                 scratch.append(made[path])
             part["nvme_path"] = made[path]
-    return changed  # type: ignore[no-any-return]
+    return changed
 
 
 # Where Trainer and accelerate put their batches; None: they are not here, or have not decided.
@@ -535,7 +529,7 @@ def initialize(
     given = config if config is not None else config_params
     if given is None and args is not None:
         given = getattr(args, "deepspeed_config", None)
-    described = _config_of(given)
+    described = _core.config_of(given)
     if mpu is not None or mesh_param is not None:
         raise NotImplementedError("mpu and mesh_param are not served: there is no parallelism but that of batches")
     if model is None:
@@ -603,7 +597,7 @@ class Init(contextlib.AbstractContextManager):  # type: ignore[type-arg]
                 raise NotImplementedError(f"zero.Init({name}=) is not served: the model is built within, and initialize takes it over")
         self._dtype = dtype if enabled else None
         self._dtype_before = torch.get_default_dtype()
-        described = _config_of(config_dict_or_path if config_dict_or_path is not None else config) if enabled else {}
+        described = _core.config_of(config_dict_or_path if config_dict_or_path is not None else config) if enabled else {}
         place = _nvme_path((described.get("zero_optimization") or {}).get("offload_param"), "offload_param")
         self._context = init_on_disk(place) if place else contextlib.nullcontext()
 
@@ -722,7 +716,7 @@ class _Scheduler(ConfigScheduler):
             "optimizer": {"type": "AdamW", "params": {"lr": float(optimizer.param_groups[0]["lr"])}},
             "scheduler": {"type": type(self).__name__, "params": parameters},
         }
-        super().__init__(_core, json.dumps(json.loads(_core.parse_config(json.dumps(config)))["schedule"]), optimizer)
+        super().__init__(_core, json.dumps(Settings(config, {}, needs_place=False).schedule), optimizer)
         if last_batch_iteration >= 0:
             self.step(last_batch_iteration)
 
@@ -797,26 +791,26 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 
 def elasticity_enabled(ds_config: Any) -> bool:
-    return bool((_config_of(ds_config).get("elasticity") or {}).get("enabled", False))
+    return bool((_core.config_of(ds_config).get("elasticity") or {}).get("enabled", False))
 
 
 def compute_elastic_config(ds_config: Any, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False) -> Tuple[Any, ...]:
     """DeepSpeed's: (the batch, the numbers of ranks that can share it), and with a world_size or return_microbatch the micro-batch."""
-    described = _config_of(ds_config)
+    described = _core.config_of(ds_config)
     if not isinstance(described.get("elasticity"), dict):
         raise ElasticityConfigError("'elasticity' is missing from the configuration")
     if not elasticity_enabled(described):
         raise ElasticityConfigError("elasticity is disabled: set elasticity.enabled to true")
-    text = json.dumps({"elasticity": described["elasticity"]})
+    elasticity = {"elasticity": described["elasticity"]}
     try:
-        chosen = json.loads(_core.elastic_batch(text, 0))
+        chosen = _core.elastic_batch(elasticity)
     except ValueError as error:
         raise ElasticityConfigError(str(error)) from error
     world = world_size or (int(os.environ.get("WORLD_SIZE", "1")) if return_microbatch else 0)
     if not world:
         return chosen["train_batch"], chosen["ranks"]
     try:
-        micro = json.loads(_core.elastic_batch(text, world))["micro_batch"]
+        micro = _core.elastic_batch(elasticity, world)["micro_batch"]
     except ValueError as error:
         raise ElasticityIncompatibleWorldSize(str(error)) from error
     return chosen["train_batch"], chosen["ranks"], micro

@@ -32,8 +32,8 @@
 #include "kernels/float16.h"
 #include "owned.h"
 #include "ranks.h"
-#include "run/state_directories.h"
 #include "run_watch.h"
+#include "settings.h"
 #include "swap/inspect.h"
 #include "tiering/plan/byte_size.h"
 #include "tools/penstock/planned_model.h"
@@ -102,9 +102,9 @@ void Join(GivenModel* model, GivenOptions* given) {
 class PyPlan {
  public:
   PyPlan(const std::vector<GivenBlock>& blocks, const std::vector<GivenStage>& stages,
-         const std::string& options, int compute_threads, bool probes_drive,
+         const PySettings& settings, const std::string& options, int compute_threads, bool probes_drive,
          const std::vector<std::string>& sources)
-      : planned_(Make(blocks, stages, options, compute_threads, probes_drive, sources)) {}
+      : planned_(Make(blocks, stages, settings, options, compute_threads, probes_drive, sources)) {}
 
   std::string Json(bool asks_what_if) {
     const GilReleased released;
@@ -125,11 +125,11 @@ class PyPlan {
 
  private:
   static tools::PlannedModel Make(const std::vector<GivenBlock>& blocks,
-                                  const std::vector<GivenStage>& stages, const std::string& options,
-                                  int compute_threads, bool probes_drive,
+                                  const std::vector<GivenStage>& stages, const PySettings& settings,
+                                  const std::string& options, int compute_threads, bool probes_drive,
                                   const std::vector<std::string>& sources) {
     GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
-    GivenOptions given = ValueOrRaise(MakeOptions(options, nullptr));
+    GivenOptions given = ValueOrRaise(MakeOptions(settings.resolved(), options, nullptr));
     Join(&model, &given);
     absl::StatusOr<tools::PlannedModel> planned;
     {
@@ -146,13 +146,13 @@ class PyPlan {
 class PyTrainingEngine {
  public:
   PyTrainingEngine(const std::vector<GivenBlock>& blocks, const std::vector<GivenStage>& stages,
-                   const std::string& options, const PyRanks* ranks)
+                   const PySettings& settings, const std::string& options, const PyRanks* ranks)
       : ranks_(ranks != nullptr ? ranks->held() : nullptr),
         heard_(std::make_shared<Heard>()),
         watch_(std::make_shared<RunWatch>()) {
     GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
     for (const auto& layout : model.measured.layouts) layouts_.push_back(layout);
-    GivenOptions given = ValueOrRaise(MakeOptions(options, comm()));
+    GivenOptions given = ValueOrRaise(MakeOptions(settings.resolved(), options, comm()));
     Join(&model, &given);
     if (comm() != nullptr) {
       absl::Status alike;
@@ -579,14 +579,6 @@ class PyTrainingEngine {
 
 void BindEngine(nb::module_& module) {
   module.def(
-      "state_directories",
-      [](const std::vector<std::string>& given) {
-        run::StateDirectories parsed = ValueOrRaise(run::ParseStateDirectories(given));
-        return std::make_tuple(std::move(parsed.paths), std::move(parsed.weights));
-      },
-      nb::arg("given"),
-      "Paths and weights of state directories written as DIR or DIR=WEIGHT; no weights where none is given.");
-  module.def(
       "holds_run",
       [](const std::vector<std::string>& directories) {
         const swap::Holding holding = swap::Probe(directories).holding;
@@ -603,30 +595,8 @@ void BindEngine(nb::module_& module) {
       nb::arg("schedule"), nb::arg("update"),
       "Learning rate and betas (None: the optimizer's own) of an update, 1 for the first.");
   module.def(
-      "parse_config",
-      [](const std::string& text, int64_t total_steps, int world) {
-        return ValueOrRaise(ConfigAsJson(text, total_steps, world)).dump();
-      },
-      nb::arg("text"), nb::arg("total_steps") = 0, nb::arg("world") = 1,
-      "What a DeepSpeed configuration asks for, with DeepSpeed's values in open places, as JSON.");
-  module.def(
-      "read_config", [](const std::string& path) { return ValueOrRaise(ReadConfigFile(path)); },
-      nb::arg("path"),
-      "A configuration file, with comments and all else that DeepSpeed reads, as plain JSON.");
-  module.def(
-      "plain_config", [](const std::string& text) { return ValueOrRaise(PlainConfig(text)); },
-      nb::arg("text"), "The same of its text.");
-  module.def(
-      "shared_config", [](const std::string& text) { return ValueOrRaise(SharedConfig(text)); },
-      nb::arg("text"), "What ranks must agree in of a configuration, with sorted keys.");
-  module.def(
       "parse_size", [](const std::string& text) { return ValueOrRaise(tiering::ParseSize(text)); },
       nb::arg("text"), "Bytes: \"512MiB\", \"4GB\", \"1e9\".");
-  module.def(
-      "elastic_batch",
-      [](const std::string& text, int world) { return ValueOrRaise(ElasticBatchAsJson(text, world)).dump(); },
-      nb::arg("text"), nb::arg("world") = 0,
-      "What a configuration's elasticity chooses, as JSON: train_batch, ranks, and micro_batch of a world.");
   module.def(
       "deepspeed_keys",
       [] {
@@ -654,19 +624,20 @@ void BindEngine(nb::module_& module) {
       "Where the run of a checkpoint of DeepSpeed's stood, as JSON. ValueError: it is not of a model with "
       "these parameters, or of a kind that is not served.");
   nb::class_<PyPlan>(module, "Plan", "The plan of an engine that is not made, and what its step would take.")
-      .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const std::string&, int,
-                    bool, const std::vector<std::string>&>(),
-           nb::arg("blocks"), nb::arg("stages"), nb::arg("options"), nb::arg("compute_threads"),
-           nb::arg("probes_drive"), nb::arg("sources"))
+      .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const PySettings&,
+                    const std::string&, int, bool, const std::vector<std::string>&>(),
+           nb::arg("blocks"), nb::arg("stages"), nb::arg("settings"), nb::arg("options"),
+           nb::arg("compute_threads"), nb::arg("probes_drive"), nb::arg("sources"))
       .def("json", &PyPlan::Json, nb::arg("asks_what_if"))
       .def("text", &PyPlan::Text)
       .def("html", &PyPlan::Html, nb::arg("title"));
   nb::class_<PyTrainingEngine>(
       module, "TrainingEngine", nb::is_weak_referenceable(),
       "Trains a model that its owner drives: enter and leave for each use of a block.")
-      .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const std::string&,
-                    const PyRanks*>(),
-           nb::arg("blocks"), nb::arg("stages"), nb::arg("options"), nb::arg("ranks").none() = nb::none())
+      .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const PySettings&,
+                    const std::string&, const PyRanks*>(),
+           nb::arg("blocks"), nb::arg("stages"), nb::arg("settings"), nb::arg("options"),
+           nb::arg("ranks").none() = nb::none())
       .def("begin", &PyTrainingEngine::Begin, nb::arg("next"), nb::arg("rates"))
       .def("begin_evaluation", &PyTrainingEngine::BeginEvaluation)
       .def("enter", &PyTrainingEngine::Enter, nb::arg("backward"), nb::arg("stage"), nb::arg("micro_batch"))

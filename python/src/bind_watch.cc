@@ -12,7 +12,7 @@
 #include "base/json.h"
 #include "engine_options.h"
 #include "errors.h"
-#include "run/config.h"
+#include "settings.h"
 #include "swap/inspect.h"
 #include "tools/monitor/monitors.h"
 #include "tools/pages/report_page.h"
@@ -27,22 +27,21 @@ namespace {
 // csv_monitor and tensorboard of a configuration.
 class PyMonitors {
  public:
-  PyMonitors(const std::string& config, const std::string& run_id, bool resumes,
+  PyMonitors(const PySettings& settings, const std::string& run_id, bool resumes,
              const std::vector<std::string>& replaces, bool scales_loss)
-      : monitors_(Open(config, run_id, resumes, replaces, scales_loss)) {}
+      : monitors_(Open(settings, run_id, resumes, replaces, scales_loss)) {}
   PyMonitors(const PyMonitors&) = delete;
   PyMonitors& operator=(const PyMonitors&) = delete;
   void Begin(int64_t samples) { RaiseUnlessOk(monitors_.Begin(samples)); }
   void Append(const std::string& entry) { RaiseUnlessOk(monitors_.Append(ParseJson(entry))); }
 
  private:
-  static tools::Monitors Open(const std::string& config, const std::string& run_id, bool resumes,
+  static tools::Monitors Open(const PySettings& settings, const std::string& run_id, bool resumes,
                               const std::vector<std::string>& replaces, bool scales_loss) {
-    const run::ParsedConfig parsed = ValueOrRaise(run::ParseConfig(config));
     const tools::MonitorOwner owner{.run_id = run_id,
                                     .resumes = resumes,
                                     .replaces = std::set<std::string>(replaces.begin(), replaces.end())};
-    return ValueOrRaise(tools::Monitors::Open(parsed.config, owner, scales_loss));
+    return ValueOrRaise(tools::Monitors::Open(settings.resolved().config, owner, scales_loss));
   }
   tools::Monitors monitors_;
 };
@@ -72,8 +71,8 @@ void BindWatch(nb::module_& module) {
       "commit says. null where it does not say so. OSError, ValueError: there is no run, or none that can be "
       "read.");
   nb::class_<PyMonitors>(module, "Monitors", "csv_monitor and tensorboard of a DeepSpeed configuration.")
-      .def(nb::init<const std::string&, const std::string&, bool, const std::vector<std::string>&, bool>(),
-           nb::arg("config"), nb::arg("run_id"), nb::arg("resumes"), nb::arg("replaces"),
+      .def(nb::init<const PySettings&, const std::string&, bool, const std::vector<std::string>&, bool>(),
+           nb::arg("settings"), nb::arg("run_id"), nb::arg("resumes"), nb::arg("replaces"),
            nb::arg("scales_loss"))
       .def("begin", &PyMonitors::Begin, nb::arg("samples"))
       .def("append", &PyMonitors::Append, nb::arg("entry"));

@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "deepspeed_checkpoint.h"
+#include "run/resolve.h"
 #include "zero/engine/engine.h"
 
 namespace penstock::python {
@@ -50,25 +51,11 @@ struct GivenOptions {
   bool breaks_down = false;      // the time of each step: wall_clock_breakdown
   bool logs_exchanges = false;   // comms_logger
 };
-// From a JSON object; the keys are python/penstock/_engine/_engine.py's. kInvalidArgument names one that is
-// wrong. comm: the other ranks, or null.
-absl::StatusOr<GivenOptions> MakeOptions(const std::string& options, std::shared_ptr<zero::Comm> comm);
-
-// The same keys, as far as a DeepSpeed configuration gives them to `world` ranks; and "notes" and "filled",
-// for people.
-absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps, int world);
-
-// A configuration file, as plain JSON: DeepSpeed's are HJSON (zero/config/config_json.h). kInvalidArgument
-// also where it cannot be read.
-absl::StatusOr<std::string> ReadConfigFile(const std::string& path);
-absl::StatusOr<std::string> PlainConfig(const std::string& text);
-
-// What ranks must agree in of a configuration, as JSON with sorted keys. "" is the empty one.
-absl::StatusOr<std::string> SharedConfig(const std::string& text);
-
-// What an `elasticity` section chooses, as JSON: train_batch, the numbers of `ranks`, and for `world` of them
-// (0: nobody asks) the micro_batch of each. kInvalidArgument: they cannot share it.
-absl::StatusOr<nlohmann::json> ElasticBatchAsJson(const std::string& text, int world);
+// options: a JSON object of what the engine's maker says beside the settings; the keys are
+// python/penstock/_engine/_handed_over.py's. kInvalidArgument names one that is wrong. comm: the other ranks,
+// or null.
+absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const std::string& options,
+                                         std::shared_ptr<zero::Comm> comm);
 
 // Of a live engine, for people and tests.
 nlohmann::json InfoOf(const zero::Engine& engine);

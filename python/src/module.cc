@@ -4,6 +4,7 @@
 
 #include "aio/program.h"
 #include "errors.h"
+#include "settings.h"
 
 namespace nb = nanobind;
 
@@ -26,6 +27,7 @@ NB_MODULE(_core, module) {
   penstock::python::BindErrors(module);
   penstock::python::BindAio(module);
   penstock::python::BindRanks(module);
+  penstock::python::BindSettings(module);
   penstock::python::BindEngine(module);
   penstock::python::BindKernels(module);
   penstock::python::BindLlm(module);

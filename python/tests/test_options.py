@@ -530,6 +530,66 @@ def test_the_keywords_of_initialize_are_settings_of_the_table(capfd):
     assert all(f"    {keyword}: " in told for keyword in keywords)
 
 
+def test_a_configuration_has_the_types_that_scripts_give(tmp_path):
+    """Paths, types of elements, and scalars of torch and numpy; what no configuration has is refused by its place."""
+    numpy = pytest.importorskip("numpy")
+    config = {
+        "train_micro_batch_size_per_gpu": numpy.int64(4),
+        "gradient_clipping": torch.tensor(0.5),
+        "steps_per_print": float("inf"),
+        "communication_data_type": torch.bfloat16,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": tmp_path}},
+        "penstock": {"blocks": ("layers.0", "layers.1"), "forwards_per_step": numpy.int32(3)},
+    }
+    with pytest.warns(UserWarning, match="communication_data_type: accepted and ignored"):
+        engine = penstock.initialize(model=net(), config=config)[0]
+    settings = engine._settings
+    assert (settings.clip, settings.micro_batch_size, settings.forwards, settings.blocks) == (0.5, 4, 3, ["layers.0", "layers.1"])
+    assert settings.state_dirs == [str(tmp_path)]
+    engine.close()
+    for wrong, told in (
+        ({"gradient_clipping": float("nan")}, "gradient_clipping is nan: a configuration has finite numbers"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": torch.zeros(2)}}}, "optimizer.params.lr is of the type Tensor"),
+        ({"gradient_clipping": print}, "gradient_clipping is of the type builtin_function_or_method"),
+        ({"zero_optimization": {3: "stage"}}, "zero_optimization has a key that is no text: 3"),
+        ({"train_batch_size": 2**64}, "train_batch_size is a number of more than 64 bits"),
+        ({"csv_monitor": {"job_name": "\ud800"}}, "csv_monitor.job_name is no text"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            penstock.initialize(model=net(), config=wrong, offload="none")
+    nested = {}
+    for _ in range(100):
+        nested = {"optimizer": nested}
+    with pytest.raises(ValueError, match="is nested deeper"):
+        penstock.initialize(model=net(), config=nested, offload="none")
+    nested["itself"] = nested
+    with pytest.raises(ValueError, match="is nested deeper"):
+        penstock.initialize(model=net(), config=nested, offload="none")
+
+
+def test_a_keyword_is_checked_as_its_key_is(tmp_path):
+    for wrong, told in (
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: must be a whole number"),
+        ({"forwards_per_step": 1.5}, "forwards_per_step: must be a whole number"),
+        ({"gradient_clipping": -1}, "gradient_clipping: must be a number of 0 or more, not -1"),
+        ({"dtype": torch.int8}, "dtype is .*: fp32, bf16 and fp16 are served"),
+        ({"offload": "disk"}, "offload: must be one of none, cpu, nvme"),
+        ({"blocks": "layers"}, "blocks: must be a list of names"),
+        ({"state_dir": []}, "state_dir: must be a list of directories"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            penstock.initialize(model=net(), **{"offload": "none", **wrong})
+    with pytest.raises(TypeError, match="no argument 'gradient_cliping' .did you mean 'gradient_clipping'"):
+        penstock.initialize(model=net(), gradient_cliping=1)
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
+    with pytest.raises(ValueError, match="is not a micro-batch of 4 x 4 accumulation steps"):
+        penstock.initialize(model=net(), config=config, gradient_accumulation_steps=4, offload="none")
+    with warnings.catch_warnings(record=True) as caught:  # what a keyword says is not told as DeepSpeed's
+        warnings.simplefilter("always")
+        penstock.initialize(model=net(), config=config, gradient_clipping=0.25, offload="none")[0].close()
+    assert not [each for each in caught if str(each.message).startswith("gradient_clipping")]
+
+
 def test_a_setting_is_found_by_any_spelling_and_a_misspelt_one_names_the_nearest(capfd):
     from penstock import _core
 

@@ -39,6 +39,8 @@ Json Example(const Setting& spec) {
       return Json::array({2, 4});
     case KeyType::kPaths:
       return Json::array({"/somewhere", "/elsewhere=2"});
+    case KeyType::kNames:
+      return Json::array({"layers.0", ""});
     case KeyType::kObject:
       return Json::object();
     case KeyType::kAny:

@@ -1,7 +1,12 @@
 #include "tools/penstock/optimizer_flags.h"
 
+#include <string_view>
+#include <type_traits>
+
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "run/optimizer_options.h"
 #include "zero/compute/tile_format.h"
 
 namespace penstock::tools {
@@ -39,29 +44,14 @@ absl::Status CheckRate(const char* flag, double value) {
   return absl::InvalidArgumentError(absl::StrCat(flag, " ", value, ": must be between 0 and 1e+06"));
 }
 
-// "Adam" of a config is AdamW unless it says otherwise; recorded is what it means.
-std::optional<std::string> TypeOf(const run::OptimizerConfig& config) {
-  using run::OptimizerType;
-  if (!config.type.has_value()) return std::nullopt;
-  const bool adam = config.type == OptimizerType::kAdam || config.type == OptimizerType::kAdamW;
-  return std::string(run::Name(!adam                     ? *config.type
-                               : config.DecoupledDecay() ? OptimizerType::kAdamW
-                                                         : OptimizerType::kAdam));
-}
-
 }  // namespace
 
 void NoteOptimizer(const run::OptimizerConfig& config, const RecordedOptions& recorded) {
-  recorded.NoteConfig("optimizer", TypeOf(config));
-  recorded.NoteConfig("lr", config.lr);
-  recorded.NoteConfig("weight_decay", config.weight_decay);
-  recorded.NoteConfig("beta1", config.beta1);
-  recorded.NoteConfig("beta2", config.beta2);
-  recorded.NoteConfig("eps", config.eps);
-  recorded.NoteConfig("momentum", config.momentum);
-  recorded.NoteConfig("dampening", config.dampening);
-  recorded.NoteConfig("nesterov", config.nesterov);
-  recorded.NoteConfig("lr_decay", config.lr_decay);
+  nlohmann::json described = run::DescribeOptimizer(config);
+  if (described.is_null()) return;
+  recorded.NoteConfig("optimizer", std::optional(described["type"]));
+  described.erase("type");
+  for (const auto& [name, value] : described.items()) recorded.NoteConfig(name.c_str(), std::optional(value));
 }
 
 absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& flags,
@@ -69,50 +59,33 @@ absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFl
                                                                const RecordedOptions& recorded,
                                                                nlohmann::json* record) {
   Resolver resolver(recorded, record);
-  std::string type(run::Name(run::OptimizerType::kAdamW));
-  resolver.Take("optimizer", kConfig, TypeOf(config), &type);
-  const std::optional<double> lr = flags.lr.has_value() ? flags.lr : config.lr;
-  const std::optional<double> weight_decay =
-      flags.weight_decay.has_value() ? flags.weight_decay : config.weight_decay;
-  const auto common = [&](auto* options) {
-    resolver.Take("lr", "lr", lr, &options->lr);
-    resolver.Take("weight_decay", "weight-decay", weight_decay, &options->weight_decay);
-    resolver.mutable_status()->Update(CheckRate("--lr", options->lr));
-    resolver.mutable_status()->Update(CheckRate("--weight-decay", options->weight_decay));
-  };
-  const auto betas = [&](auto* options) {
-    resolver.Take("beta1", kConfig, config.beta1, &options->beta1);
-    resolver.Take("beta2", kConfig, config.beta2, &options->beta2);
-  };
-  zero::OptimizerOptions result;
-  if (type == "Adagrad") {
-    kernels::AdagradOptions options;
-    common(&options);
-    resolver.Take("lr_decay", kConfig, config.lr_decay, &options.lr_decay);
-    resolver.Take("eps", kConfig, config.eps, &options.eps);
-    result = options;
-  } else if (type == "Lion") {
-    kernels::LionOptions options;
-    common(&options);
-    betas(&options);
-    result = options;
-  } else if (type == "SGD") {
-    kernels::SgdOptions options;
-    common(&options);
-    resolver.Take("momentum", kConfig, config.momentum, &options.momentum);
-    resolver.Take("dampening", kConfig, config.dampening, &options.dampening);
-    resolver.Take("nesterov", kConfig, config.nesterov, &options.nesterov);
-    result = options;
-  } else {
-    kernels::AdamOptions options = {.lr = 3e-4, .weight_decay = 0.01};
-    options.mode = type == "Adam" ? kernels::AdamMode::kAdam : kernels::AdamMode::kAdamW;
-    common(&options);
-    betas(&options);
-    resolver.Take("eps", kConfig, config.eps, &options.eps);
-    result = options;
-  }
+  std::optional<std::string> configured;
+  if (const auto meant = run::MeantOptimizer(config); meant.has_value()) configured = run::Name(*meant);
+  std::string name(run::Name(run::OptimizerType::kAdamW));
+  resolver.Take("optimizer", kConfig, configured, &name);
   RETURN_IF_ERROR(resolver.status());
-  return result;
+  const std::optional<run::OptimizerType> type = run::ParseOptimizerType(name);
+  if (!type.has_value())
+    return absl::DataLossError(absl::StrCat("the run's record is damaged: its optimizer is ", name));
+  zero::OptimizerOptions options = run::MakeOptimizer(
+      *type, {.lr = 3e-4, .weight_decay = 0.01}, [&]<typename T>(const std::string_view what, T* value) {
+        const nlohmann::json says = run::ConfiguredHyperparameter(config, what);
+        std::optional<T> given;
+        if (!says.is_null()) given = says.get<T>();
+        if constexpr (std::is_same_v<T, double>) {
+          const bool is_lr = what == "lr";
+          if (is_lr || what == "weight_decay") {
+            const std::optional<double>& by_flag = is_lr ? flags.lr : flags.weight_decay;
+            resolver.Take(what.data(), is_lr ? "lr" : "weight-decay", by_flag.has_value() ? by_flag : given,
+                          value);
+            resolver.mutable_status()->Update(CheckRate(is_lr ? "--lr" : "--weight-decay", *value));
+            return;
+          }
+        }
+        resolver.Take(what.data(), kConfig, given, value);
+      });
+  RETURN_IF_ERROR(resolver.status());
+  return options;
 }
 
 absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& flags,

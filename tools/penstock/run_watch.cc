@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <thread>
 #include <utility>
 
@@ -13,14 +12,6 @@
 namespace penstock::tools {
 
 using News = zero::StuckOperation::News;
-
-zero::WatchOptions WatchOf(const run::Config& config) {
-  zero::WatchOptions watch;
-  watch.hopeless_seconds = config.penstock.watchdog_abort_seconds.value_or(0);
-  watch.stuck_seconds = config.penstock.watchdog_seconds.value_or(
-      watch.hopeless_seconds > 0 ? std::min(kWatchdogSeconds, watch.hopeless_seconds / 2) : kWatchdogSeconds);
-  return watch;
-}
 
 void RunWatch::Begin(const TrainLog* log, std::string what_stands, int64_t step) {
   log_ = log;

@@ -7,19 +7,16 @@
 #include <cstdint>
 #include <string>
 
-#include "run/config.h"
 #include "tools/base/progress.h"
 #include "tools/penstock/train_log.h"
 #include "zero/lanes/stuck_operation.h"
 
 namespace penstock::tools {
 
-// Of a run whose config says nothing. Linux gives a request to a drive 30 seconds (nvme_core.io_timeout, SCSI
-// the same) before it resets the drive and tries again: what is named after a minute has outlived that.
+// For run::WatchOf, of a run whose config says nothing. Linux gives a request to a drive 30 seconds
+// (nvme_core.io_timeout, SCSI the same) before it resets the drive and tries again: what is named after a
+// minute has outlived that.
 inline constexpr double kWatchdogSeconds = 60;
-
-// What the config asks for: no run is ended unless it asks, and a line precedes the end.
-zero::WatchOptions WatchOf(const run::Config& config);
 
 class RunWatch {
  public:

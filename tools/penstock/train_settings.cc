@@ -17,6 +17,8 @@
 #include "models/weight_files.h"
 #include "models/weight_import.h"
 #include "run/config.h"
+#include "run/config_options.h"
+#include "run/unused_keys.h"
 #include "swap/inspect.h"
 #include "tools/base/size.h"
 #include "tools/penstock/batch_flags.h"
@@ -154,6 +156,8 @@ class Resolver {
     if (flags_.config.has_value()) {
       ASSIGN_OR_RETURN(parsed_, run::LoadConfig(*flags_.config));
       settings_.notes = parsed_.notes;
+      for (std::string& note : run::KeysUnusedOnCommandLine(config_))
+        settings_.notes.push_back(std::move(note));
       RETURN_IF_ERROR(
           ResolveElasticity(flags_, engine_.world(), /*starts=*/needs_data_, &config_, &settings_.notes));
     }
@@ -175,7 +179,7 @@ class Resolver {
     RETURN_IF_ERROR(ResolveText(flags_, run_, &settings_));
     RETURN_IF_ERROR(ResolveMemory(flags_, config_, &settings_));
     RETURN_IF_ERROR(ResolveIo(config_, &settings_));
-    engine_.watch = WatchOf(config_);
+    engine_.watch = run::WatchOf(config_.penstock, kWatchdogSeconds);
     RETURN_IF_ERROR(ChooseInitialWeights());
     RETURN_IF_ERROR(MakeExample());
     Record();

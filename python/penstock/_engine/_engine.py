@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import difflib
 import errno
 import functools
+import inspect
 import json
 import logging
 import os
@@ -46,7 +48,7 @@ from ._random import RandomState, restore_text
 from ._ranks import Alone, Meeting, end_group, world_size
 from ._report import Report
 from ._runtime import ForwardsChange, Runtime
-from ._settings import DTYPES, PathLike, Settings, names_of_blocks, resolve
+from ._settings import DTYPES, PathLike, Settings
 from ._trace import settled, trace, with_other_modes
 from ._tree import counted, map_tensors, tensors_of
 from ._watch import Watch
@@ -163,7 +165,7 @@ class Engine:
         if self.lr_scheduler is not None and not (hasattr(self.lr_scheduler, "step") and hasattr(self.lr_scheduler, "state_dict")):
             raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}: a scheduler has step() and state_dict(), or is made by a function")
         if self.lr_scheduler is None and settings.schedule is not None:
-            self.lr_scheduler = ConfigScheduler(_core, settings.schedule, self.optimizer)
+            self.lr_scheduler = ConfigScheduler(_core, json.dumps(settings.schedule), self.optimizer)
         self._identity = identity_of(self._described, optimizer.param_groups, settings, self.lr_scheduler)
         #: Kept with every commit, and there again after a resume: anything that is JSON.
         self.client_state: Dict[str, Any] = {}
@@ -502,7 +504,7 @@ class Engine:
         self._run_id = run_id
         try:
             with self._import_directory(options):
-                core = _core.TrainingEngine(described, stages, json.dumps(options), self._ranks.core)
+                core = _core.TrainingEngine(described, stages, settings, json.dumps(options), self._ranks.core)
         except FileExistsError as error:
             raise FileExistsError(
                 error.errno,
@@ -621,11 +623,16 @@ class Engine:
     def _alike(self, options: Dict[str, Any], described: Sequence[Any]) -> Dict[str, Any]:
         if self._ranks.world == 1:
             return {}
-        places = ("state_dirs", "state_dir_weights", "host_memory", "run", "run_changes", "config", "device_computes")
+        places = ("state_dirs", "run", "run_changes", "device_computes")
         settings = self._settings
         return {
             **{name: value for name, value in options.items() if name not in places},
-            "config": _core.shared_config(settings.config),
+            "config": settings.shared_config(),
+            "dtype": settings.dtype,
+            "offload": settings.offload,
+            "clip": settings.clip,
+            "micro_batches": settings.forwards,
+            "optimizer_states": settings.optimizer_states,
             "schedule": settings.schedule,
             "gradient_accumulation_steps": settings.micro_batches,
             "monitors": settings.monitors,
@@ -816,7 +823,7 @@ class Engine:
         if not step:
             return
         left = max(0, int((most - self._written_bytes()) / step))
-        schedule = json.loads(self._settings.schedule)["params"] if self._settings.schedule else {}
+        schedule = (self._settings.schedule or {}).get("params", {})
         if schedule.get("total_num_steps") is not None and schedule["total_num_steps"] <= self.global_steps + left:
             return
         warnings.warn(
@@ -1597,7 +1604,7 @@ class Engine:
             return bool(imported["torch_optimizer"])
         if self._optimizer_was_given:
             return type(self._given).__module__.startswith("torch.")
-        described = json.loads(self._settings.config or "{}").get("optimizer") or {}
+        described = self._settings.config.get("optimizer") or {}
         return bool((described.get("params") or {}).get("torch_adam"))
 
     # --- looking at it
@@ -1871,21 +1878,23 @@ def initialize(
         if unknown.pop(name, None) is not None:
             raise ValueError(f"{name} is not served: config= says the configuration, and there is no parallelism but that of batches")
     if unknown:
-        raise TypeError(f"initialize has no argument {sorted(unknown)[0]!r}")
+        misspelt = min(unknown)
+        near = difflib.get_close_matches(misspelt, inspect.signature(initialize).parameters, 1)
+        raise TypeError(f"initialize has no argument {misspelt!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     if not rank_timeout >= 1:
         raise ValueError(f"rank_timeout is {rank_timeout}: a second, or more")
     world = world_size(ranks)
-    settings = resolve(
-        config if config is not None else config_params,
-        state_dir,
-        host_memory,
-        dtype,
-        offload,
-        gradient_accumulation_steps,
-        forwards_per_step,
-        gradient_clipping,
-        world,
-    )
+    keywords = {
+        "state_dir": state_dir,
+        "host_memory": host_memory,
+        "dtype": dtype,
+        "offload": offload,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "forwards_per_step": forwards_per_step,
+        "gradient_clipping": gradient_clipping,
+        "blocks": blocks,
+    }
+    settings = Settings(config if config is not None else config_params, keywords, world)
     settings.device = choose_device(device)
     settings.progress = None if progress is None else truth(progress, "progress")
     overwrite = truth(overwrite, "overwrite")
@@ -1909,8 +1918,6 @@ def initialize(
             optimizer = optimizer(parameters)
         else:
             optimizer = _optimizer_of(settings.optimizer, parameters)
-    if blocks is not None:
-        settings.blocks = names_of_blocks(blocks, "blocks")
     loader = None
     if training_data is not None:
         if not settings.micro_batch_size:

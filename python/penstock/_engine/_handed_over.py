@@ -53,18 +53,10 @@ def described_stages(uses: Sequence[Use]) -> List[Tuple[str, int, float, float]]
 
 
 def options_of(settings: Settings, optimizer: Dict[str, Any], trains: bool, resident_bytes: int) -> Dict[str, Any]:
-    """What settings and optimizer say to the engine (python/src/engine_options.cc)."""
+    """What the engine gets beside its settings (python/src/engine_options.cc)."""
     return {
-        "config": settings.config,
-        "dtype": settings.dtype,
-        "offload": settings.offload,
         "state_dirs": settings.state_dirs,
-        "state_dir_weights": settings.state_dir_weights,
-        "host_memory": settings.host_memory,
-        "micro_batches": settings.forwards,
-        "clip": settings.clip,
         "optimizer": optimizer,
-        "optimizer_states": settings.optimizer_states,
         "device_computes": settings.device.type != "cpu",
         "trains": trains,
         "resident_bytes": resident_bytes,

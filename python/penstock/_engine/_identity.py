@@ -6,6 +6,7 @@ beginning. Of the learning rate the run's goes on in any case.
 
 from __future__ import annotations
 
+import json
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from .. import _tensors
@@ -46,7 +47,7 @@ def identity_of(described: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
         "groups": [{"lr": _plain(group.get("initial_lr", group["lr"])), **values_of(group)} for group in groups],
         "gradient_clipping": settings.clip,
         "gradient_accumulation_steps": settings.micro_batches,
-        "schedule": settings.schedule,
+        "schedule": None if settings.schedule is None else json.dumps(settings.schedule),
         "scheduler": _scheduler_of(scheduler),
     }
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ._device import choose_device
 from ._ranks import world_size
-from ._settings import DTYPES, resolve
+from ._settings import DTYPES, Settings
 
 
 class InMemory:
@@ -26,7 +26,7 @@ class InMemory:
 
     def __init__(self, model: nn.Module, config: Any, device: Optional[torch.device]) -> None:
         self.world_size = world_size(None)
-        self._settings = resolve(config, None, None, None, None, None, None, None, self.world_size)
+        self._settings = Settings(config, {}, self.world_size)
         for note in self._settings.notes:
             warnings.warn(note, stacklevel=3)
         self.module = model

@@ -21,7 +21,7 @@ from ._blocks import Block, find_blocks
 from ._handed_over import check_types, described_blocks, described_stages, options_of, resident_bytes
 from ._device import choose_device
 from ._optimizer import describe
-from ._settings import DTYPES, PathLike, Settings, names_of_blocks, resolve
+from ._settings import DTYPES, PathLike, Settings
 from ._trace import Traced, Use, settled, trace, with_other_modes
 from ._tree import counted, map_tensors
 from ._watch import product_rate
@@ -143,20 +143,18 @@ def plan(
     if getattr(given, "_penstock_engine", "") == "open":
         raise ValueError("this model has an engine: engine.plan() says what that has planned")
     model = _without_values(given)
-    settings = resolve(
-        config,
-        state_dir,
-        host_memory,
-        dtype,
-        offload,
-        gradient_accumulation_steps,
-        forwards_per_step,
-        gradient_clipping,
-        needs_place=False,
-    )
+    keywords = {
+        "state_dir": state_dir,
+        "host_memory": host_memory,
+        "dtype": dtype,
+        "offload": offload,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "forwards_per_step": forwards_per_step,
+        "gradient_clipping": gradient_clipping,
+        "blocks": blocks,
+    }
+    settings = Settings(config, keywords, needs_place=False)
     settings.device = choose_device(device)
-    if blocks is not None:
-        settings.blocks = names_of_blocks(blocks, "blocks")
     check_types(model)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{title} has no parameters: there is nothing to plan")
@@ -183,7 +181,7 @@ def plan(
         f"{_count(rate)}FLOP/s, of a product of matrices measured just now"
     ]
     threads = torch.get_num_threads() if settings.device.type == "cpu" else 0
-    core = _core.Plan(described, described_stages(uses), json.dumps(options), threads, bool(settings.state_dirs) and settings.offload == "nvme", sources)
+    core = _core.Plan(described, described_stages(uses), settings, json.dumps(options), threads, bool(settings.state_dirs) and settings.offload == "nvme", sources)
     shape = f"{tokens} tokens" if tokens else f"{samples} samples"
     return Plan(core, f"{title}, {shape} in a micro-batch", notes)
 

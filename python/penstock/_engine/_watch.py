@@ -78,7 +78,7 @@ class Watch:
         self._monitors = None
         self._first, self._world = ranks.rank == 0, ranks.world
         if settings.monitors and self._first:
-            self._monitors = _core.Monitors(settings.config, run_id, resumes, list(replaces), self._scales_loss)
+            self._monitors = _core.Monitors(settings, run_id, resumes, list(replaces), self._scales_loss)
             self._monitors.begin(samples)
         self._wandb = Wandb(settings.wandb) if settings.wandb is not None and self._first else None
         self._progress = Progress(settings.progress, self._first)

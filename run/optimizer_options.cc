@@ -1,0 +1,40 @@
+#include "run/optimizer_options.h"
+
+#include "run/config_names.h"
+
+namespace penstock::run {
+
+std::optional<OptimizerType> ParseOptimizerType(std::string_view name) {
+  for (const auto& [type, known] : NamesOf(OptimizerType())) {
+    if (known == name) return type;
+  }
+  return std::nullopt;
+}
+
+std::optional<OptimizerType> MeantOptimizer(const OptimizerConfig& config) {
+  const bool adam = config.type == OptimizerType::kAdam || config.type == OptimizerType::kAdamW;
+  if (!adam) return config.type;
+  return config.DecoupledDecay() ? OptimizerType::kAdamW : OptimizerType::kAdam;
+}
+
+nlohmann::json ConfiguredHyperparameter(const OptimizerConfig& config, std::string_view name) {
+  if (name == "nesterov") return config.nesterov.has_value() ? nlohmann::json(*config.nesterov) : nullptr;
+  for (const auto& [known, configured] : kOptimizerNumbers) {
+    if (name == known)
+      return (config.*configured).has_value() ? nlohmann::json(*(config.*configured)) : nullptr;
+  }
+  return nullptr;
+}
+
+nlohmann::json DescribeOptimizer(const OptimizerConfig& config) {
+  const std::optional<OptimizerType> type = MeantOptimizer(config);
+  if (!type.has_value()) return nullptr;
+  nlohmann::json described = {{"type", std::string(Name(*type))}};
+  (void)MakeOptimizer(*type, {}, [&](const char* name, auto*) {
+    nlohmann::json value = ConfiguredHyperparameter(config, name);
+    if (!value.is_null()) described[name] = std::move(value);
+  });
+  return described;
+}
+
+}  // namespace penstock::run
