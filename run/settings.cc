@@ -661,7 +661,9 @@ constexpr auto kOffloadParam = std::to_array<Setting>({
 
 constexpr auto kOffloadOptimizer = std::to_array<Setting>({
     Choice("device", "none|cpu|nvme")
-        .Says("Where weights and optimizer state live: none (on the computing device), cpu or nvme", "nvme")
+        .Says("Where weights and optimizer state live: none (on the computing device), cpu or nvme",
+              "nvme; none with a configuration of DeepSpeed's that has neither an offload block nor a "
+              "directory")
         .Flag("--offload")
         .Keyword("offload")
         .EachStart()

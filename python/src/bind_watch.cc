@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
@@ -55,6 +57,14 @@ std::string RecordOf(const std::vector<std::string>& directories, const std::str
   return payload.contains(what) ? payload[what].dump() : "null";
 }
 
+// Of several ranks, the last one that all of them have.
+int64_t CommittedStepOf(const std::vector<std::string>& directories) {
+  int64_t step = std::numeric_limits<int64_t>::max();
+  for (const auto& part : ValueOrRaise(zero::FindShards(directories)))
+    step = std::min(step, static_cast<int64_t>(ValueOrRaise(swap::Inspect(part)).record.step));
+  return step;
+}
+
 }  // namespace
 
 void BindWatch(nb::module_& module) {
@@ -70,6 +80,10 @@ void BindWatch(nb::module_& module) {
       "What the run in state directories or a checkpoint was made with, as JSON; with `step` what its last "
       "commit says. null where it does not say so. OSError, ValueError: there is no run, or none that can be "
       "read.");
+  module.def(
+      "committed_step_of", &CommittedStepOf, nb::arg("directories"),
+      "The step of the last commit of the run in state directories, or of a checkpoint. OSError, ValueError: "
+      "there is none, or none that can be read.");
   nb::class_<PyMonitors>(module, "Monitors", "csv_monitor and tensorboard of a DeepSpeed configuration.")
       .def(nb::init<const PySettings&, const std::string&, bool, const std::vector<std::string>&, bool>(),
            nb::arg("settings"), nb::arg("run_id"), nb::arg("resumes"), nb::arg("replaces"),

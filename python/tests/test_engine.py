@@ -976,6 +976,7 @@ def test_resume_goes_on_with_the_same_bits(tmp_path):
             engine(**data[0])
     torch.manual_seed(99)
     with make(net(seed=42, dropout=0.3), tmp_path / "parts", lr_scheduler=schedule, resume=True, **options) as engine:
+        assert engine.global_steps == 5  # before there is an engine
         engine.eval()
         with torch.no_grad():
             engine(**data[0])
@@ -995,8 +996,9 @@ def test_checkpoints_go_to_another_directory_and_back(tmp_path):
         expected = run(engine, data[3:])
     model = net(seed=9)
     with make(model, tmp_path / "again") as engine:
+        assert engine.global_steps == 0
         found, _ = engine.load_checkpoint(tmp_path / "kept", tag="good")
-        assert found == os.path.realpath(path)
+        assert found == os.path.realpath(path) and engine.global_steps == 3
         losses = run(engine, data[3:])
         assert engine.client_state == {"epoch": 2} and engine.global_steps == 6
     assert losses == expected

@@ -102,9 +102,10 @@ TEST_F(MonitorCliTest, WhatHasNoClientHereIsAnsweredWithTheWayOut) {
   WriteFile(config_, R"({"wandb": {"enabled": true, "project": "p"}, "comet": {"enabled": false}})");
   const Ran ran = Run(Small(dir_ + "/state", {"--check"}));
   EXPECT_EQ(ran.code, 0) << ran.err;
-  EXPECT_THAT(ran.out,
-              AllOf(HasSubstr("wandb.enabled: accepted and ignored: its client is Python's; switch tensorboard on"),
-                    HasSubstr("wandb sync --sync-tensorboard DIR"), HasSubstr("--log")));
+  EXPECT_THAT(
+      ran.out,
+      AllOf(HasSubstr("wandb.enabled: accepted and ignored: its client is Python's; switch tensorboard on"),
+            HasSubstr("wandb sync --sync-tensorboard DIR"), HasSubstr("--log")));
   EXPECT_THAT(ran.out, testing::Not(HasSubstr("comet:")));
 }
 

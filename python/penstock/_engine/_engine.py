@@ -169,7 +169,7 @@ class Engine:
         self._identity = identity_of(self._described, optimizer.param_groups, settings, self.lr_scheduler)
         #: Kept with every commit, and there again after a resume: anything that is JSON.
         self.client_state: Dict[str, Any] = {}
-        self.global_steps = 0
+        self._steps = 0  # of the run, as far as this process knows
         self.skipped_steps = 0
         self._samples = 0  # before this process
         self._written_before = 0  # likewise: bytes, by all ranks
@@ -673,6 +673,23 @@ class Engine:
             if kept.get("ranks", [0, 1]) != [self._ranks.rank, self._ranks.world] and self._ranks.rank > 0:
                 # Of another number of ranks there is one state, and each wants numbers of its own.
                 torch.manual_seed(int(torch.randint(2**62, ()).item()) + self._ranks.rank)
+
+    @property
+    def global_steps(self) -> int:
+        """Steps that the run has made, those before this process with it. Before the first forward of a run that is resumed, or of a
+        checkpoint that was loaded: its last commit's. OSError: that cannot be read.
+        """
+        if self._runtime is not None or self._closed or self._found is not None:
+            return self._steps
+        if self._restore_from:
+            return _core.committed_step_of([self._restore_from])
+        dirs = self._settings.state_dirs
+        goes_on = bool(self._resume) and bool(dirs) and not self._made and _core.ranks_of(dirs) > 0
+        return _core.committed_step_of(dirs) if goes_on else self._steps
+
+    @global_steps.setter
+    def global_steps(self, steps: int) -> None:
+        self._steps = steps
 
     # --- training
 
