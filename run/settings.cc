@@ -1241,6 +1241,12 @@ std::string KeyOfRecord(std::string_view name) {
   return setting->called.empty() ? path : std::string(setting->called);
 }
 
+std::string FlagOfRecord(std::string_view name) {
+  const Setting* const setting =
+      First([name](const Setting& each) { return !each.flag.empty() && IsRecordedAs(each, name); }).first;
+  return setting == nullptr ? "" : std::string(setting->flag);
+}
+
 bool IsFixedInRecord(std::string_view name) {
   return First([name](const Setting& setting) {
            return setting.on_resume == OnResume::kFixed && IsRecordedAs(setting, name);

@@ -168,6 +168,9 @@ std::string ChoicesOf(const Setting& setting);
 // key has is itself.
 std::string KeyOfRecord(std::string_view name);
 
+// The flag of what has this name in a run's record: "--clip" for "clip"; "": it has none.
+std::string FlagOfRecord(std::string_view name);
+
 // Whether a run's state is made of what has this name in its record.
 bool IsFixedInRecord(std::string_view name);
 

@@ -116,6 +116,13 @@ TEST(Settings, TheRecordsNamesAreThoseOfTheirKeys) {
                                     {"scheduler", "scheduler"},
                                     {"seq", "seq"}})
     EXPECT_EQ(KeyOfRecord(record), key) << record;
+  for (const auto& [record, flag] : {std::pair{"batch", "--batch"},
+                                     {"weight_decay", "--weight-decay"},
+                                     {"dtype", "--dtype"},
+                                     {"optimizer_states", "--optimizer-states"},
+                                     {"sync", ""},
+                                     {"beta1", ""}})
+    EXPECT_EQ(FlagOfRecord(record), flag) << record;
   for (const char* const fixed : {"vocab", "seed", "dtype", "optimizer", "optimizer_states"})
     EXPECT_TRUE(IsFixedInRecord(fixed)) << fixed;
   for (const char* const free : {"lr", "clip", "batch", "seq", "scheduler", "sync", ""})

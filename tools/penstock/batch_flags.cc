@@ -124,9 +124,8 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const run::Config& con
                   "train_batch_size in --config");
     return absl::OkStatus();
   }
-  ASSIGN_OR_RETURN(settings->batch, recorded.Of("batch", "batch", request.micro_batch, sizes.micro_batch));
-  ASSIGN_OR_RETURN(settings->accumulate,
-                   recorded.Of("accumulate", "accumulate", request.accumulation, sizes.accumulation));
+  ASSIGN_OR_RETURN(settings->batch, recorded.Of("batch", request.micro_batch, sizes.micro_batch));
+  ASSIGN_OR_RETURN(settings->accumulate, recorded.Of("accumulate", request.accumulation, sizes.accumulation));
   return absl::OkStatus();
 }
 

@@ -69,8 +69,7 @@ absl::Status ResolveDurability(const run::Config& config, const RecordedOptions&
   if (settings->resumes) {
     RETURN_IF_ERROR(CheckVersions(config, settings->engine));
   }
-  ASSIGN_OR_RETURN(const std::string sync,
-                   recorded.Of<std::string>("sync", "config", SyncSaid(config), kSyncProcess));
+  ASSIGN_OR_RETURN(const std::string sync, recorded.Of<std::string>("sync", SyncSaid(config), kSyncProcess));
   // A store of one version commits with its checkpoints only, whatever the config says by now.
   const bool one_version = settings->resumes && HasOneVersion(settings->engine);
   if (one_version && config.penstock.durability == zero::Durability::kStep) {
@@ -81,8 +80,7 @@ absl::Status ResolveDurability(const run::Config& config, const RecordedOptions&
   }
   std::string durability = kAtCheckpoints;
   if (!one_version) {
-    ASSIGN_OR_RETURN(durability,
-                     recorded.Of<std::string>("durability", "config", DurabilitySaid(config), kEachStep));
+    ASSIGN_OR_RETURN(durability, recorded.Of<std::string>("durability", DurabilitySaid(config), kEachStep));
   }
   SetDurability(sync, durability, &settings->engine);
   settings->to_record.update({{"sync", sync}, {"durability", durability}});

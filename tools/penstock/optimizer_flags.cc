@@ -12,16 +12,14 @@
 namespace penstock::tools {
 namespace {
 
-constexpr const char* kConfig = "config";
-
 // Collects values into the record as they are decided, and the first error.
 class Resolver {
  public:
   Resolver(const RecordedOptions& recorded, nlohmann::json* record) : recorded_(recorded), record_(*record) {}
 
   template <typename T>
-  void Take(const char* name, const char* flag, const std::optional<T>& given, T* value) {
-    absl::StatusOr<T> taken = recorded_.Of(name, flag, given, *value);
+  void Take(const char* name, const std::optional<T>& given, T* value) {
+    absl::StatusOr<T> taken = recorded_.Of(name, given, *value);
     if (!taken.ok()) {
       status_.Update(taken.status());
       return;
@@ -62,7 +60,7 @@ absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFl
   std::optional<std::string> configured;
   if (const auto meant = run::MeantOptimizer(config); meant.has_value()) configured = run::Name(*meant);
   std::string name(run::Name(run::OptimizerType::kAdamW));
-  resolver.Take("optimizer", kConfig, configured, &name);
+  resolver.Take("optimizer", configured, &name);
   RETURN_IF_ERROR(resolver.status());
   const std::optional<run::OptimizerType> type = run::ParseOptimizerType(name);
   if (!type.has_value())
@@ -72,17 +70,14 @@ absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFl
         const nlohmann::json says = run::ConfiguredHyperparameter(config, what);
         std::optional<T> given;
         if (!says.is_null()) given = says.get<T>();
+        const bool is_lr = what == "lr";
         if constexpr (std::is_same_v<T, double>) {
-          const bool is_lr = what == "lr";
-          if (is_lr || what == "weight_decay") {
-            const std::optional<double>& by_flag = is_lr ? flags.lr : flags.weight_decay;
-            resolver.Take(what.data(), is_lr ? "lr" : "weight-decay", by_flag.has_value() ? by_flag : given,
-                          value);
-            resolver.mutable_status()->Update(CheckRate(is_lr ? "--lr" : "--weight-decay", *value));
-            return;
-          }
+          const std::optional<double>& flag = is_lr ? flags.lr : flags.weight_decay;
+          if ((is_lr || what == "weight_decay") && flag.has_value()) given = flag;
         }
-        resolver.Take(what.data(), kConfig, given, value);
+        resolver.Take(what.data(), given, value);
+        if (is_lr || what == "weight_decay")
+          resolver.mutable_status()->Update(CheckRate(is_lr ? "--lr" : "--weight-decay", *value));
       });
   RETURN_IF_ERROR(resolver.status());
   return options;
@@ -93,7 +88,7 @@ absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& 
                                                           nlohmann::json* record) {
   Resolver resolver(recorded, record);
   std::string name(zero::StateTypeName(kernels::StateType::kFp32));
-  resolver.Take("optimizer_states", "optimizer-states", flags.states, &name);
+  resolver.Take("optimizer_states", flags.states, &name);
   RETURN_IF_ERROR(resolver.status());
   const std::optional<kernels::StateType> type = zero::ParseStateType(name);
   if (type.has_value()) return *type;

@@ -40,14 +40,14 @@ struct Changes {
 
 class RecordedOptions {
  public:
-  // `run`: the record; null: a new run. `flags`: names of the record that the command line gives.
+  // `run`: the record; null: a new run. `flags`: those that the command line gives, by name ("--lr").
   RecordedOptions(const nlohmann::json& run, std::set<std::string> flags, Changes* changes)
       : run_(run), flags_(std::move(flags)), changes_(changes) {}
 
-  bool by_flag(const char* name) const { return flags_.count(name) > 0; }
+  bool by_flag(const char* name) const { return flags_.count(run::FlagOfRecord(name)) > 0; }
   // Where a value of this name comes from: "--lr", or "optimizer.params.lr in --config".
-  std::string SourceOf(const char* name, const char* flag) const {
-    if (by_flag(name)) return absl::StrCat("--", flag);
+  std::string SourceOf(const char* name) const {
+    if (by_flag(name)) return run::FlagOfRecord(name);
     return absl::StrCat(Removed(name) ? "no " : "", run::KeyOfRecord(name),
                         Removed(name) ? " in --config any more" : " in --config");
   }
@@ -87,8 +87,7 @@ class RecordedOptions {
 
   // `otherwise`: of a new run for which nobody says anything.
   template <typename T>
-  absl::StatusOr<T> Of(const char* name, const char* flag, const std::optional<T>& given,
-                       const T& otherwise) const {
+  absl::StatusOr<T> Of(const char* name, const std::optional<T>& given, const T& otherwise) const {
     const bool there = run_.is_object() && run_.contains(name);
     const nlohmann::json recorded = there ? run_[name] : nlohmann::json();
     T wanted = given.value_or(otherwise);
@@ -105,13 +104,13 @@ class RecordedOptions {
     if (!changes || wanted == kept) return kept;
     if (run::IsFixedInRecord(name)) {
       return absl::FailedPreconditionError(absl::StrCat(
-          by_flag(name) ? absl::StrCat("--", flag, " ", says.dump())
+          by_flag(name) ? absl::StrCat(run::FlagOfRecord(name), " ", says.dump())
                         : absl::StrCat("--config: ", run::KeyOfRecord(name), " ", says.dump()),
           ": this run was created with ", recorded.dump(), ", and its state is made of that; leave it ",
           by_flag(name) ? "out" : "as it was", ", or start another run in another --state-dir"));
     }
     changes_->run[name] = wanted;
-    changes_->Tell(name, recorded.dump(), says.dump(), SourceOf(name, flag));
+    changes_->Tell(name, recorded.dump(), says.dump(), SourceOf(name));
     return wanted;
   }
 

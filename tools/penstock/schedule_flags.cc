@@ -35,7 +35,7 @@ absl::Status ReviseLossScale(const RecordedOptions& recorded, const nlohmann::js
     const nlohmann::json before = recorded_scale.value(key, nlohmann::json());
     if (before == now) continue;
     changes->Tell(absl::StrCat("loss scale: ", key), before.dump(), now.dump(),
-                  recorded.SourceOf("loss_scale", ""));
+                  recorded.SourceOf("loss_scale"));
     engine->optimizer.new_loss_scale = engine->optimizer.loss_scale;
   }
   return absl::OkStatus();
@@ -82,7 +82,7 @@ absl::StatusOr<zero::LrSchedule> WithNewRates(const zero::LrSchedule& schedule, 
     auto* decay = std::get_if<zero::WarmupDecayLr>(&spec);
     auto* warmup = decay != nullptr ? &decay->warmup : std::get_if<zero::WarmupLr>(&spec);
     if (warmup == nullptr) {
-      return WrongFlag(absl::StrCat(lr_changes ? recorded.SourceOf("lr", "lr") : "--warmup",
+      return WrongFlag(absl::StrCat(lr_changes ? recorded.SourceOf("lr") : "--warmup",
                                     ": the rates of this run are those of its scheduler ",
                                     std::string(schedule.name()), ": give another scheduler in --config"));
     }
@@ -132,7 +132,7 @@ absl::Status ReviseSchedule(const TrainOptions& flags, const run::ParsedConfig& 
   if (recorded.Removed("scheduler")) {
     ASSIGN_OR_RETURN(schedule, OwnSchedule(flags, parsed, lr, settings->steps));
     changes->Tell("scheduler", recorded_schedule.dump(), schedule->ToJson().dump(),
-                  recorded.SourceOf("scheduler", ""));
+                  recorded.SourceOf("scheduler"));
     changed = true;
   }
   // A flag also wins over a scheduler that the config has anew.
@@ -213,7 +213,7 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const run::ParsedConfig
                    ResolveOptimizerOptions(given, config.optimizer, recorded, &settings->to_record));
   ASSIGN_OR_RETURN(engine.optimizer.states, ResolveOptimizerStates(given, recorded, &settings->to_record));
   const std::optional<double> clip = flags.clip.has_value() ? flags.clip : config.gradient_clipping;
-  ASSIGN_OR_RETURN(engine.optimizer.clip, recorded.Of("clip", "clip", clip, 1.0));
+  ASSIGN_OR_RETURN(engine.optimizer.clip, recorded.Of("clip", clip, 1.0));
   RETURN_IF_ERROR(CheckFlag("--clip", engine.optimizer.clip, 0.0, 1e30));
   ASSIGN_OR_RETURN(zero::LossScaler scaler, run::MakeLossScaler(config.fp16));
   engine.optimizer.loss_scale = scaler.options();

@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -10,64 +11,107 @@
 
 namespace penstock::tools {
 
+namespace {
+
+enum class Of { kPlan, kTrain };
+
+// Calls visit(name, value) for each flag of a verb, in the order of its help.
+template <typename Options, typename Visit>
+void VisitFlags(Of verb, Options& flags, const Visit& visit) {
+  visit("--model", flags.model);
+  visit("--lora-rank", flags.lora_rank);
+  visit("--lora-alpha", flags.lora_alpha);
+  visit("--lora-dropout", flags.lora_dropout);
+  visit("--lora-targets", flags.lora_targets);
+  visit("--vocabulary-tiles", flags.vocabulary_tiles);
+  visit("--data", flags.data);
+  visit("--data-weights", flags.data_weights);
+  visit("--tokenizer", flags.tokenizer);
+  visit("--chat-template", flags.chat_template);
+  visit("--skip-broken-lines", flags.skip_broken_lines);
+  visit("--eval-data", flags.eval_data);
+  visit("--eval-split", flags.eval_split);
+  visit("--eval-every", flags.eval_every);
+  visit("--eval-windows", flags.eval_windows);
+  visit("--vocab", flags.vocab);
+  visit("--config", flags.config);
+  visit("--state-dir", flags.state_dirs);
+  visit("--offload", flags.offload);
+  visit("--host-memory", flags.host_memory);
+  visit("--device-memory", flags.device_memory);
+  visit("--device", flags.device);
+  visit("--dtype", flags.dtype);
+  visit("--steps", flags.steps);
+  visit("--batch", flags.batch);
+  visit("--accumulate", flags.accumulate);
+  visit("--seq", flags.seq);
+  visit("--lr", flags.lr);
+  visit("--warmup", flags.warmup);
+  visit("--clip", flags.clip);
+  visit("--weight-decay", flags.weight_decay);
+  visit("--optimizer-states", flags.optimizer_states);
+  visit("--seed", flags.seed);
+  visit("--threads", flags.threads);
+  visit("--resume", flags.resume);
+  visit("--overwrite", flags.overwrite);
+  visit("--init-from", flags.init_from);
+  visit("--checkpoint-dir", flags.checkpoint_dir);
+  visit("--checkpoint-every", flags.checkpoint_every);
+  visit("--checkpoint-keep", flags.checkpoint_keep);
+  if (verb == Of::kPlan) {
+    visit("--json", flags.json);
+  } else {
+    visit("--rank-timeout", flags.rank_timeout);
+    visit("--report", flags.report);
+    visit("--log", flags.log);
+    visit("--prometheus", flags.prometheus);
+    visit("--trace", flags.trace);
+    visit("--check", flags.check);
+    visit("--quiet", flags.quiet);
+  }
+}
+
+bool IsGiven(bool flag) { return flag; }
+template <typename T>
+bool IsGiven(const std::optional<T>& value) {
+  return value.has_value();
+}
+template <typename T>
+bool IsGiven(const std::vector<T>& values) {
+  return !values.empty();
+}
+
+}  // namespace
+
+std::set<std::string> GivenFlags(const TrainOptions& flags) {
+  std::set<std::string> given;
+  const auto add = [&given](const char* name, const auto& value) {
+    if (IsGiven(value)) given.insert(name);
+  };
+  VisitFlags(Of::kTrain, flags, add);
+  return given;
+}
+
 void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
   // A flag given twice means its last value, so that scripts can be given further flags.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  const auto option = [&app](const char* name, auto& to) {
-    return app.add_option(name, to, run::HelpOf(name));
-  };
-  const auto flag = [&app](const char* name, bool& to) { return app.add_flag(name, to, run::HelpOf(name)); };
-  option("--model", flags.model);
-  option("--lora-rank", flags.lora_rank);
-  option("--lora-alpha", flags.lora_alpha);
-  option("--lora-dropout", flags.lora_dropout);
-  option("--lora-targets", flags.lora_targets);
-  option("--vocabulary-tiles", flags.vocabulary_tiles);
-  option("--data", flags.data)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  option("--data-weights", flags.data_weights)->delimiter(',');
-  option("--tokenizer", flags.tokenizer);
-  option("--chat-template", flags.chat_template);
-  flag("--skip-broken-lines", flags.skip_broken_lines);
-  option("--eval-data", flags.eval_data);
-  option("--eval-split", flags.eval_split);
-  option("--eval-every", flags.eval_every);
-  option("--eval-windows", flags.eval_windows);
-  option("--vocab", flags.vocab);
-  option("--config", flags.config);
-  option("--state-dir", flags.state_dirs)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  VisitFlags(plans ? Of::kPlan : Of::kTrain, flags, [&app]<typename T>(const char* name, T& to) {
+    if constexpr (std::is_same_v<T, bool>) {
+      app.add_flag(name, to, run::HelpOf(name));
+    } else {
+      app.add_option(name, to, run::HelpOf(name));
+    }
+  });
+  for (const char* const repeated : {"--data", "--state-dir"})
+    app.get_option(repeated)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app.get_option("--data-weights")->delimiter(',');
   app.parse_complete_callback([&flags] {
     absl::StatusOr<run::StateDirectories> parsed = run::ParseStateDirectories(flags.state_dirs);
     if (!parsed.ok()) throw CLI::ValidationError("--state-dir", std::string(parsed.status().message()));
     flags.state_dirs = std::move(parsed->paths);
     flags.state_dir_weights = std::move(parsed->weights);
   });
-  option("--offload", flags.offload);
-  option("--host-memory", flags.host_memory);
-  option("--device-memory", flags.device_memory);
-  option("--device", flags.device);
-  option("--dtype", flags.dtype);
-  option("--steps", flags.steps);
-  option("--batch", flags.batch);
-  option("--accumulate", flags.accumulate);
-  option("--seq", flags.seq);
-  option("--lr", flags.lr);
-  option("--warmup", flags.warmup);
-  option("--clip", flags.clip);
-  option("--weight-decay", flags.weight_decay);
-  option("--optimizer-states", flags.optimizer_states);
-  option("--seed", flags.seed);
-  option("--threads", flags.threads);
-  flag("--resume", flags.resume);
-  flag("--overwrite", flags.overwrite);
-  option("--init-from", flags.init_from);
-  option("--checkpoint-dir", flags.checkpoint_dir);
-  option("--checkpoint-every", flags.checkpoint_every);
-  option("--checkpoint-keep", flags.checkpoint_keep);
-  if (plans) {
-    flag("--json", flags.json);
-    return;
-  }
-  option("--rank-timeout", flags.rank_timeout);
+  if (plans) return;
   app.footer(
       "Several processes train together where the environment says so: RANK, WORLD_SIZE, LOCAL_RANK, "
       "MASTER_ADDR and "
@@ -76,12 +120,6 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
       "state in rank-K/ of --state-dir; rank 0 writes report, log and progress. They know each other by the "
       "secret in PENSTOCK_RANKS_SECRET, or in the file .penstock.ranks-secret of a --state-dir that all of "
       "them see.");
-  option("--report", flags.report);
-  option("--log", flags.log);
-  option("--prometheus", flags.prometheus);
-  option("--trace", flags.trace);
-  flag("--check", flags.check);
-  flag("--quiet", flags.quiet);
 }
 
 }  // namespace penstock::tools

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,9 @@ struct TrainOptions {
   bool resume = false, overwrite = false, check = false, quiet = false, json = false,
        skip_broken_lines = false;
 };
+
+// The names ("--lr") of those that have a value.
+std::set<std::string> GivenFlags(const TrainOptions& flags);
 
 // Adds the flags to `app`. `plans`: of the verb plan, which has --json and needs no data.
 void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans);

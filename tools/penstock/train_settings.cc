@@ -123,29 +123,11 @@ void NoteAnotherFunction(const std::string& weights, TrainSettings* settings) {
                                          "; without --model that one is taken"));
 }
 
-// The names of the record that the command line gives a value to.
-std::set<std::string> GivenByFlag(const TrainOptions& flags) {
-  std::set<std::string> names;
-  for (const auto& [name, given] : {std::pair{"lr", flags.lr.has_value()},
-                                    {"clip", flags.clip.has_value()},
-                                    {"weight_decay", flags.weight_decay.has_value()},
-                                    {"batch", flags.batch.has_value()},
-                                    {"accumulate", flags.accumulate.has_value()},
-                                    {"seq", flags.seq.has_value()},
-                                    {"vocab", flags.vocab.has_value()},
-                                    {"seed", flags.seed.has_value()},
-                                    {"dtype", flags.dtype.has_value()},
-                                    {"optimizer_states", flags.optimizer_states.has_value()}}) {
-    if (given) names.insert(name);
-  }
-  return names;
-}
-
 // Decides one thing after the other; each step may rest on those before it.
 class Resolver {
  public:
   Resolver(const TrainOptions& flags, bool needs_data, std::shared_ptr<zero::Comm> comm)
-      : flags_(flags), needs_data_(needs_data), recorded_(run_, GivenByFlag(flags), &changes_) {
+      : flags_(flags), needs_data_(needs_data), recorded_(run_, GivenFlags(flags), &changes_) {
     engine_.comm = std::move(comm);
     parsed_.deepspeeds = false;  // without a file the program's own defaults hold
   }
@@ -393,7 +375,7 @@ class Resolver {
     if (flags_.vocab.has_value()) {
       RETURN_IF_ERROR(CheckFlag<int64_t>("--vocab", *flags_.vocab, 1, int64_t{1} << 32));
     }
-    ASSIGN_OR_RETURN(settings_.vocab, recorded_.Of<int64_t>("vocab", "vocab", flags_.vocab, 0));
+    ASSIGN_OR_RETURN(settings_.vocab, recorded_.Of<int64_t>("vocab", flags_.vocab, 0));
     if (settings_.vocab > 0) settings_.model = settings_.model->WithVocabulary(settings_.vocab);
     if (!settings_.resumes) return ChooseTiles();
     const auto made = models::ModelFromJson(run_["model"]);
@@ -447,12 +429,12 @@ class Resolver {
         return WrongFlag(absl::StrCat(std::string(status.message()), " (the model's context)"));
       }
     }
-    ASSIGN_OR_RETURN(settings_.seq, recorded_.Of("seq", "seq", flags_.seq, settings_.model->usual_length()));
+    ASSIGN_OR_RETURN(settings_.seq, recorded_.Of("seq", flags_.seq, settings_.model->usual_length()));
     return absl::OkStatus();
   }
 
   absl::Status ChooseSeedAndThreads() {
-    ASSIGN_OR_RETURN(const int64_t seed, recorded_.Of<int64_t>("seed", "seed", flags_.seed, 1));
+    ASSIGN_OR_RETURN(const int64_t seed, recorded_.Of<int64_t>("seed", flags_.seed, 1));
     RETURN_IF_ERROR(CheckFlag<int64_t>("--seed", seed, 0, int64_t{1} << 62));
     engine_.seed = static_cast<uint64_t>(seed);
     if (flags_.threads.has_value()) {
@@ -477,7 +459,7 @@ class Resolver {
     if (said == "auto") said.reset();
     if (!said.has_value() && !flags_.dtype.has_value() && changes_.config.contains("dtype")) said = dtype;
     if (settings_.resumes) {
-      ASSIGN_OR_RETURN(dtype, recorded_.Of("dtype", "dtype", said, run_.value("dtype", dtype)));
+      ASSIGN_OR_RETURN(dtype, recorded_.Of("dtype", said, run_.value("dtype", dtype)));
     }
     engine_.dtype = *zero::ParseDType(dtype);
     return absl::OkStatus();
