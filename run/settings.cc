@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -1245,6 +1246,54 @@ std::string FlagOfRecord(std::string_view name) {
   const Setting* const setting =
       First([name](const Setting& each) { return !each.flag.empty() && IsRecordedAs(each, name); }).first;
   return setting == nullptr ? "" : std::string(setting->flag);
+}
+
+namespace {
+
+// The length of the flag at the beginning of `text`; 0: there is none.
+size_t FlagLength(std::string_view text) {
+  if (!text.starts_with("--") || text.size() < 3 || !absl::ascii_islower(static_cast<unsigned char>(text[2])))
+    return 0;
+  size_t end = 2;
+  while (end < text.size() && (absl::ascii_islower(static_cast<unsigned char>(text[end])) ||
+                               (text[end] == '-' && end + 1 < text.size() &&
+                                absl::ascii_islower(static_cast<unsigned char>(text[end + 1])))))
+    ++end;
+  return end;
+}
+
+}  // namespace
+
+std::string InKeywords(std::string_view message) {
+  std::string words;
+  while (!message.empty()) {
+    const bool begins = words.empty() || !(absl::ascii_isalnum(static_cast<unsigned char>(words.back())) ||
+                                           words.back() == '-' || words.back() == '/');
+    const size_t length = begins ? FlagLength(message) : 0;
+    const Setting* const setting = length > 0 ? FindFlag(message.substr(0, length)) : nullptr;
+    if (setting == nullptr) {
+      words += message.front();
+      message.remove_prefix(1);
+      continue;
+    }
+    message.remove_prefix(length);
+    if (setting->keyword.empty()) {
+      words += absl::StrReplaceAll(std::string(setting->flag.substr(2)), {{"-", " "}});
+      continue;
+    }
+    words += setting->keyword;
+    if (setting->keyword == "resume" || setting->keyword == "overwrite") {
+      words += "=True";
+    } else if (setting->keyword == "offload" || setting->keyword == "device") {
+      for (const std::string_view value : {" none", " nvme", " cpu", " cuda"}) {
+        if (!message.starts_with(value)) continue;
+        words += absl::StrCat("='", std::string(value.substr(1)), "'");
+        message.remove_prefix(value.size());
+        break;
+      }
+    }
+  }
+  return words;
 }
 
 bool IsFixedInRecord(std::string_view name) {

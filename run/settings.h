@@ -171,6 +171,10 @@ std::string KeyOfRecord(std::string_view name);
 // The flag of what has this name in a run's record: "--clip" for "clip"; "": it has none.
 std::string FlagOfRecord(std::string_view name);
 
+// A message in the words of Python: "--resume" becomes "resume=True", "--offload nvme" "offload='nvme'", and
+// a flag that has no keyword the words in it. Flags without a row stay.
+std::string InKeywords(std::string_view message);
+
 // Whether a run's state is made of what has this name in its record.
 bool IsFixedInRecord(std::string_view name);
 

@@ -32,6 +32,7 @@
 #include "kernels/float16.h"
 #include "owned.h"
 #include "ranks.h"
+#include "run/settings.h"
 #include "run_watch.h"
 #include "settings.h"
 #include "swap/inspect.h"
@@ -68,7 +69,7 @@ zero::ElementType ElementTypeOf(const std::string& name) {
     case absl::StatusCode::kInternal:
     case absl::StatusCode::kNotFound:
     case absl::StatusCode::kUnknown:
-      if (aio::ErrnoOf(status) == 0) throw std::runtime_error(std::string(status.message()));
+      if (aio::ErrnoOf(status) == 0) throw std::runtime_error(run::InKeywords(std::string(status.message())));
       [[fallthrough]];
     default:
       Raise(status, place);

@@ -5,6 +5,7 @@
 #include <cerrno>
 
 #include "aio/io_error.h"
+#include "run/settings.h"
 
 namespace nb = nanobind;
 
@@ -41,7 +42,8 @@ PyObject* short_file_error = nullptr;  // lives as long as the process
 }  // namespace
 
 void Raise(const absl::Status& status, const Place& place) {
-  const std::string text(status.message());
+  const std::string text =
+      run::InKeywords(std::string_view(status.message().data(), status.message().size()));
   const int error = ErrnoFor(status);
   if (status.code() == absl::StatusCode::kInvalidArgument && aio::ErrnoOf(status) == 0) {
     throw nb::value_error(text.c_str());

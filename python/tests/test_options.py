@@ -590,6 +590,13 @@ def test_a_keyword_is_checked_as_its_key_is(tmp_path):
     assert not [each for each in caught if str(each.message).startswith("gradient_clipping")]
 
 
+def test_an_error_of_the_engine_names_settings_as_python_spells_them(tmp_path):
+    engine = penstock.initialize(model=net(), offload="none", host_memory="16KiB", optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))[0]
+    with pytest.raises(RuntimeError, match="too small: the least that works.* with offload='nvme' less would do") as raised:
+        engine(**batches(1)[0])
+    assert "--" not in str(raised.value)
+
+
 def test_a_setting_is_found_by_any_spelling_and_a_misspelt_one_names_the_nearest(capfd):
     from penstock import _core
 

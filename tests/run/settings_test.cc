@@ -136,6 +136,23 @@ TEST(Settings, TheRecordsNamesAreThoseOfTheirKeys) {
   EXPECT_FALSE(HoldsAsConfigured("no.such_key"));
 }
 
+TEST(Settings, AMessageNamesSettingsAsPythonSpellsThem) {
+  for (const auto& [message, wanted] :
+       {std::pair{
+            "/x/y is there already: resume that run (--resume), replace it (--overwrite), or use another",
+            "/x/y is there already: resume that run (resume=True), replace it (overwrite=True), or use "
+            "another"},
+        {"; with --offload nvme less would do", "; with offload='nvme' less would do"},
+        {"--device cpu", "device='cpu'"},
+        {"--host-memory 1.0 MiB is too small", "host_memory 1.0 MiB is too small"},
+        {"; --state-dir DIR=WEIGHT gives others", "; state_dir DIR=WEIGHT gives others"},
+        {"make room, or give another --checkpoint-dir", "make room, or give another checkpoint dir"},
+        {"/a--resume/b--overwrite and -- and --no-such-flag",
+         "/a--resume/b--overwrite and -- and --no-such-flag"},
+        {"", ""}})
+    EXPECT_EQ(InKeywords(message), wanted);
+}
+
 // The page says of these rows that a line names them.
 TEST(Settings, WhatHasNoEffectSomewhereIsNamedThere) {
   for (const std::string_view section : SectionPaths()) {
