@@ -69,10 +69,17 @@ void CheckFinite(const Json& value, const std::string& place) {
   throw nb::python_error();
 }
 
-bool IsSomewhere(const std::string& path) {
-  // Base64 is longer than any path may be.
-  const absl::StatusOr<bool> there = PathExists(path);
-  return there.ok() && *there;
+// The text of a configuration in base64, DeepSpeed's or the common one; nullopt: it is no such text.
+std::optional<std::string> FromBase64(const std::string& given) {
+  std::string text;
+  if (!absl::WebSafeBase64Unescape(given, &text) && !absl::Base64Unescape(given, &text)) return std::nullopt;
+  PyObject* const decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), nullptr);
+  if (decoded == nullptr) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  Py_DECREF(decoded);
+  return text;
 }
 
 // The keys of the ranks' common configuration are sorted.
@@ -132,10 +139,12 @@ std::optional<nlohmann::ordered_json> ConfigFromPython(nb::handle config) {
   if (config.is_none()) return std::nullopt;
   if (nb::isinstance<nb::str>(config) || nb::hasattr(config, "__fspath__")) {
     const std::string path = FromPython(config, "config").get<std::string>();
-    if (IsSomewhere(path)) return ValueOrRaise(ReadConfig(path));
-    std::string text;
-    if (!absl::WebSafeBase64Unescape(path, &text)) RaiseNotThere(path);
-    return ValueOrRaise(ParseText(text));
+    const absl::StatusOr<bool> there = PathExists(path);
+    if (there.ok() && *there) return ValueOrRaise(ReadConfig(path));
+    const std::optional<std::string> text = FromBase64(path);
+    if (text.has_value()) return ValueOrRaise(ParseText(*text));
+    RaiseUnlessOk(there.status(), {.path = path});
+    RaiseNotThere(path);
   }
   if (!nb::isinstance<nb::mapping>(config) || !nb::hasattr(config, "items")) {
     throw nb::type_error(
