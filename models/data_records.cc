@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "base/directory.h"
 #include "base/foreign_file.h"
 #include "base/io_error.h"
 #include "base/json.h"
@@ -25,6 +26,24 @@ constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
 
 bool IsSpace(char c) { return kSpace.find(c) != std::string_view::npos; }
 
+absl::Status Refused(const std::string& path, std::string_view why) {
+  return absl::InvalidArgumentError(absl::StrCat("data file ", path, ": ", std::string(why)));
+}
+
+// What a directory is in the place of a file.
+absl::Status NoFile(const std::string& path) {
+  for (const auto& [name, part] :
+       {std::pair<const char*, const char*>{"dataset_dict.json", "['train']"}, {"dataset_info.json", ""}}) {
+    ASSIGN_OR_RETURN(const bool saved, PathExists(absl::StrCat(path, "/", name)));
+    if (!saved) continue;
+    return Refused(path,
+                   absl::StrCat("is a directory that save_to_disk of datasets has written, which is not "
+                                "read: python3 -c \"import datasets; datasets.load_from_disk('",
+                                path, "')", part, ".to_json('", path, ".jsonl')\""));
+  }
+  return Refused(path, "is a directory: give the files in it, each after a --data of its own");
+}
+
 // The begin of a file; more of it with each More().
 class Head {
  public:
@@ -34,6 +53,7 @@ class Head {
     Head head(path, fd);
     struct stat info {};
     if (::fstat(fd, &info) != 0) return MakeIoError({.op = "stat", .path = path, .error = errno});
+    if (S_ISDIR(info.st_mode)) return NoFile(path);
     if (!S_ISREG(info.st_mode))
       return absl::FailedPreconditionError(absl::StrCat("data file ", path, ": is not a regular file"));
     RETURN_IF_ERROR(head.More());
@@ -74,10 +94,6 @@ class Head {
   std::string text_;
   bool whole_ = false;
 };
-
-absl::Status Refused(const std::string& path, std::string_view why) {
-  return absl::InvalidArgumentError(absl::StrCat("data file ", path, ": ", std::string(why)));
-}
 
 // Whether the file begins with an array of objects: its first element, or none.
 absl::StatusOr<bool> BeginsArray(Head& head) {

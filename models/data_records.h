@@ -21,8 +21,8 @@ enum class DataForm { kText, kLines, kArray };
 // text, also what merely begins with a bracket. `keys_unknown`, if given: the first line is an object that
 // has none of those keys, so that the file is text.
 //
-// kInvalidArgument: a format that is known and not read (base/foreign_file.h), with how it is converted; an
-// object of JSON over several lines. Other errors: the file cannot be read.
+// kInvalidArgument: a format that is known and not read (base/foreign_file.h), with how it is converted; a
+// directory; an object of JSON over several lines. Other errors: the file cannot be read.
 absl::StatusOr<DataForm> DataFormOf(const std::string& path, bool* keys_unknown = nullptr);
 
 // The same for a file that is said to hold tokens as numbers: kInvalidArgument if it is something else.

@@ -428,7 +428,7 @@ absl::StatusOr<uint64_t> TokenizerDigest(const std::string& path) {
   }
   RETURN_IF_ERROR(AddFile(file, &sum));
   for (const char* const name :
-       {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}) {
+       {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"}) {
     ASSIGN_OR_RETURN(const bool there, PathExists(directory / name));
     if (there) RETURN_IF_ERROR(AddFile(directory / name, &sum));
   }

@@ -11,6 +11,7 @@
 #include "base/json.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
+#include "text/foreign_tokenizer.h"
 #include "text/strings.h"
 #include "text/tokenizer_impl.h"
 #include "text/tokenizer_json.h"
@@ -148,6 +149,11 @@ absl::StatusOr<std::unique_ptr<Tokenizer>> Tokenizer::Open(const std::string& pa
   std::filesystem::path file = path;
   ASSIGN_OR_RETURN(const bool directory, IsDirectory(path));
   if (directory) file /= "tokenizer.json";
+  std::string foreign = DescribeForeignTokenizerFile(file.string());
+  if (directory) {
+    ASSIGN_OR_RETURN(foreign, DescribeForeignTokenizer(path));
+  }
+  if (!foreign.empty()) return absl::InvalidArgumentError(Cat(path, ": ", foreign));
   ASSIGN_OR_RETURN(const std::string text, ReadSmallFile(file.string(), kLongestTokenizer));
   const std::string beside = file.parent_path().string();
   ASSIGN_OR_RETURN(const TokenizerConfig config, ReadTokenizerConfig(beside));

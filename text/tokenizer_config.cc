@@ -15,6 +15,7 @@
 #include "base/small_file.h"
 #include "base/status_macros.h"
 #include "text/strings.h"
+#include "text/tokenizer_class.h"
 
 namespace penstock::text {
 namespace {
@@ -112,7 +113,7 @@ class Reader {
     RETURN_IF_ERROR(AddNamed());
     RETURN_IF_ERROR(AddModelsOwn());
     RETURN_IF_ERROR(AddExtra());
-    RETURN_IF_ERROR(ReadSettings());
+    RETURN_IF_ERROR(ReadSettings(directory));
     return std::move(read_);
   }
 
@@ -250,7 +251,7 @@ class Reader {
     Add(std::move(token));
   }
 
-  absl::Status ReadSettings() {
+  absl::Status ReadSettings(const std::string& directory) {
     ASSIGN_OR_RETURN(read_.add_bos_token, Flag(config_, "add_bos_token"));
     ASSIGN_OR_RETURN(read_.add_eos_token, Flag(config_, "add_eos_token"));
     ASSIGN_OR_RETURN(read_.add_prefix_space, Flag(config_, "add_prefix_space"));
@@ -258,13 +259,19 @@ class Reader {
     if (splits.value_or(false))
       return Wrong(config_.path,
                    "split_special_tokens is true, which is not served: special tokens in a text are tokens");
-    const auto kind = config_.object.find("tokenizer_class");
-    if (kind == config_.object.end() || !kind->is_string()) return absl::OkStatus();
-    for (const char* const own :
-         {"GPT2Tokenizer", "GPT2TokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"}) {
-      if (kind->get_ref<const std::string&>() == own)
-        read_.byte_level_prefix = read_.add_prefix_space.value_or(false);
-    }
+    ASSIGN_OR_RETURN(const std::optional<bool> legacy, Flag(config_, "legacy"));
+    ASSIGN_OR_RETURN(const File model, Read(directory, "config.json"));
+    const auto text_of = [](const File& file, const char* key) -> std::string {
+      const auto found = file.object.find(key);
+      return found == file.object.end() || !found->is_string() ? "" : found->get<std::string>();
+    };
+    std::string named = text_of(config_, "tokenizer_class");
+    if (named.empty()) named = text_of(model, "tokenizer_class");
+    read_.tokenizer_class = TokenizerClass(named, text_of(model, "model_type"));
+    read_.class_steps =
+        StepsOfClass(read_.tokenizer_class, read_.add_prefix_space.value_or(true), legacy.value_or(false));
+    if (SetsByteLevelPrefix(read_.tokenizer_class))
+      read_.byte_level_prefix = read_.add_prefix_space.value_or(false);
     return absl::OkStatus();
   }
 
@@ -291,6 +298,26 @@ void NoteTemplate(const char* key, std::optional<bool> says, const std::optional
   notes->push_back(Cat("tokenizer_config.json: ", key, " is ", *says ? "true" : "false",
                        ", and the post_processor of tokenizer.json has ", has ? "a " : "no ", *token, " ",
                        where, " a text: tokenizer.json is followed, as by transformers"));
+}
+
+// Whether transformers cuts texts by other steps than tokenizer.json says.
+bool OtherSteps(const TokenizerConfig& config, const TokenizerParts& parts) {
+  if (config.class_steps.empty() || config.class_steps == parts.steps) return false;
+  // A LlamaTokenizer of bytes is opened as tokenizer.json says.
+  return config.tokenizer_class != "LlamaTokenizer" || !parts.model.byte_level;
+}
+
+// For a line: without the patterns.
+std::string StepTypes(const std::vector<std::string>& steps) {
+  std::string types;
+  for (const std::string& step : steps) {
+    std::string_view shown = step;
+    for (const std::string_view patterned : {"Split", "Replace", "Prepend"}) {
+      if (step.starts_with(patterned)) shown = patterned;
+    }
+    CatTo(types, types.empty() ? "" : ", ", shown);
+  }
+  return types.empty() ? "none" : types;
 }
 
 }  // namespace
@@ -343,7 +370,16 @@ AddedByConfig AddTokens(const TokenizerConfig& config, TokenizerParts* parts) {
   }
   NoteTemplate("add_bos_token", config.add_bos_token, config.bos, parts->prefix, *parts, "before", &notes);
   NoteTemplate("add_eos_token", config.add_eos_token, config.eos, parts->suffix, *parts, "behind", &notes);
-  if (!config.byte_level_prefix.has_value() && config.add_prefix_space.has_value() &&
+  const bool other_steps = OtherSteps(config, *parts);
+  if (other_steps) {
+    notes.push_back(
+        Cat("tokenizer_config.json: the tokenizer_class ", config.tokenizer_class,
+            " of transformers 5 cuts texts by steps of its own (", StepTypes(config.class_steps),
+            "), tokenizer.json by ", StepTypes(parts->steps),
+            ": tokenizer.json is followed, as by transformers 4; save_pretrained of transformers 5 "
+            "writes a tokenizer.json that has the class's steps"));
+  }
+  if (!other_steps && !config.byte_level_prefix.has_value() && config.add_prefix_space.has_value() &&
       *config.add_prefix_space != parts->prefixes_space) {
     notes.push_back(Cat("tokenizer_config.json: add_prefix_space is ",
                         *config.add_prefix_space ? "true" : "false",

@@ -23,6 +23,10 @@ struct TokenizerConfig {
   bool from_added_tokens_json = false;     // those with ids are added_tokens.json's
   std::optional<std::string> bos, eos, unk, pad;
   std::optional<bool> add_bos_token, add_eos_token;
+  // The class that transformers opens the directory with; empty: the one that follows tokenizer.json. What
+  // it cuts texts by, if that is its own.
+  std::string tokenizer_class;
+  std::vector<std::string> class_steps;
   // Of ByteLevel, in the place of tokenizer.json's: by the classes of tokenizers that make one of their own.
   std::optional<bool> byte_level_prefix;
   std::optional<bool> add_prefix_space;  // as the file has it

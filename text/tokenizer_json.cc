@@ -127,6 +127,11 @@ absl::StatusOr<Regex> Pattern(const Section& section, std::string* literal) {
   return regex;
 }
 
+// The pattern as the file has it, once it has been read.
+std::string PatternText(const Section& section) {
+  return section.Find("pattern")->begin()->get<std::string>();
+}
+
 // ---- Normalizer.
 
 absl::Status ReadNormalizer(const Section& section, int depth, TokenizerParts& parts) {
@@ -141,12 +146,14 @@ absl::Status ReadNormalizer(const Section& section, int depth, TokenizerParts& p
     if (type != name) continue;
     RETURN_IF_ERROR(section.OnlyKeys({"type"}));
     to.Add(form);
+    parts.steps.push_back(type);
     return absl::OkStatus();
   }
   if (type == "Prepend") {
     RETURN_IF_ERROR(section.OnlyKeys({"type", "prepend"}));
     ASSIGN_OR_RETURN(std::string prepend, section.String("prepend"));
     parts.prefixes_space = true;
+    parts.steps.push_back(Cat(type, " ", prepend));
     to.Add(PrependText{std::move(prepend)});
   } else if (type == "Replace") {
     RETURN_IF_ERROR(section.OnlyKeys({"type", "pattern", "content"}));
@@ -155,15 +162,18 @@ absl::Status ReadNormalizer(const Section& section, int depth, TokenizerParts& p
     ASSIGN_OR_RETURN(std::string with, section.String("content"));
     if (literal.empty() && with.find('$') != std::string::npos)
       return Bad(section.where(), ".content has a $ for an expression, which is not served");
+    parts.steps.push_back(Cat(type, " ", PatternText(section), " ", with));
     to.Add(ReplaceText{std::move(pattern), std::move(literal), std::move(with)});
   } else if (type == "Strip") {
     RETURN_IF_ERROR(section.OnlyKeys({"type", "strip_left", "strip_right"}));
     ASSIGN_OR_RETURN(const bool left, section.Bool("strip_left", std::nullopt));
     ASSIGN_OR_RETURN(const bool right, section.Bool("strip_right", std::nullopt));
     to.Add(StripSpace{left, right});
+    parts.steps.push_back(type);
   } else if (type == "Lowercase") {
     RETURN_IF_ERROR(section.OnlyKeys({"type"}));
     to.Add(LowerCase{});
+    parts.steps.push_back(type);
   } else {
     return NotServed(section, type, "NFC, NFD, NFKC, NFKD, Prepend, Replace, Strip, Lowercase and Sequence");
   }
@@ -232,6 +242,8 @@ absl::Status ReadPreTokenizer(const Section& section, int depth, PreTokenizerTo&
     ASSIGN_OR_RETURN(const SplitBehavior behavior, Behavior(section));
     ASSIGN_OR_RETURN(const bool invert, section.Bool("invert", std::nullopt));
     to.pre_tokenizer.Add(SplitText{std::move(pattern), behavior, invert});
+    ASSIGN_OR_RETURN(const std::string name, section.String("behavior"));
+    to.steps.push_back(Cat(type, " ", PatternText(section), " ", name, invert ? " inverted" : ""));
   } else if (type == "ByteLevel") {
     RETURN_IF_ERROR(section.OnlyKeys({"type", "add_prefix_space", "trim_offsets", "use_regex"}));
     ASSIGN_OR_RETURN(const bool says, section.Bool("add_prefix_space", std::nullopt));
@@ -242,13 +254,20 @@ absl::Status ReadPreTokenizer(const Section& section, int depth, PreTokenizerTo&
     to.prefixes_space = to.prefixes_space || prefix;
     if (use_regex) RETURN_IF_ERROR(add_pattern(kGpt2Pattern, SplitBehavior::kIsolated));
     to.model.byte_level = true;
+    to.steps.push_back(use_regex ? "ByteLevel words" : type);
   } else if (type == "Metaspace") {
     ASSIGN_OR_RETURN(Metaspace metaspace, ReadMetaspace(section));
     to.prefixes_space = to.prefixes_space || metaspace.prepend != Metaspace::Prepend::kNever;
+    to.steps.push_back(Cat(type,
+                           metaspace.prepend == Metaspace::Prepend::kFirst   ? " first"
+                           : metaspace.prepend == Metaspace::Prepend::kNever ? " never"
+                                                                             : " always",
+                           metaspace.split ? " split" : ""));
     to.pre_tokenizer.Add(std::move(metaspace));
   } else if (type == "Digits") {
     RETURN_IF_ERROR(section.OnlyKeys({"type", "individual_digits"}));
     ASSIGN_OR_RETURN(const bool each, section.Bool("individual_digits", std::nullopt));
+    to.steps.push_back(each ? "Digits each" : type);
     RETURN_IF_ERROR(add_pattern(R"(\p{N})", each ? SplitBehavior::kIsolated : SplitBehavior::kContiguous));
   } else {
     return NotServed(section, type, "ByteLevel, Split, Digits, Metaspace and Sequence");

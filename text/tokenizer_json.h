@@ -25,6 +25,8 @@ struct TokenizerParts {
   Decoder decoder;
   // What the template puts before and behind a text.
   std::vector<int32_t> prefix, suffix;
+  // The steps of normalizer and pre-tokenizer as text: type, pattern, what decides.
+  std::vector<std::string> steps;
   bool byte_level_prefix_changed = false;
   bool prefixes_space = false;  // something puts a space before a text that has none
 };

@@ -1,11 +1,13 @@
 """Trains every class of transformers that can be made tiny, with plain torch and with penstock.initialize, and says where they differ.
 
-usage: transformers_sweep.py [-j N] [--out FILE] [--list] [CLASS ...]     (all of them without a name)
+usage: transformers_sweep.py [-j N] [--sample N [--seed N]] [--out FILE] [--table FILE] [--list] [CLASS ...]     (all of them without a name)
 
 Each class is a process of its own. What becomes of one: same (to 1e-5 of the loss, four steps of AdamW, or of SGD where rounding alone
 parts two plain trainings), told (a warning names weights that have no gradient in some steps), refused, failed, differs, hung, died, or
 not made: transformers computes no loss of it here, or it wants a library that is not there. Exits with 1 where any differs, fails, hangs
-or dies.
+or dies. Limits are of processor time, so that a busy machine changes nothing. --sample draws classes at random: a part that stands for the
+whole. A class that --out has already is not done again, so a sweep that was stopped goes on. --table writes what came of all of them in
+Markdown, with the date.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import datetime
 import faulthandler
 import json
 import os
@@ -35,6 +38,7 @@ import penstock
 import transformers_tiny as tiny
 
 STEPS = 4
+PATIENCE = 20  # times its processor time is what a class may take by the clock
 RATE = 1e-3
 TOLERANCE = 1e-5
 
@@ -151,8 +155,9 @@ def check(name: str, directory: str, gentle: bool = False) -> Dict[str, Any]:
     return {"kind": "differs", "why": f"{about['apart']:.2e} apart: {found} and {expected}", **about}
 
 
-def child(name: str, directory: str, memory: int) -> Dict[str, Any]:
+def child(name: str, directory: str, memory: int, limit: int) -> Dict[str, Any]:
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 10))
     transformers.logging.set_verbosity_error()
     resource.setrlimit(resource.RLIMIT_DATA, (memory << 30, memory << 30))
     try:
@@ -181,13 +186,15 @@ def begin(name: str, where: str, memory: int, limit: int) -> int:
     if process:
         return process
     os.setsid()
-    faulthandler.dump_traceback_later(max(1, limit - 3), exit=False, file=open(os.path.join(where, "stacks"), "w"))
+    stacks = open(os.path.join(where, "stacks"), "w")
+    faulthandler.dump_traceback_later(PATIENCE * limit - 3, exit=False, file=stacks)
+    faulthandler.register(signal.SIGXCPU, file=stacks, chain=True)
     quiet = os.open(os.path.join(where, "log"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     code = 1
     try:
-        found = child(name, os.path.join(where, "state"), memory)
+        found = child(name, os.path.join(where, "state"), memory, limit)
         with open(os.path.join(where, "result"), "w") as file:
             json.dump(found, file)
         code = 0
@@ -197,26 +204,60 @@ def begin(name: str, where: str, memory: int, limit: int) -> int:
         os._exit(code)
 
 
+VERSIONS = f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+
+def read(path: str) -> Dict[str, Dict[str, Any]]:
+    """What an earlier sweep has written there."""
+    if not path or not os.path.exists(path):
+        return {}
+    with open(path) as file:
+        return {found.pop("class"): found for found in map(json.loads, file)}
+
+
+def write_table(path: str, results: Dict[str, Dict[str, Any]]) -> None:
+    kinds = collections.Counter(found["kind"] for found in results.values())
+    made = sum(kinds.values()) - kinds["not made"]
+    with open(path, "w") as file:
+        file.write(f"{datetime.date.today()}, {VERSIONS}, penstock {penstock.__version__}: {len(results)} classes, {made} of them made and given a loss.\n\n")
+        file.write("| what became of it | classes | of those made |\n|---|---|---|\n")
+        for kind, number in kinds.most_common():
+            share = "" if kind == "not made" else f"{number / made:.1%}"
+            file.write(f"| {kind} | {number} | {share} |\n")
+        file.write("\n| class | what became of it | why |\n|---|---|---|\n")
+        for name, found in sorted(results.items()):
+            if found["kind"] not in ("same", "not made"):
+                why = found.get("why", "").replace("|", "/")[:200]
+                file.write(f"| {name} | {found['kind']} | {why} |\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="classes; a pattern begins with /")
     parser.add_argument("-j", type=int, default=2, dest="jobs")
     parser.add_argument("--out", default="", help="JSON lines, one of each class")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("--seconds", type=int, default=90, help="that a class may take")
+    parser.add_argument("--sample", type=int, default=0, help="as many classes, drawn at random")
+    parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument("--table", default="", help="a Markdown file")
+    parser.add_argument("--seconds", type=int, default=90, help="of processor time that a class may take")
     parser.add_argument("--memory", type=int, default=8, help="GiB that a class may take")
     given = parser.parse_args()
     names = []
     everything = classes()
     for each in given.names or ["/"]:
         names += [known for known in everything if re.search(each[1:], known)] if each.startswith("/") else [each]
+    if given.sample:
+        names = random.Random(given.seed).sample(sorted(set(names)), min(given.sample, len(set(names))))
     if given.list:
         print("\n".join(names))
         return 0
-    prepare()
-    kinds: Dict[str, List[str]] = collections.defaultdict(list)
+    before = read(given.out)
+    results = {name: before[name] for name in names if name in before}
     out = open(given.out, "a") if given.out else None
-    waiting, running = list(names), {}
+    waiting, running = [name for name in names if name not in results], {}
+    if waiting:
+        prepare()
     base = tempfile.mkdtemp(prefix="sweep")
     while waiting or running:
         while waiting and len(running) < given.jobs:
@@ -227,26 +268,31 @@ def main() -> int:
         time.sleep(0.02)
         for process, (name, where, begun) in list(running.items()):
             done, status = os.waitpid(process, os.WNOHANG)
-            if not done and time.time() - begun < given.seconds:
+            if not done and time.time() - begun < PATIENCE * given.seconds:
                 continue
             if not done:
                 os.killpg(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-                stacks = open(os.path.join(where, "stacks")).read()[:5000]
-                found = {"kind": "hung", "why": f"more than {given.seconds} s", "trace": stacks}
+                status = 0
+            if not done or os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+                taken = f"{given.seconds} s of processor time" if done else f"{PATIENCE * given.seconds} s"
+                found = {"kind": "hung", "why": f"more than {taken}", "trace": open(os.path.join(where, "stacks")).read()[:5000]}
             elif os.path.exists(os.path.join(where, "result")):
                 found = json.load(open(os.path.join(where, "result")))
             else:
                 found = {"kind": "died", "why": f"status {status}: {open(os.path.join(where, 'log')).read()[-1500:]}"}
             del running[process]
             shutil.rmtree(where, ignore_errors=True)
-            kinds[found["kind"]].append(name)
+            results[name] = found
             print(f"{name:48} {found['kind']:9} {time.time() - begun:5.1f}s {found.get('why', '')[:260]}", flush=True)
             if out:
                 out.write(json.dumps({"class": name, **found}) + "\n")
                 out.flush()
     shutil.rmtree(base, ignore_errors=True)
-    print(f"transformers {transformers.__version__}, torch {torch.__version__}: " + ", ".join(f"{kind} {len(each)}" for kind, each in sorted(kinds.items())))
+    kinds = collections.Counter(found["kind"] for found in results.values())
+    print(f"{VERSIONS}: " + ", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items())))
+    if given.table:
+        write_table(given.table, results)
     return 1 if any(kinds[each] for each in ("differs", "failed", "hung", "died")) else 0
 
 

@@ -360,6 +360,47 @@ TEST_F(TokenizerDirectoryTest, WhatTheFilesSayAndIsNotFollowedIsTold) {
                   HasSubstr("add_eos_token is true"), HasSubstr("add_prefix_space is true")));
 }
 
+TEST_F(TokenizerDirectoryTest, AClassThatCutsTextsInItsOwnWayIsTold) {
+  const auto notes = [&](const std::string& named, const std::string& type) {
+    Write("tokenizer_config.json", named.empty() ? json::object() : json{{"tokenizer_class", named}});
+    Write("config.json", {{"model_type", type}});
+    const auto opened = Open();
+    EXPECT_TRUE(opened.ok()) << opened.status();
+    return opened.ok() ? (*opened)->notes() : std::vector<std::string>{"refused"};
+  };
+  const auto differs = [](const char* kind) {
+    return ElementsAre(AllOf(HasSubstr(std::string("the tokenizer_class ") + kind + " of transformers 5"),
+                             HasSubstr("tokenizer.json is followed")));
+  };
+  // Of bytes, with the steps of GPT-2.
+  EXPECT_THAT(notes("Qwen2TokenizerFast", "llama"), differs("Qwen2Tokenizer"));
+  EXPECT_THAT(notes("LlamaTokenizer", "qwen2"), differs("Qwen2Tokenizer"));
+  EXPECT_THAT(notes("", "qwen3"), differs("Qwen2Tokenizer"));
+  for (const auto& [named, type] : {std::pair{"PreTrainedTokenizerFast", "llama"},
+                                    {"TokenizersBackend", "qwen3"},
+                                    {"GPT2Tokenizer", "qwen3"},
+                                    {"", "gpt2"},
+                                    {"LlamaTokenizer", "llama"},
+                                    {"Qwen2Tokenizer", "olmo2"},
+                                    {"", "llama"}}) {
+    EXPECT_THAT(notes(named, type), IsEmpty()) << named << " " << type;
+  }
+  // Of Llama 2, as its published file has it.
+  json llama = Small();
+  llama["normalizer"] = {{"type", "Prepend"}, {"prepend", "a"}};
+  llama["pre_tokenizer"] = nullptr;
+  llama["decoder"] = nullptr;
+  Write("tokenizer.json", llama);
+  EXPECT_THAT(notes("LlamaTokenizerFast", "llama"),
+              ElementsAre(HasSubstr("by steps of its own (Metaspace first), tokenizer.json by Prepend")));
+  EXPECT_THAT(notes("LlamaTokenizer", "mistral"), IsEmpty());
+  llama["normalizer"] = nullptr;
+  llama["pre_tokenizer"] = {
+      {"type", "Metaspace"}, {"replacement", "a"}, {"prepend_scheme", "first"}, {"split", false}};
+  Write("tokenizer.json", llama);
+  EXPECT_THAT(notes("LlamaTokenizer", "llama"), IsEmpty());
+}
+
 TEST_F(TokenizerDirectoryTest, FilesThatDisagreeAreRefused) {
   Write("tokenizer_config.json", {{"split_special_tokens", true}});
   EXPECT_THAT(std::string(Open().status().message()), HasSubstr("split_special_tokens is true"));
@@ -370,6 +411,29 @@ TEST_F(TokenizerDirectoryTest, FilesThatDisagreeAreRefused) {
   Write("tokenizer_config.json", json::object());
   Write("generation_config.json", {{"eos_token_id", "7"}});
   EXPECT_THAT(std::string(Open().status().message()), HasSubstr("eos_token_id is neither"));
+}
+
+TEST_F(TokenizerDirectoryTest, ATokenizerOfAnotherFormIsNamedWithWhatConvertsIt) {
+  std::filesystem::remove(directory_ / "tokenizer.json");
+  const auto says = [&](const std::string& path) {
+    return std::string(Tokenizer::Open(path).status().message());
+  };
+  const std::string converts =
+      "T.from_pretrained('" + directory_.string() + "').save_pretrained('" + directory_.string() + "')";
+  Write("vocab.txt", json::object());
+  EXPECT_THAT(says(directory_), HasSubstr("a vocab.txt of WordPiece, which is not served"));
+  EXPECT_THAT(says(directory_ / "vocab.txt"), HasSubstr("WordPiece"));
+  for (const char* const name : {"qwen.tiktoken", "tekken.json", "spiece.model", "tokenizer.model"}) {
+    Write(name, json::object());
+    EXPECT_THAT(says(directory_), AllOf(HasSubstr(std::string("has ") + name), HasSubstr(converts)));
+    EXPECT_THAT(says(directory_ / name), HasSubstr(converts));
+    std::filesystem::remove(directory_ / name);
+  }
+  Write("vocab.json", json::object());
+  EXPECT_THAT(says(directory_ / "vocab.json"), HasSubstr(converts));
+  EXPECT_THAT(says(directory_), HasSubstr("WordPiece"));
+  Write("merges.txt", json::object());
+  EXPECT_THAT(says(directory_), AllOf(HasSubstr("has vocab.json and merges.txt"), HasSubstr(converts)));
 }
 
 TEST_F(TokenizerDirectoryTest, AFileThatIsMissingIsNamed) {

@@ -120,5 +120,61 @@ TEST_F(DataRecordsTest, TokensAreRefusedOnlyWhereTheyAreCertainlyNone) {
   EXPECT_THAT(check("version https://git-lfs.github.com/spec/v1\n"), HasSubstr("git lfs pull"));
 }
 
+// The head of a zip archive whose first file has this name.
+std::string Zip(const std::string& name) {
+  std::string head("PK\x03\x04\x14\x00\x00\x08\x00\x00", 10);
+  head.resize(26);
+  head += std::string{static_cast<char>(name.size()), '\0'} + std::string(2, '\0') + name;
+  return head + std::string(300, 'x');
+}
+
+TEST_F(DataRecordsTest, AKnownFormatThatIsNotReadIsNamedWithWhatConvertsIt) {
+  using namespace std::string_literals;
+  const auto says = [&](const std::string& name, const std::string& content, bool tokens) {
+    const std::string path = directory_ + "/" + name;
+    std::ofstream(path, std::ios::binary) << content;
+    return std::string(tokens ? CheckTokenData(path).message() : DataFormOf(path).status().message());
+  };
+  std::string tar(512, '\0');
+  tar.replace(257, 5, "ustar");
+  // What tokens do not begin with, and so is named in a .bin too.
+  for (const auto& [content, way] :
+       {std::pair{Zip("archive/data.pkl"), "torch.load('"},
+        {Zip("arr_0.npy"), "numpy.load('"},
+        {Zip("a.txt"), "unzip '"},
+        {"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"s, "torch.load('"},
+        {"MMIDIDX\0\0"s, "give that .bin"},
+        {"\x88\xd8\x34\x01\x01\0\0\0"s, "tail -c +1025 '"},
+        {"\xa1\xd9\x34\x01\x07\0\0\0"s, "tail -c +1025 '"},
+        {"7z\xbc\xaf\x27\x1c"s, "7z x '"},
+        {tar, "tar -xf '"},
+        {"\x89HDF\r\n\x1a\n"s, "h5py.File('"},
+        {"SQLite format 3\0"s, "sqlite3 -json '"}}) {
+    EXPECT_THAT(says("a.bin", content, true), HasSubstr(way));
+    EXPECT_THAT(says("a.txt", content, false), HasSubstr(way));
+  }
+  EXPECT_THAT(says("a.bin", Zip("arr_0.npy"), true), HasSubstr("['arr_0'].astype('uint16')"));
+  for (const auto& [content, way] : {std::pair{"\x04\x22\x4d\x18"s, "lz4 -d '"},
+                                     {"ORC"s, "read_orc('"},
+                                     {"Obj\x01"s, "fastavro.reader("},
+                                     {"\x80\x04\x95"s, "pickle.load(open('"},
+                                     {"GGUF\x03"s, "weights"},
+                                     {"\x10\0\0\0\0\0\0\0{\"a\""s, "safetensors"},
+                                     {"\xff\xfe"s + "a\0"s, "iconv -f UTF-16"},
+                                     {"\xff\xfe\0\0a\0\0\0"s, "iconv -f UTF-32"}}) {
+    EXPECT_THAT(says("a.txt", content, false), HasSubstr(way));
+    EXPECT_EQ(says("a.bin", content, true), "") << way;
+  }
+}
+
+TEST_F(DataRecordsTest, ADirectoryIsNamedWithWhatIsGivenInItsPlace) {
+  EXPECT_THAT(std::string(DataFormOf(directory_).status().message()), HasSubstr("give the files in it"));
+  std::ofstream(directory_ + "/dataset_info.json") << "{}";
+  EXPECT_THAT(std::string(DataFormOf(directory_).status().message()),
+              HasSubstr("datasets.load_from_disk('" + directory_ + "').to_json('"));
+  std::ofstream(directory_ + "/dataset_dict.json") << "{}";
+  EXPECT_THAT(std::string(CheckTokenData(directory_).message()), HasSubstr("')['train'].to_json('"));
+}
+
 }  // namespace
 }  // namespace penstock::models

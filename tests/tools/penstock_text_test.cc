@@ -193,7 +193,7 @@ TEST_F(PenstockTextTest, DataOfAnotherFormatIsNamedBeforeAnythingIsMade) {
       {"gunzip -k", std::string("\x1f\x8b\x08\x00", 4)},
       {"zstd -d", "\x28\xb5\x2f\xfd"},
       {"numpy.load", "\x93NUMPY"},
-      {"a pickle runs code", std::string("\x80\x04\x95", 3)},
+      {"pickle.load(open('", std::string("\x80\x04\x95", 3)},
       {"Dataset.from_file", std::string("\xff\xff\xff\xff\xc8\x01\x00\x00\x10\x00\x00\x00", 12)},
   };
   for (const auto& [says, content] : files) {
@@ -245,6 +245,17 @@ TEST_F(PenstockTextTest, WhatIsWrongIsSaid) {
   ran = Run(Flags("a", {"--tokenizer", dir_ + "/none"}));
   EXPECT_NE(ran.code, 0);
   EXPECT_THAT(ran.err, HasSubstr(dir_ + "/none"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/a"));
+  // A model whose tokenizer is of another form: no text is learned as bytes.
+  const std::string other = dir_ + "/other";
+  std::filesystem::create_directory(other);
+  WriteFile(other + "/config.json", ReadFile(dir_ + "/config.json"));
+  WriteFile(other + "/tokenizer.model", "model");
+  WriteFile(dir_ + "/words.txt", std::string(4000, 'a'));
+  ran = Run({"train", "--model", other, "--data", dir_ + "/words.txt", "--state-dir", dir_ + "/a"});
+  EXPECT_EQ(ran.code, 2);
+  EXPECT_THAT(ran.err, HasSubstr("has tokenizer.model and no tokenizer.json: transformers makes one"));
+  EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
   EXPECT_FALSE(std::filesystem::exists(dir_ + "/a"));
   // Lines that cannot be used, with --quiet too.
   WriteFile(data_, ReadFile(data_) + "{\"text\": 1}\n");

@@ -97,6 +97,17 @@ TEST_F(TokenFileTest, ATextIsOneStreamOfTokens) {
   EXPECT_EQ((*data)->EvalWindows(), 1);
 }
 
+TEST_F(TokenFileTest, EveryFileOfTheTokenizerDecidesWhetherTokensAreTheSame) {
+  std::set<uint64_t> digests = {*TokenizerDigest(directory_)};
+  size_t files = 1;
+  for (const char* const name :
+       {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json"}) {
+    Write(name, "{}");
+    digests.insert(*TokenizerDigest(directory_));
+    EXPECT_EQ(digests.size(), ++files) << name;
+  }
+}
+
 TEST_F(TokenFileTest, ATextThatComesInManyPiecesIsOneText) {
   std::string content;
   std::minstd_rand random(3);

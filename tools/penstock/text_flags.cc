@@ -1,7 +1,9 @@
 #include "tools/penstock/text_flags.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -11,6 +13,7 @@
 #include "models/data_records.h"
 #include "models/family.h"
 #include "models/token_file.h"
+#include "text/foreign_tokenizer.h"
 #include "tools/penstock/flag_check.h"
 #include "tools/penstock/run_record.h"
 #include "zero/config/json_field.h"
@@ -31,6 +34,23 @@ std::string Absolute(const std::string& path) {
   return error ? path : absolute.lexically_normal().string();
 }
 
+// A model whose tokenizer is of a form that is not read learns no text.
+absl::Status CheckNoOtherTokenizer(const TrainOptions& flags, const TrainSettings& settings) {
+  std::vector<std::string> paths = settings.data_paths;
+  if (!settings.eval_path.empty()) paths.push_back(settings.eval_path);
+  const bool only_tokens = std::all_of(paths.begin(), paths.end(),
+                                       [](const std::string& path) { return absl::EndsWith(path, ".bin"); });
+  if (only_tokens || flags.vocab.has_value()) return absl::OkStatus();
+  for (const std::optional<std::string>& directory : {flags.model, flags.init_from}) {
+    if (!directory.has_value()) continue;
+    ASSIGN_OR_RETURN(const bool there, IsDirectory(*directory));
+    if (!there) continue;
+    ASSIGN_OR_RETURN(const std::string other, text::DescribeForeignTokenizer(*directory));
+    if (!other.empty()) return WrongFlag(absl::StrCat(*directory, " ", other));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run, TrainSettings* settings) {
   const std::string recorded = RecordedTokenizer(run);
   std::string& path = settings->text.tokenizer;
@@ -48,7 +68,7 @@ absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run,
     if (!run.is_null() || !path.empty()) break;
     ASSIGN_OR_RETURN(path, TokenizerOf(directory));
   }
-  if (path.empty()) return absl::OkStatus();
+  if (path.empty()) return run.is_null() ? CheckNoOtherTokenizer(flags, *settings) : absl::OkStatus();
   if (flags.vocab.has_value()) {
     if (flags.tokenizer.has_value()) return WrongFlag("--tokenizer and --vocab: one or the other");
     path.clear();

@@ -12,6 +12,7 @@
 #include "models/weight_files.h"
 #include "models/weight_import.h"
 #include "swap/inspect.h"
+#include "text/foreign_tokenizer.h"
 #include "tools/penstock/base_files.h"
 #include "tools/penstock/run_record.h"
 #include "tools/penstock/state_reader.h"
@@ -158,6 +159,10 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
     RETURN_IF_ERROR(OpenDirectory(first, program, err, &text));
     ASSIGN_OR_RETURN(const bool has_tokenizer, PathExists(first + "/tokenizer.json"));
     if (has_tokenizer) recorded = first;
+    if (!has_tokenizer && !tokenizer.has_value()) {
+      ASSIGN_OR_RETURN(const std::string other, text::DescribeForeignTokenizer(first));
+      if (!other.empty()) err << program << ": " << first << " " << other << "\n" << std::flush;
+    }
   } else {
     ASSIGN_OR_RETURN(recorded, OpenRun(arguments, &text));
     if (text.model->lora() != nullptr) {

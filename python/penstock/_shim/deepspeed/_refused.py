@@ -31,6 +31,7 @@ INSTEAD = {
     "ops.sparse_attention": "torch's own kernels compute the model: torch.nn.attention",
     "ops.gds": "deepspeed.ops.aio reads and writes host memory",
     "checkpoint.ds_to_universal": "engine.load_checkpoint reads checkpoints of any number of ranks, universal or not",
+    "io": "penstock.save(obj, path) is torch.save through the I/O engine, durable",
     "launcher.launch": "torchrun starts the processes",
     "profiling.config": "flops_profiler in the configuration",
 }
