@@ -1,6 +1,7 @@
 #include "generate/generator.h"
 
 #include <algorithm>
+#include <cstring>
 #include <future>
 #include <list>
 #include <numeric>
@@ -398,6 +399,25 @@ class Generator::Impl {
                                                    options_.wish.positions, " positions planned for"));
   }
 
+  // The first of the sequences before this one that has its prompt; null: there is none, or keys and values
+  // cannot be copied.
+  const Sequence* WithItsPrompt(const Sequence& sequence) const {
+    if (cache_->on_drive() || cache_->on_device() || sequence.prompt() < 2) return nullptr;
+    for (const Sequence& each : active_) {
+      if (&each == &sequence) return nullptr;
+      if (each.request.prompt == sequence.request.prompt) return &each;
+    }
+    return nullptr;
+  }
+
+  // Gives a sequence the keys and values of another one's first positions.
+  void CopyPositions(const Sequence& from, int64_t positions, Sequence* to) {
+    const uint64_t bytes = static_cast<uint64_t>(positions) * cache_->geometry().record_bytes;
+    for (int64_t layer = 0; layer < cache_->geometry().layers; ++layer)
+      std::memcpy(cache_->Records(to->slot, layer), cache_->Records(from.slot, layer), bytes);
+    to->past = positions;
+  }
+
   // The shares of the next pass: those that decode first, then prompts in the order of their coming, as much
   // as a pass takes. `of`: the sequence of each share.
   std::vector<Share> NextShares(std::vector<Sequence*>* of) {
@@ -415,6 +435,10 @@ class Generator::Impl {
     int64_t room = plan_.prompt_rows;
     for (Sequence& sequence : active_) {
       if (sequence.decodes() || room <= 0) continue;
+      if (const Sequence* const first = sequence.past == 0 ? WithItsPrompt(sequence) : nullptr) {
+        if (!first->decodes()) continue;  // Pass gives it what the first one has
+        CopyPositions(*first, sequence.prompt() - 1, &sequence);
+      }
       const int64_t left = sequence.prompt() - sequence.past;
       const int64_t count = left <= room ? left : room / kChunkRows * kChunkRows;
       if (count == 0) break;
@@ -458,7 +482,13 @@ class Generator::Impl {
       of[i]->past += static_cast<int64_t>(share.tokens.size());
       stats_.prompt_tokens += static_cast<int64_t>(share.tokens.size());
       if (!share.wants_logits) continue;
-      RETURN_IF_ERROR(Take(callbacks, of[i], {row, vocabulary}).status());
+      std::vector<Sequence*> alike = {of[i]};  // that have these logits
+      for (Sequence& each : active_) {
+        if (each.past != 0 || WithItsPrompt(each) != of[i]) continue;
+        CopyPositions(*of[i], of[i]->prompt(), &each);
+        alike.push_back(&each);
+      }
+      for (Sequence* const each : alike) RETURN_IF_ERROR(Take(callbacks, each, {row, vocabulary}).status());
       row += vocabulary;
     }
     return absl::OkStatus();
@@ -481,11 +511,15 @@ class Generator::Impl {
   // One more token of a sequence; nullopt: its last, and the sequence is gone.
   absl::StatusOr<std::optional<int64_t>> Take(const GenerationCallbacks& callbacks, Sequence* sequence,
                                               std::span<const float> logits) {
-    const int64_t token = sequence->sampler.Next(logits, sequence->tokens);
+    const int64_t token = sequence->sampler.Next(
+        logits, {sequence->tokens, static_cast<size_t>(sequence->prompt()), options_.ends});
     sequence->tokens.push_back(token);
     ++stats_.tokens;
     std::optional<Finish> finish;
-    if (std::find(options_.ends.begin(), options_.ends.end(), token) != options_.ends.end()) {
+    const bool ends = std::find(options_.ends.begin(), options_.ends.end(), token) != options_.ends.end();
+    if (const std::optional<int64_t> top = sequence->request.logprobs; top.has_value() && !ends)
+      callbacks.logprobs(sequence->request.id, models::LogprobsOf(logits, token, *top));
+    if (ends) {
       finish = Finish::kEnd;
     } else if (callbacks.token(sequence->request.id, token)) {
       finish = Finish::kStop;

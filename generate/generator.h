@@ -7,7 +7,9 @@
 // A pass takes the next token of each sequence that decodes, and pieces of the prompts of those that begin.
 // Between passes, sequences that ended give their places to those that wait. The tokens of a sequence depend
 // on its prompt, its seed and the options for sampling; not on the budget, on what is resident, on where keys
-// and values live, on what is drafted, or on the others. That holds to the bit (generate/host_pass.h).
+// and values live, on what is drafted, or on the others. That holds to the bit (generate/host_pass.h). So
+// sequences with one prompt that are under way together compute it once, where keys and values are in host
+// memory: the others are given copies.
 //
 // Memory: the budget bounds the arena and what passes compute in together, and so does the device's there.
 // Not counted: code, stacks, what the callbacks hold, the tokens themselves; and what CUDA and its libraries
@@ -61,6 +63,7 @@ struct GenerationRequest {
   int64_t tokens = 1;           // to be made, at most; prompt and these at most wish.positions
   uint64_t seed = 0;
   std::optional<models::SamplingOptions> sampling = std::nullopt;  // instead of the generator's
+  std::optional<int64_t> logprobs = std::nullopt;  // asked for: how many of the likeliest tokens too
 };
 
 enum class Finish : uint8_t { kEnd, kStop, kLength };  // a token that ends; the caller; as many as asked for
@@ -83,6 +86,8 @@ struct GenerationStats {
 struct GenerationCallbacks {
   // The next sequence; nullopt: there is none now. Asked again before the next pass, if others are under way.
   std::function<absl::StatusOr<std::optional<GenerationRequest>>()> next;
+  // Before `token`, and with it, of a request that asks for them.
+  std::function<void(int64_t id, models::TokenLogprobs logprobs)> logprobs;
   // A token was made, which is not one of `ends`; true: the text is to end with it.
   std::function<bool(int64_t id, int64_t token)> token;
   std::function<absl::Status(int64_t id, Finish finish)> finished;

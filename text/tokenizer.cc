@@ -257,6 +257,13 @@ std::string Tokenizer::TokenOf(int32_t id) const {
                                                                    : "";
 }
 
+std::string Tokenizer::BytesOf(int32_t id) const {
+  if (id < 0 || static_cast<size_t>(id) >= impl_->texts.size()) return "";
+  const std::string& text = impl_->texts[static_cast<size_t>(id)];
+  const int byte = impl_->decoder.ByteOf(text);
+  return byte < 0 ? text : std::string(1, static_cast<char>(byte));
+}
+
 bool Tokenizer::IsSpecial(int32_t id) const {
   return id >= 0 && static_cast<size_t>(id) < impl_->special.size() &&
          impl_->special[static_cast<size_t>(id)];

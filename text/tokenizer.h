@@ -77,6 +77,9 @@ class Tokenizer {
   std::optional<int32_t> IdOf(std::string_view token) const;
   // Empty where no token has this id.
   std::string TokenOf(int32_t id) const;
+  // The bytes that a token adds within a text, special ones their spelling; they may be a part of a
+  // character. Empty where no token has this id.
+  std::string BytesOf(int32_t id) const;
   bool IsSpecial(int32_t id) const;
   const SpecialIds& special_ids() const;
   // Whether a file beside tokenizer.json changes what becomes of a text.

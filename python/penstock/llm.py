@@ -24,7 +24,7 @@ import operator
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from . import _core
 from ._buffers import byte_size, shown, whole_number
@@ -33,6 +33,32 @@ from ._small_files import is_directory, read_json, read_text
 Prompt = Union[str, Sequence[int]]
 
 _PATIENCE = 0.1  # seconds after which signals are looked at
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token, and the natural logarithm of its probability before any option changes that."""
+
+    token: int
+    logprob: float
+    """At least -9999."""
+    bytes: bytes
+    """That it adds to a text; they may be a part of a character."""
+    top: List["TokenLogprob"] = field(default_factory=list, repr=False)
+    """The likeliest tokens at its place, as many as were asked for."""
+    begins: int = field(default=0, repr=False)
+    """Where in the text, in bytes of UTF-8."""
+
+    @property
+    def text(self) -> str:
+        return self.bytes.decode("utf-8", "replace")
+
+
+def _logprobs(made: Any, first: int = 0) -> List[TokenLogprob]:
+    def of(token: int, data: bytes, logprob: float, begins: int, top: List[TokenLogprob]) -> TokenLogprob:
+        return TokenLogprob(token, logprob, data, top, begins)
+
+    return [of(token, data, logprob, begins, [of(*each, begins, []) for each in top]) for token, data, logprob, begins, top in made.logprobs(first)]
 
 
 @dataclass(frozen=True)
@@ -47,6 +73,8 @@ class Text:
     """"length": as many tokens as asked for, or as the model takes; "stop": a stop string; "end": a token that ends a text. Of a stream also
     "cancelled": it, or its LLM, was closed before; "error": what its next part would have raised."""
     prompt_tokens: int = 0
+    logprobs: Optional[List[TokenLogprob]] = field(default=None, repr=False)
+    """Of ``tokens``, but for one that ends a text, where they were asked for."""
 
 
 def _refuse(what: str, unknown: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -65,7 +93,11 @@ def _number(value: Any, name: str, least: float, most: float, above: bool = Fals
     return float(value)
 
 
-_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty")
+_OPTIONS = (
+    "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "repetition_penalty", "min_p", "min_tokens", "presence_penalty",
+    "frequency_penalty", "logit_bias", "logprobs",
+)  # fmt: skip
+_BOUNDS = _core.sampling_bounds()
 
 
 class TextStream(Iterator[str]):
@@ -125,6 +157,11 @@ class TextStream(Iterator[str]):
         return list(self._made.tokens)
 
     @property
+    def logprobs(self) -> List[TokenLogprob]:
+        """Of the tokens whose text was given out, where they were asked for."""
+        return _logprobs(self._made)
+
+    @property
     def finish(self) -> str:
         if self._cancelled:
             return "cancelled"
@@ -154,7 +191,7 @@ class LLM:
     threads: that compute. Default: one for each core.
     tokenizer: a tokenizer.json or its directory. Default: the model's own.
 
-    ``notes`` are lines about what the model says and is not followed.
+    ``notes`` are lines about what the model's files say: what texts are made with where nothing else is asked for, what is not followed.
     """
 
     _ARGUMENTS = ("host_memory", "device_memory", "max_length", "batch", "kv", "kv_dir", "prompt_lookup", "threads", "tokenizer")
@@ -215,35 +252,56 @@ class LLM:
     def generate(
         self,
         prompts: Union[Prompt, Sequence[Prompt]],
-        max_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
+        max_tokens: Optional[int] = None,
+        temperature: Optional[float] = None,
+        top_p: Optional[float] = None,
+        top_k: Optional[int] = None,
         seed: int = 1,
         stop: Union[str, Sequence[str], None] = None,
-        repetition_penalty: float = 1.0,
+        repetition_penalty: Optional[float] = None,
+        min_p: Optional[float] = None,
+        min_tokens: Optional[int] = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Optional[Mapping[int, float]] = None,
+        logprobs: Optional[int] = None,
+        n: int = 1,
         **unknown: Any,
     ) -> List[Text]:
-        """A text for each prompt, in their order.
+        """A text for each prompt, in their order, or ``n`` of each.
 
         prompts: texts, or lists of token ids; one of them alone is a list of one.
-        max_tokens: of each text, at most; fewer where prompt and text reach ``max_length``.
-        temperature: 0 takes the likeliest token each time.
-        top_k, top_p: choose among this many likeliest tokens (0: all), and of those among the likeliest that together have this much.
-        seed: of the choices; the text of prompt i has seed + i.
+        max_tokens: of each text, at most (128); fewer where prompt and text reach ``max_length``.
+        temperature: 0 (default) takes the likeliest token each time.
+        top_k, top_p, min_p: choose among this many likeliest tokens (0: all), of those among the likeliest that together have this much (1:
+            all), and of those among the ones that have this part of the likeliest's probability (0: all).
+        seed: of the choices; text i of all has seed + i.
         stop: strings before the first of which a text ends.
-        repetition_penalty: above 1 makes tokens that were there less likely.
+        min_tokens: before which no token that ends a text is chosen (0); a stop string ends it whenever.
+        repetition_penalty: above 1 makes tokens of prompt and text less likely: transformers' formula.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens that the text has, and for each time that it has them: OpenAI's
+            formula, from -2 to 2.
+        logit_bias: by token id, added to its logit, from -100 to 100.
+        logprobs: a number, up to 20, gives each ``Text`` the log-probabilities of its tokens, and of as many of the likeliest at each place.
+        n: texts of each prompt, next to each other in the list. Those that are made together compute the prompt once.
+
+        Where one is None, the model's generation_config.json says it (temperature only with do_sample), or else the default holds; ``notes``
+        tell what it says.
 
         ValueError: a prompt that is empty, too long, or not of this model's tokens. OSError: the drive.
         """
-        _refuse("generate", unknown, _OPTIONS)
+        _refuse("generate", unknown, (*_OPTIONS, "n"))
+        several = whole_number(n, "n", *_whole_bounds("n"))
         given = self._prompts(prompts)
-        options = _options(max_tokens, temperature, top_p, top_k, seed, stop, repetition_penalty)
+        options = self._options(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, repetition_penalty=repetition_penalty, min_p=min_p,
+            min_tokens=min_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs,
+        )  # fmt: skip
         made = []
         try:
-            for i, tokens in enumerate(given):
-                made.append(self._submit(tokens, options, i))
-            return [self._whole(text, len(tokens)) for text, tokens in zip(made, given)]
+            for i in range(len(given) * several):
+                made.append(self._submit(given[i // several], options, i))
+            return [self._whole(text, len(given[i // several]), options) for i, text in enumerate(made)]
         except BaseException:
             for text in made:
                 text.cancel()
@@ -252,31 +310,46 @@ class LLM:
     def stream(
         self,
         prompt: Prompt,
-        max_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
+        max_tokens: Optional[int] = None,
+        temperature: Optional[float] = None,
+        top_p: Optional[float] = None,
+        top_k: Optional[int] = None,
         seed: int = 1,
         stop: Union[str, Sequence[str], None] = None,
-        repetition_penalty: float = 1.0,
+        repetition_penalty: Optional[float] = None,
+        min_p: Optional[float] = None,
+        min_tokens: Optional[int] = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Optional[Mapping[int, float]] = None,
+        logprobs: Optional[int] = None,
         **unknown: Any,
     ) -> TextStream:
         """One text, as it comes: an iterator over parts of it. Its arguments are those of ``generate``, and so is the text."""
         _refuse("stream", unknown, _OPTIONS)
         tokens = self._tokens(prompt)
-        options = _options(max_tokens, temperature, top_p, top_k, seed, stop, repetition_penalty)
+        options = self._options(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, repetition_penalty=repetition_penalty, min_p=min_p,
+            min_tokens=min_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs,
+        )  # fmt: skip
         return TextStream(self._submit(tokens, options, 0), len(tokens))
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        max_tokens: int = 128,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
+        max_tokens: Optional[int] = None,
+        temperature: Optional[float] = None,
+        top_p: Optional[float] = None,
+        top_k: Optional[int] = None,
         seed: int = 1,
         stop: Union[str, Sequence[str], None] = None,
-        repetition_penalty: float = 1.0,
+        repetition_penalty: Optional[float] = None,
+        min_p: Optional[float] = None,
+        min_tokens: Optional[int] = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Optional[Mapping[int, float]] = None,
+        logprobs: Optional[int] = None,
         stream: bool = False,
         **unknown: Any,
     ) -> Union[Text, TextStream]:
@@ -291,12 +364,15 @@ class LLM:
         """
         _refuse("chat", unknown, (*_OPTIONS, "stream"))
         tokens = list(self._core.encode(self.chat_prompt(messages), True))
-        options = _options(max_tokens, temperature, top_p, top_k, seed, stop, repetition_penalty)
+        options = self._options(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, repetition_penalty=repetition_penalty, min_p=min_p,
+            min_tokens=min_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs,
+        )  # fmt: skip
         made = self._submit(tokens, options, 0)
         if stream:
             return TextStream(made, len(tokens))
         try:
-            return self._whole(made, len(tokens))
+            return self._whole(made, len(tokens), options)
         except BaseException:
             made.cancel()
             raise
@@ -344,32 +420,91 @@ class LLM:
     def _submit(self, tokens: List[int], options: Dict[str, Any], number: int) -> Any:
         return self._core.submit(tokens, **{**options, "seed": options["seed"] + number})
 
-    def _whole(self, made: Any, prompt_tokens: int) -> Text:
+    def _whole(self, made: Any, prompt_tokens: int, options: Mapping[str, Any]) -> Text:
         while not made.over:
             made.next(_PATIENCE)
         made.check()
-        return Text(made.text.decode("utf-8", "replace"), list(made.tokens), str(made.finish), prompt_tokens)
+        logprobs = None if options["logprobs"] is None else _logprobs(made)
+        return Text(made.text.decode("utf-8", "replace"), list(made.tokens), str(made.finish), prompt_tokens, logprobs)
+
+    @property
+    def _defaults(self) -> Dict[str, Any]:
+        """What the model says texts are made with, by the names of ``generate``."""
+        core = self._core
+        more = {"max_tokens": core.default_max_tokens, "stop": core.default_stop}
+        given = {name: int(value) if _BOUNDS[name][3] else value for name, value in core.defaults.items()}
+        return {**given, **{name: value for name, value in more.items() if value}}
+
+    def _options(self, **given: Any) -> Dict[str, Any]:
+        return _options(self._defaults, self._core.vocabulary, **given)
 
 
 def _is_id(value: Any) -> bool:
     return not isinstance(value, (bool, str, bytes)) and hasattr(value, "__index__")
 
 
-def _options(max_tokens: Any, temperature: Any, top_p: Any, top_k: Any, seed: Any, stop: Any, repetition_penalty: Any) -> Dict[str, Any]:
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else list(stop)
+def _whole_bounds(name: str) -> Tuple[int, int]:
+    least, most, _, _ = _BOUNDS[name]
+    return int(least), int(most)
+
+
+def _bounded(name: str, value: Any) -> Any:
+    least, most, above, whole = _BOUNDS[name]
+    return whole_number(value, name, int(least), int(most)) if whole else _number(value, name, least, most, above)
+
+
+def _options(defaults: Mapping[str, Any], vocabulary: int, **given: Any) -> Dict[str, Any]:
+    """What _core takes of the options of ``generate``; None, or a name that is not given, is the model's default, or else Penstock's.
+
+    TypeError, ValueError: their messages begin with the option's name.
+    """
+
+    def value(name: str, otherwise: Any) -> Any:
+        asked = given.get(name)
+        return defaults.get(name, otherwise) if asked is None else asked
+
+    stop = value("stop", [])
+    stops = [stop] if isinstance(stop, str) else list(stop)
     if not all(isinstance(each, str) for each in stops):
         raise TypeError("stop is a text, or a list of texts")
     if not all(stops):
         raise ValueError("stop has an empty text: must have at least one character")
+    tokens = whole_number(value("max_tokens", 128), "max_tokens", 1)
+    least = _bounded("min_tokens", value("min_tokens", 0))
+    if given.get("max_tokens") is not None and given.get("min_tokens") is not None and least > tokens:
+        raise ValueError(f"min_tokens is {least}: must be at most max_tokens, which is {tokens}")
+    logprobs = given.get("logprobs")
     return {
-        "tokens": whole_number(max_tokens, "max_tokens", 1),
-        "temperature": _number(temperature, "temperature", 0, 1e6),
-        "top_p": _number(top_p, "top_p", 0, 1, above=True),
-        "top_k": whole_number(top_k, "top_k", 0, 1 << 32),
-        "seed": whole_number(seed, "seed", 0, 1 << 62),
+        "tokens": tokens,
+        "temperature": _bounded("temperature", value("temperature", 0.0)),
+        "top_p": _bounded("top_p", value("top_p", 1.0)),
+        "top_k": _bounded("top_k", value("top_k", 0)),
+        "min_p": _bounded("min_p", value("min_p", 0.0)),
+        "repetition_penalty": _bounded("repetition_penalty", value("repetition_penalty", 1.0)),
+        "presence_penalty": _bounded("presence_penalty", value("presence_penalty", 0.0)),
+        "frequency_penalty": _bounded("frequency_penalty", value("frequency_penalty", 0.0)),
+        "logit_bias": _biases(value("logit_bias", {}), vocabulary),
+        "min_tokens": least,
+        "seed": whole_number(value("seed", 1), "seed", 0, 1 << 62),
         "stops": stops,
-        "repetition_penalty": _number(repetition_penalty, "repetition_penalty", 0, 1e6, above=True),
+        "logprobs": None if logprobs is None else _bounded("logprobs", logprobs),
     }
+
+
+def _biases(given: Any, vocabulary: int) -> Dict[int, float]:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"logit_bias must be numbers by token id, not {type(given).__name__}")
+    biases = {}
+    for key, bias in given.items():
+        if isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdecimal():  # as JSON has it
+            key = int(key)
+        if not _is_id(key):
+            raise TypeError(f"logit_bias has {str(key)[:100]!r}, which is no token id")
+        token = operator.index(key)
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"logit_bias has token {shown(token)}, and the model has {vocabulary}, from 0 to {vocabulary - 1}")
+        biases[token] = _bounded("logit_bias", bias)
+    return biases
 
 
 class _ChatTemplate:

@@ -1,14 +1,19 @@
 // Language models that make texts, for Python (python/penstock/llm.py).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -118,7 +123,27 @@ void BindLlm(nb::module_& module) {
                      return Bytes(text.text());
                    })
       .def_prop_ro("tokens", Read(&LlmText::tokens))
-      .def_prop_ro("finish", Read(&LlmText::finish));
+      .def_prop_ro("finish", Read(&LlmText::finish))
+      .def(
+          "logprobs",
+          [](const LlmText& text, size_t first) {
+            CheckHere(text);
+            nb::list all;
+            for (const LlmLogprob& each : text.logprobs(first)) {
+              nb::list top;
+              for (const LlmLogprob& likely : each.top)
+                top.append(nb::make_tuple(likely.token, Bytes(likely.bytes), likely.logprob));
+              all.append(nb::make_tuple(each.token, Bytes(each.bytes), each.logprob, each.begins, top));
+            }
+            return all;
+          },
+          nb::arg("first"));
+  module.def("sampling_bounds", [] {
+    std::map<std::string, std::tuple<double, double, bool, bool>> all;
+    for (const models::SamplingBound& each : models::SamplingBounds())
+      all[std::string(each.name)] = {each.least, each.most, each.above, each.whole};
+    return all;
+  });
   nb::class_<PyLlm>(module, "Llm")
       .def(nb::init<std::vector<std::string>, std::optional<std::string>, uint64_t, int64_t, int64_t,
                     std::string, std::string, int64_t, int>(),
@@ -128,15 +153,23 @@ void BindLlm(nb::module_& module) {
       .def(
           "submit",
           [](PyLlm& llm, std::vector<int64_t> prompt, int64_t tokens, double temperature, int64_t top_k,
-             double top_p, double repetition_penalty, uint64_t seed, std::vector<std::string> stops) {
+             double top_p, double min_p, double repetition_penalty, double presence_penalty,
+             double frequency_penalty, std::map<int64_t, double> logit_bias, int64_t min_tokens,
+             uint64_t seed, std::vector<std::string> stops, std::optional<int64_t> logprobs) {
             TextRequest request = {.prompt = std::move(prompt),
                                    .tokens = tokens,
-                                   .sampling = {.temperature = temperature,
+                                   .sampling = {.logit_bias = std::move(logit_bias),
+                                                .repetition_penalty = repetition_penalty,
+                                                .presence_penalty = presence_penalty,
+                                                .frequency_penalty = frequency_penalty,
+                                                .min_tokens = min_tokens,
+                                                .temperature = temperature,
                                                 .top_k = top_k,
                                                 .top_p = top_p,
-                                                .repetition_penalty = repetition_penalty},
+                                                .min_p = min_p},
                                    .seed = seed,
-                                   .stops = std::move(stops)};
+                                   .stops = std::move(stops),
+                                   .logprobs = logprobs};
             const std::shared_ptr<Owned<Llm>> model = llm.shared();
             absl::StatusOr<std::shared_ptr<LlmText>> text;
             {
@@ -147,7 +180,9 @@ void BindLlm(nb::module_& module) {
             return *std::move(text);
           },
           nb::arg("prompt"), nb::arg("tokens"), nb::arg("temperature"), nb::arg("top_k"), nb::arg("top_p"),
-          nb::arg("repetition_penalty"), nb::arg("seed"), nb::arg("stops"))
+          nb::arg("min_p"), nb::arg("repetition_penalty"), nb::arg("presence_penalty"),
+          nb::arg("frequency_penalty"), nb::arg("logit_bias"), nb::arg("min_tokens"), nb::arg("seed"),
+          nb::arg("stops"), nb::arg("logprobs").none())
       .def(
           "encode",
           [](PyLlm& llm, const std::string& text, bool complete) {
@@ -163,6 +198,9 @@ void BindLlm(nb::module_& module) {
       .def("close", &PyLlm::Close)
       .def_prop_ro("max_length", [](const PyLlm& llm) { return llm.get().max_length(); })
       .def_prop_ro("vocabulary", [](const PyLlm& llm) { return llm.get().vocabulary(); })
+      .def_prop_ro("defaults", [](const PyLlm& llm) { return llm.get().defaults().sampling; })
+      .def_prop_ro("default_max_tokens", [](const PyLlm& llm) { return llm.get().defaults().max_tokens; })
+      .def_prop_ro("default_stop", [](const PyLlm& llm) { return llm.get().defaults().stop; })
       .def_prop_ro("notes", [](const PyLlm& llm) { return llm.get().notes(); })
       .def_prop_ro("texts", [](const PyLlm& llm) { return llm.get().plan().batch; })
       .def_prop_ro("planned_bytes", [](const PyLlm& llm) { return llm.get().plan().total_bytes; });

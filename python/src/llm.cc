@@ -43,6 +43,21 @@ std::vector<int64_t> LlmText::tokens() const {
   return growing_.tokens();
 }
 
+std::vector<LlmLogprob> LlmText::logprobs(size_t first) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const size_t given = growing_.taken() - fresh_.size();
+  std::vector<LlmLogprob> all;
+  for (size_t i = first; i < logprobs_.size(); ++i) {
+    const size_t begins = growing_.begins()[i];
+    if (!over_ && begins >= given) break;
+    const int64_t token = growing_.tokens()[i];
+    all.push_back({token, model_.BytesOf(token), logprobs_[i].logprob, begins});
+    for (const auto& [likely, logprob] : logprobs_[i].top)
+      all.back().top.push_back({likely, model_.BytesOf(likely), logprob, begins});
+  }
+  return all;
+}
+
 std::string LlmText::finish() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return finish_;
@@ -104,6 +119,10 @@ absl::StatusOr<std::vector<int64_t>> Llm::Encode(const std::string& text, bool c
 
 absl::StatusOr<std::shared_ptr<LlmText>> Llm::Submit(TextRequest request) {
   RETURN_IF_ERROR(model_->CheckTokens(request.prompt));
+  for (const auto& [token, bias] : request.sampling.logit_bias) {
+    if (const absl::Status there = model_->CheckTokens({token}); !there.ok())
+      return absl::InvalidArgumentError(absl::StrCat("logit_bias: ", there.message()));
+  }
   const auto length = static_cast<int64_t>(request.prompt.size());
   if (length >= max_length_) {
     return absl::InvalidArgumentError(
@@ -156,9 +175,19 @@ void Llm::Work() {
       const TextRequest& request = text->request_;
       const int64_t id = next_id_++;
       active_.emplace(id, text);
-      return generate::GenerationRequest{id, request.prompt, request.tokens, request.seed, request.sampling};
+      return generate::GenerationRequest{.id = id,
+                                         .prompt = request.prompt,
+                                         .tokens = request.tokens,
+                                         .seed = request.seed,
+                                         .sampling = request.sampling,
+                                         .logprobs = request.logprobs};
     }
     return std::nullopt;
+  };
+  callbacks.logprobs = [&](int64_t id, models::TokenLogprobs logprobs) {
+    LlmText& text = *active_.at(id);
+    const std::lock_guard<std::mutex> lock(text.mutex_);
+    text.logprobs_.push_back(std::move(logprobs));
   };
   callbacks.token = [&](int64_t id, int64_t token) {
     LlmText& text = *active_.at(id);

@@ -49,6 +49,16 @@ struct TextRequest {
   models::SamplingOptions sampling;
   uint64_t seed = 0;
   std::vector<std::string> stops;
+  std::optional<int64_t> logprobs;  // asked for: how many of the likeliest tokens too
+};
+
+// A token of a text, as likely as the model takes it.
+struct LlmLogprob {
+  int64_t token = 0;
+  std::string bytes;  // that it adds to a text
+  double logprob = 0;
+  size_t begins = 0;                 // where in the text, in bytes
+  std::vector<LlmLogprob> top = {};  // the likeliest at its place
 };
 
 // One text, under way or done.
@@ -60,7 +70,10 @@ class LlmText {
   absl::Status status() const;  // kCancelled: it was
   std::string text() const;
   std::vector<int64_t> tokens() const;  // that ended it included
-  std::string finish() const;           // "length", "stop", "end"; "" while it is under way
+  // Of the tokens from `first` on whose text Next has given; when it is over, of all. None that was not
+  // asked.
+  std::vector<LlmLogprob> logprobs(size_t first) const;
+  std::string finish() const;  // "length", "stop", "end"; "" while it is under way
   // It ends with the next token. Nothing waits. In a forked child, where nothing makes it, it does nothing;
   // whatever else is called there may wait for ever.
   void Cancel();
@@ -69,13 +82,15 @@ class LlmText {
  private:
   friend class Llm;
   LlmText(const tools::TextModel* model, TextRequest request)
-      : request_(std::move(request)), growing_(model, &request_.stops) {}
+      : model_(*model), request_(std::move(request)), growing_(model, &request_.stops) {}
 
   const pid_t process_ = getpid();
+  const tools::TextModel& model_;
   const TextRequest request_;
   mutable std::mutex mutex_;  // of the following
   std::condition_variable changed_;
   tools::GrowingText growing_;
+  std::vector<models::TokenLogprobs> logprobs_;  // parallel to its tokens
   std::string fresh_;
   bool over_ = false, cancelled_ = false;
   absl::Status status_;
@@ -97,6 +112,7 @@ class Llm {
   absl::StatusOr<std::vector<int64_t>> Encode(const std::string& text, bool complete) const;
 
   int64_t max_length() const { return max_length_; }
+  const tools::GenerationDefaults& defaults() const { return model_->defaults; }
   int64_t vocabulary() const { return model_->model->vocabulary(); }
   const std::vector<std::string>& notes() const { return notes_; }
   const generate::GenerationPlan& plan() const { return generator_->plan(); }

@@ -231,6 +231,73 @@ def test_a_stream_is_the_text_without_stream(server):
     assert set(reasons.values()) == {"length"} and usage is None
 
 
+def test_every_option_means_what_it_means_to_generate(server, llm):
+    options = dict(temperature=3.0, seed=5, presence_penalty=1.5, frequency_penalty=-0.5, min_tokens=3, top_k=60, min_p=0.01, repetition_penalty=1.2)
+    beyond = ("min_tokens", "top_k", "min_p", "repetition_penalty")
+    openais = {name: value for name, value in options.items() if name not in beyond}
+    extra = {name: options[name] for name in beyond}
+    bias = {65: 12.0, 66: -100.0}
+    expected = llm.generate("The sea", max_tokens=12, n=2, logit_bias=bias, **options)
+    made = server.client().completions.create(model=server.name, prompt="The sea", max_tokens=12, n=2, logit_bias={str(key): value for key, value in bias.items()}, extra_body=extra, **openais)
+    assert [choice.text for choice in made.choices] == [text.text for text in expected]
+    assert made.choices[0].text != llm.generate("The sea", max_tokens=12, temperature=3.0, seed=5)[0].text
+
+
+def test_logprobs_come_in_openais_forms(server, llm):
+    client = server.client()
+    options = dict(max_tokens=30, temperature=3.0, seed=5)
+    whole = llm.generate("The sea", logprobs=3, **options)[0]
+    stop = whole.text[20:22]
+    cut = llm.generate("The sea", logprobs=3, stop=stop, **options)[0]
+    for text, more in ((whole, {}), (cut, {"stop": stop})):
+        entries = [each for each in text.logprobs if each.begins < len(text.text.encode())]
+        made = client.completions.create(model=server.name, prompt="The sea", logprobs=3, **options, **more).choices[0]
+        assert made.text == text.text and made.logprobs.tokens == [each.text for each in entries]
+        assert made.logprobs.token_logprobs == [each.logprob for each in entries]
+        for top, each in zip(made.logprobs.top_logprobs, entries):
+            assert {likely.text for likely in each.top} <= set(top) <= {likely.text for likely in each.top} | {each.text}
+        assert made.logprobs.text_offset == [len(text.text.encode()[: each.begins].decode("utf-8", "ignore")) for each in entries]
+        parts = []
+        for chunk in client.completions.create(model=server.name, prompt="The sea", logprobs=3, stream=True, **options, **more):
+            parts += [choice.logprobs for choice in chunk.choices if choice.logprobs]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert sum((getattr(part, name) for part in parts), []) == getattr(made.logprobs, name), name
+    assert client.completions.create(model=server.name, prompt="The sea", logprobs=0, **options).choices[0].logprobs.top_logprobs is None
+    assert client.completions.create(model=server.name, prompt="The sea", **options).choices[0].logprobs is None
+
+    messages = [{"role": "user", "content": "Drei Flüsse?"}]
+    text = llm.chat(messages, logprobs=2, **options)
+    made = client.chat.completions.create(model=server.name, messages=messages, logprobs=True, top_logprobs=2, **options).choices[0]
+    assert made.message.content == text.text
+    assert [(each.token, each.bytes, each.logprob) for each in made.logprobs.content] == [(each.text, list(each.bytes), each.logprob) for each in text.logprobs]
+    assert [[(top.token, top.bytes, top.logprob) for top in each.top_logprobs] for each in made.logprobs.content] == [
+        [(top.text, list(top.bytes), top.logprob) for top in each.top] for each in text.logprobs
+    ]
+    streamed = []
+    for chunk in client.chat.completions.create(model=server.name, messages=messages, logprobs=True, top_logprobs=2, stream=True, **options):
+        streamed += [each for choice in chunk.choices if choice.logprobs for each in choice.logprobs.content]
+    assert streamed == made.logprobs.content
+    chosen = client.chat.completions.create(model=server.name, messages=messages, logprobs=True, **options).choices[0]
+    assert [each.logprob for each in chosen.logprobs.content] == [each.logprob for each in text.logprobs] and not any(each.top_logprobs for each in chosen.logprobs.content)
+
+
+def test_what_generation_config_says_holds_where_a_request_says_nothing(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    write_model(directory)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1000000], "do_sample": true, "temperature": 3.0, "top_k": 9, "max_new_tokens": 21}')
+    with penstock.LLM(directory, host_memory="256MiB") as llm, Server(directory) as server:
+        expected = llm.generate("The sea", seed=4)[0]
+        made = server.client().completions.create(model=server.name, prompt="The sea", seed=4, max_tokens=21)
+        assert (made.choices[0].text, len(expected.tokens)) == (expected.text, 21)
+        greedy = server.client().completions.create(model=server.name, prompt="The sea", seed=4, max_tokens=21, temperature=0)
+        assert greedy.choices[0].text == llm.generate("The sea", temperature=0)[0].text != expected.text
+        chat = server.client().chat.completions.create(model=server.name, messages=[{"role": "user", "content": "x"}], seed=4)
+        assert chat.choices[0].message.content == llm.chat([{"role": "user", "content": "x"}], seed=4).text and chat.usage.completion_tokens == 21
+        returncode, said = server.stop()
+        assert returncode == 0 and "top_k 9, max_tokens 21 where nothing else is asked for" in said
+
+
 def test_models_health_and_metrics(server):
     client = server.client()
     (model,) = client.models.list().data
@@ -328,9 +395,22 @@ REFUSED = [
     ({"max_token": 3}, 400, "max_token", "'max_tokens'"),
     ({"zzzzzz": 3}, 400, "zzzzzz", "Unknown parameter"),
     ({"best_of": 4}, 400, "best_of", "not served"),
-    ({"logprobs": 3}, 400, "logprobs", "not served"),
-    ({"logit_bias": {"3": 1}}, 400, "logit_bias", "not served"),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty", "not served"),
+    ({"logprobs": 21}, 400, "logprobs", "at most 20"),
+    ({"logprobs": True}, 400, "logprobs", "whole number"),
+    ({"logprobs": 2, "echo": True}, 400, "logprobs", "echo"),
+    ({"top_logprobs": 2}, 400, "top_logprobs", "'logprobs'"),
+    ({"logit_bias": {"3": 101}}, 400, "logit_bias", "from -100 to 100"),
+    ({"logit_bias": {"3": "1"}}, 400, "logit_bias", "number"),
+    ({"logit_bias": {"300": 1}}, 400, "logit_bias", "the model has 300"),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias", "no token id"),
+    ({"logit_bias": [3]}, 400, "logit_bias", "by token id"),
+    ({"presence_penalty": 2.5}, 400, "presence_penalty", "from -2 to 2"),
+    ({"frequency_penalty": -3}, 400, "frequency_penalty", "from -2 to 2"),
+    ({"frequency_penalty": "much"}, 400, "frequency_penalty", "number"),
+    ({"min_p": 1.5}, 400, "min_p", "from 0 to 1"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty", "above 0"),
+    ({"min_tokens": -1}, 400, "min_tokens", "from 0"),
+    ({"min_tokens": 9, "max_tokens": 4}, 400, "min_tokens", "max_tokens, which is 4"),
     ({"suffix": "x"}, 400, "suffix", "not served"),
     ({"max_tokens": 0}, 400, "max_tokens", "from 1"),
     ({"max_tokens": True}, 400, "max_tokens", "whole number"),
@@ -376,6 +456,9 @@ REFUSED_CHAT = [
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "prompt", "4096"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, 400, "tools", "not served"),
     ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, 400, "response_format", "not served"),
+    ({"messages": [{"role": "user", "content": "x"}], "logprobs": 3}, 400, "logprobs", "true or false"),
+    ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, 400, "top_logprobs", "logprobs: true"),
+    ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "at most 20"),
     ({"messages": [{"role": "user", "content": "x"}], "prompt": "x"}, 400, "prompt", "Unknown parameter"),
 ]
 

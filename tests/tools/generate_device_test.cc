@@ -141,7 +141,7 @@ TEST_F(GenerateOnDeviceTest, TokensAreThoseOfTheHostForEveryBudgetAndPlace) {
     const std::string directory = dir_ + "/same" + std::to_string(number++);
     tools::testing_support::WriteModel(directory, config);
     const models::SamplingOptions sampling{
-        .temperature = 0.9, .top_k = 200, .top_p = 0.95, .repetition_penalty = 1.1};
+        .repetition_penalty = 1.1, .temperature = 0.9, .top_k = 200, .top_p = 0.95};
     const auto host = Make(directory, asked, {.batch = 12, .cache = CachePlace::kHost}, sampling);
     ASSERT_NE(host, nullptr);
     const auto expected = Texts(host.get(), asked);

@@ -107,7 +107,7 @@ TEST_F(GenerateTest, TokensDependOnNeitherBudgetNorResidencyNorPlaceNorBatch) {
     const std::string directory = dir_ + "/same" + std::to_string(number++);
     tools::testing_support::WriteModel(directory, config);
     const models::SamplingOptions sampling{
-        .temperature = 0.9, .top_k = 200, .top_p = 0.95, .repetition_penalty = 1.1};
+        .repetition_penalty = 1.1, .temperature = 0.9, .top_k = 200, .top_p = 0.95};
     const auto first = Make(directory, asked, {.batch = 12, .cache = CachePlace::kHost}, sampling);
     ASSERT_NE(first, nullptr);
     ASSERT_EQ(first->plan().pass_bytes, 0u) << "all of it is resident";
@@ -170,6 +170,33 @@ TEST_F(GenerateTest, PassesOfManyRowsTakeNoMoreOfTensorsThanIsPlanned) {
       }
     }
   }
+}
+
+TEST_F(GenerateTest, TextsOfOnePromptUnderWayTogetherComputeItOnce) {
+  const std::string directory = dir_ + "/together";
+  tools::testing_support::WriteModel(directory, LlamaConfigOf());
+  std::vector<Asked> asked;
+  std::vector<int64_t> prompt, other;
+  for (int64_t i = 0; i < 300; ++i) prompt.push_back(i * 7 % 300);
+  for (int64_t i = 0; i < 40; ++i) other.push_back(i * 11 % 300);
+  // The third is shorter, so that the last ones join others that decode.
+  for (const int64_t tokens : {9, 9, 2, 9, 9, 1}) asked.push_back({prompt, tokens});
+  asked.push_back({other, 5});
+  asked.push_back({other, 5});
+  asked.push_back({{7}, 5});
+  asked.push_back({{7}, 5});
+  const models::SamplingOptions sampling{.temperature = 1.5};
+  const auto alone = Make(directory, asked, {.batch = 1}, sampling);
+  const auto expected = Texts(alone.get(), asked);
+  EXPECT_EQ(alone->stats().prompt_tokens, 6 * 300 + 2 * 40 + 2);
+  for (const int64_t batch : {4, 10}) {
+    const auto together = Make(directory, asked, {.batch = batch}, sampling);
+    EXPECT_EQ(Texts(together.get(), asked), expected) << batch;
+    // Of four at once, some join when the first of their prompt is gone.
+    EXPECT_LE(together->stats().prompt_tokens, batch == 10 ? 300 + 40 + 2 : 2 * 300 + 2 * 40 + 5) << batch;
+  }
+  const auto on_drive = Make(directory, asked, {.batch = 4, .cache = CachePlace::kDrive}, sampling);
+  EXPECT_EQ(Texts(on_drive.get(), asked), expected);
 }
 
 TEST(PromptLookupTest, FindsWhatFollowedTheLongestMatchOfTheEnd) {

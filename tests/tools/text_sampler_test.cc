@@ -56,9 +56,9 @@ TEST(TextSamplerTest, TopPKeepsTheFewestThatReachIt) {
 TEST(TextSamplerTest, ThePenaltyCountsATokenOnceAndWorksOnBothSidesOfZero) {
   TextSampler sampler({.repetition_penalty = 2}, 1);
   EXPECT_EQ(sampler.Next(std::vector<float>{2.0f, 1.5f}), 0);
-  EXPECT_EQ(sampler.Next(std::vector<float>{2.0f, 1.5f}, std::vector<int64_t>{0}), 1);
-  EXPECT_EQ(sampler.Next(std::vector<float>{2.0f, 0.9f}, std::vector<int64_t>{0, 0, 0}), 0);
-  EXPECT_EQ(sampler.Next(std::vector<float>{-1.0f, -1.5f}, std::vector<int64_t>{0}), 1);
+  EXPECT_EQ(sampler.Next(std::vector<float>{2.0f, 1.5f}, {std::vector<int64_t>{0}}), 1);
+  EXPECT_EQ(sampler.Next(std::vector<float>{2.0f, 0.9f}, {std::vector<int64_t>{0, 0, 0}}), 0);
+  EXPECT_EQ(sampler.Next(std::vector<float>{-1.0f, -1.5f}, {std::vector<int64_t>{0}}), 1);
 }
 
 TEST(TextSamplerTest, IsRepeatableAndGreedyTakesTheFirstOfEquals) {
@@ -66,6 +66,60 @@ TEST(TextSamplerTest, IsRepeatableAndGreedyTakesTheFirstOfEquals) {
   for (int i = 0; i < 100; ++i) EXPECT_EQ(a.Next(kLogits), b.Next(kLogits));
   TextSampler greedy(0, 0, 1);
   EXPECT_EQ(greedy.Next(std::vector<float>{1, 7, 7, 2}), 1);
+}
+
+TEST(TextSamplerTest, OpenAisPenaltiesCountTheTextAndNotThePrompt) {
+  const std::vector<float> logits = {3.0f, 2.0f, 1.0f};
+  const std::vector<int64_t> tokens = {0, 0, 1, 1, 1};
+  TextSampler present({.presence_penalty = 1.5}, 1), frequent({.frequency_penalty = 0.75}, 1);
+  EXPECT_EQ(present.Next(logits, {tokens, 5}), 0);  // all of it is the prompt
+  EXPECT_EQ(present.Next(logits, {tokens, 0}), 0);  // 1.5, 0.5, 1
+  EXPECT_EQ(present.Next(logits, {tokens, 1}), 0);
+  EXPECT_EQ(frequent.Next(logits, {tokens, 0}), 0);  // 1.5, -0.25, 1
+  TextSampler both({.presence_penalty = 1.5, .frequency_penalty = 0.75}, 1);
+  EXPECT_EQ(both.Next(logits, {tokens, 0}), 2);  // 0, -1.75, 1
+  EXPECT_EQ(both.Next(logits, {tokens, 2}), 0);
+  TextSampler wanted({.presence_penalty = -2}, 1);
+  EXPECT_EQ(wanted.Next(logits, {tokens, 2}), 1);  // 3, 4, 1
+}
+
+TEST(TextSamplerTest, ABiasIsAddedAndTheTextDoesNotEndBeforeMinTokens) {
+  const std::vector<float> logits = {3.0f, 2.0f, 1.0f};
+  TextSampler biased({.logit_bias = {{2, 2.5}, {7, 100}}}, 1);
+  EXPECT_EQ(biased.Next(logits), 2);
+  TextSampler banned({.logit_bias = {{0, -100}}, .temperature = 1}, 1);
+  for (int i = 0; i < 1000; ++i) EXPECT_NE(banned.Next(logits), 0);
+  const std::vector<int64_t> tokens = {1, 1, 1}, ends = {0, 1, 9};
+  TextSampler holds({.min_tokens = 2}, 1);
+  EXPECT_EQ(holds.Next(logits, {tokens, 3, ends}), 2);
+  EXPECT_EQ(holds.Next(logits, {tokens, 2, ends}), 2);
+  EXPECT_EQ(holds.Next(logits, {tokens, 1, ends}), 0);
+}
+
+TEST(TextSamplerTest, MinPKeepsWhatHasThatPartOfTheLikeliest) {
+  std::map<double, size_t> kept;
+  for (const double min_p : {0.0, 0.19, 0.21, 0.39, 0.41, 1.0}) {
+    TextSampler sampler({.temperature = 1, .min_p = min_p}, 3);
+    std::map<int64_t, int> counts;
+    for (int i = 0; i < 10'000; ++i) ++counts[sampler.Next(kLogits)];
+    kept[min_p] = counts.size();
+  }
+  // 1 : 2 : 5, which are 0.2 and 0.4 of the likeliest.
+  EXPECT_EQ(kept, (std::map<double, size_t>{{0.0, 3}, {0.19, 3}, {0.21, 2}, {0.39, 2}, {0.41, 1}, {1.0, 1}}));
+}
+
+TEST(TextSamplerTest, LogprobsAreThoseOfTheModel) {
+  const TokenLogprobs some = LogprobsOf(kLogits, 0, 2);
+  EXPECT_NEAR(some.logprob, std::log(1.0 / 8), 1e-6);
+  ASSERT_EQ(some.top.size(), 2u);
+  EXPECT_EQ(some.top[0].first, 2);
+  EXPECT_NEAR(some.top[0].second, std::log(5.0 / 8), 1e-6);
+  EXPECT_EQ(some.top[1].first, 1);
+  EXPECT_TRUE(LogprobsOf(kLogits, 2, 0).top.empty());
+  EXPECT_EQ(LogprobsOf(kLogits, 2, 20).top.size(), 4u);
+  EXPECT_EQ(LogprobsOf(kLogits, 3, 0).logprob, -9999);
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_TRUE(std::isfinite(LogprobsOf(std::vector<float>{nan, nan}, 1, 1).logprob));
 }
 
 TEST(TextSamplerTest, ExtremesAreSurvived) {

@@ -20,6 +20,7 @@ bool GrowingText::Cut(size_t from) {
 bool GrowingText::Push(int64_t token) {
   tokens_.push_back(token);
   const size_t before = text_.size();
+  begins_.push_back(before);
   text_ += decoder_.Push(token);
   finished_ = Cut(before - std::min(before, longest_stop_));
   return finished_;

@@ -27,6 +27,9 @@ class GrowingText {
 
   const std::string& text() const { return text_; }
   const std::vector<int64_t>& tokens() const { return tokens_; }
+  // Where in the text, in bytes, each token begins: behind its end where a stop word ended it before.
+  const std::vector<size_t>& begins() const { return begins_; }
+  size_t taken() const { return taken_; }  // bytes that were handed out
   // What is certain and was not handed out before: nothing of it can become a part of a stop word.
   std::string TakeCertain();
 
@@ -38,6 +41,7 @@ class GrowingText {
   TokenText decoder_;
   std::string text_;
   std::vector<int64_t> tokens_;
+  std::vector<size_t> begins_;
   size_t taken_ = 0;
   bool finished_ = false;
 };

@@ -25,25 +25,6 @@ namespace {
 
 constexpr int64_t kBytes = 256;  // tokens of a model of plain text
 
-// eos_token_id: a number, or a list of them.
-std::vector<int64_t> EndsIn(const nlohmann::json& config) {
-  std::vector<int64_t> ends;
-  const auto end = config.find("eos_token_id");
-  if (end == config.end()) return ends;
-  for (const nlohmann::json& id : end->is_array() ? *end : nlohmann::json::array({*end})) {
-    if (id.is_number_integer()) ends.push_back(id.get<int64_t>());
-  }
-  return ends;
-}
-
-// Those of a directory's generation_config.json; none where it is missing or names none.
-absl::StatusOr<std::vector<int64_t>> GenerationEnds(const std::string& directory) {
-  const absl::StatusOr<nlohmann::json> config = ReadJsonObject(directory + "/generation_config.json");
-  if (absl::IsNotFound(config.status())) return std::vector<int64_t>();
-  RETURN_IF_ERROR(config.status());
-  return EndsIn(*config);
-}
-
 absl::Status OpenDirectory(const std::string& directory, std::string_view program, std::ostream& err,
                            TextModel* text) {
   std::vector<std::string> notes;
@@ -59,10 +40,12 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
   text->packed = models::PackingOf(directory);
   if (text->packed.has_value())
     text->identity.update({{"bits", text->packed->bits}, {"group", text->packed->group}});
-  // The tokens that end a text, where config.json says so.
-  // As in transformers, generation_config.json replaces them.
-  ASSIGN_OR_RETURN(text->ends, GenerationEnds(directory));
-  if (text->ends.empty()) text->ends = EndsIn(text->model->ToPublished());
+  ASSIGN_OR_RETURN(GenerationConfig config, ReadGenerationConfig(directory));
+  for (const std::string& note : config.notes)
+    err << program << ": " << directory << "/" << note << "\n" << std::flush;
+  text->defaults = std::move(config.defaults);
+  // As in transformers, generation_config.json replaces those of config.json.
+  text->ends = config.ends.empty() ? EndsIn(text->model->ToPublished()) : std::move(config.ends);
   return absl::OkStatus();
 }
 
@@ -120,7 +103,8 @@ absl::Status OpenTokenizer(const std::optional<std::string>& tokenizer, const st
       err << program << ": " << note << "\n" << std::flush;
     // A model's own files come before those of the tokenizer, and the numbers there before the names.
     if (text->ends.empty()) {
-      ASSIGN_OR_RETURN(text->ends, GenerationEnds(models::WeightDirectory(path)));
+      ASSIGN_OR_RETURN(const GenerationConfig config, ReadGenerationConfig(models::WeightDirectory(path)));
+      text->ends = config.ends;
     }
     if (text->ends.empty()) {
       const std::vector<int32_t>& ends = text->tokenizer->special_ids().eos;
@@ -197,6 +181,11 @@ absl::Status TextModel::CheckTokens(const std::vector<int64_t>& tokens) const {
 absl::Status TextModel::NoSuchToken(std::string_view token) const {
   return absl::InvalidArgumentError(
       absl::StrCat("token ", std::string(token), " is not one of the model's ", model->vocabulary()));
+}
+
+std::string TextModel::BytesOf(int64_t token) const {
+  if (tokenizer != nullptr) return tokenizer->BytesOf(static_cast<int32_t>(token));
+  return bytes ? std::string(1, static_cast<char>(token)) : absl::StrCat(token, " ");
 }
 
 absl::StatusOr<std::vector<int64_t>> TextModel::Encode(const std::string& prompt) const {

@@ -17,6 +17,7 @@
 #include "models/family.h"
 #include "models/packed_weights.h"
 #include "text/tokenizer.h"
+#include "tools/penstock/generation_config.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::tools {
@@ -27,6 +28,7 @@ struct TextModel {
   bool bytes = false;  // tokens are the bytes of a text
   std::shared_ptr<const text::Tokenizer> tokenizer;  // null: none
   std::vector<int64_t> ends;                         // tokens that end a text
+  GenerationDefaults defaults;                       // of a directory's generation_config.json
 
   std::string directory;                         // Hugging Face's; empty: a state
   std::optional<models::PackedWeights> packed;   // of a directory, if `penstock pack` wrote it
@@ -44,6 +46,8 @@ struct TextModel {
   absl::StatusOr<std::vector<int64_t>> TokensOf(const std::string& prompt) const;
   // kInvalidArgument: none, or one that the model does not have.
   absl::Status CheckTokens(const std::vector<int64_t>& tokens) const;
+  // The bytes that a token adds to a text.
+  std::string BytesOf(int64_t token) const;
   // kInvalidArgument, of a token that the model does not have, as it was written.
   absl::Status NoSuchToken(std::string_view token) const;
 };

@@ -26,6 +26,7 @@
 #include "tools/penstock/generate_output.h"
 #include "tools/penstock/generate_prompts.h"
 #include "tools/penstock/generate_text.h"
+#include "tools/penstock/sampling_flags.h"
 #include "tools/penstock/stop_signal.h"
 #include "tools/penstock/text_model.h"
 #include "tools/penstock/verbs.h"
@@ -34,33 +35,35 @@ namespace penstock::tools {
 namespace {
 
 constexpr const char* kGenerateName = "penstock generate";
+constexpr int64_t kUsualTokens = 128;
 
 struct GenerateFlags {
   std::vector<std::string> dirs, prompt, stop;
   std::optional<std::string> prompts, out, report, tokenizer, kv_dir;
   GenerateMemoryFlags memory;
-  int64_t tokens = 128, seed = 1;
-  std::optional<int64_t> weights;
-  models::SamplingOptions sampling;
+  int64_t seed = 1;
+  std::optional<int64_t> tokens, weights;
+  SamplingFlags sampling;
   bool stream = false, json = false, overwrite = false, quiet = false, verbose = false;
 };
 
 absl::Status CheckFlags(const GenerateFlags& flags) {
-  RETURN_IF_ERROR(CheckFlag<int64_t>("--tokens", flags.tokens, 1, int64_t{1} << 40));
-  RETURN_IF_ERROR(CheckFlag<int64_t>("--top-k", flags.sampling.top_k, 0, int64_t{1} << 32));
+  RETURN_IF_ERROR(CheckFlag<int64_t>("--tokens", flags.tokens.value_or(1), 1, int64_t{1} << 40));
   RETURN_IF_ERROR(CheckFlag<int64_t>("--seed", flags.seed, 0, int64_t{1} << 62));
-  const models::SamplingOptions& s = flags.sampling;
-  if (!(s.temperature >= 0 && s.temperature <= 1e6))
-    return WrongFlag(
-        absl::StrCat("--temperature ", s.temperature, ": must be between 0 (the likeliest token) and 1e6"));
-  if (!(s.top_p > 0 && s.top_p <= 1))
-    return WrongFlag(absl::StrCat("--top-p ", s.top_p, ": must be above 0 and at most 1"));
-  if (!(s.repetition_penalty > 0 && s.repetition_penalty <= 1e6))
-    return WrongFlag(absl::StrCat("--repetition-penalty ", s.repetition_penalty, ": must be above 0"));
+  RETURN_IF_ERROR(CheckSampling(flags.sampling));
+  if (flags.sampling.min_tokens.value_or(0) > flags.tokens.value_or(INT64_MAX)) {
+    return WrongFlag(absl::StrCat("--min-tokens ", *flags.sampling.min_tokens, ": must be at most the ",
+                                  *flags.tokens, " of --tokens"));
+  }
   if (flags.prompt.empty() == !flags.prompts.has_value())
     return WrongFlag("either --prompt TEXT or --prompts FILE.jsonl is needed");
-  if (flags.stream && (flags.prompts.has_value() || flags.out.has_value() || flags.prompt.size() > 1))
-    return WrongFlag("--stream writes one text as it comes: it goes with one --prompt and without --out");
+  if (flags.stream &&
+      (flags.prompts.has_value() || flags.out.has_value() || flags.prompt.size() > 1 || flags.sampling.n > 1))
+    return WrongFlag(
+        "--stream writes one text as it comes: it goes with one --prompt and without --out and --n");
+  if (flags.sampling.logprobs.has_value() && !flags.prompts.has_value() && !flags.out.has_value() &&
+      !flags.json)
+    return WrongFlag("--logprobs is written to JSON lines: it goes with --json, --out or --prompts");
   if (flags.json && (flags.stream || flags.out.has_value()))
     return WrongFlag("--json writes to stdout: it goes without --out and --stream");
   if (flags.overwrite && !flags.out.has_value()) return WrongFlag("--overwrite requires --out");
@@ -99,6 +102,9 @@ class Generation {
     RETURN_IF_ERROR(CheckFlags(flags_));
     ASSIGN_OR_RETURN(model_, OpenTextModel(flags_.dirs, flags_.tokenizer, kGenerateName, err_));
     RETURN_IF_ERROR(CheckWeights());
+    ASSIGN_OR_RETURN(sampling_, ResolveSampling(flags_.sampling, model_));
+    tokens_ = flags_.tokens.value_or(model_.defaults.max_tokens.value_or(kUsualTokens));
+    stops_ = flags_.stop.empty() ? model_.defaults.stop : flags_.stop;
     if (flags_.prompts.has_value()) {
       prompts_.emplace(&model_, *flags_.prompts);
     } else {
@@ -107,7 +113,7 @@ class Generation {
     threads_ = static_cast<int>(flags_.memory.threads.value_or(model_.threads));
     generate::GeneratorOptions options;
     RETURN_IF_ERROR(ResolveGenerateMemory(flags_.memory, threads_, open_device_, &options));
-    options.sampling = flags_.sampling;
+    options.sampling = sampling_;
     options.ends = model_.ends;
     options.cache_directory = CacheDirectory(flags_);
     options.log = [this](const std::string& line) {
@@ -133,6 +139,14 @@ class Generation {
   }
 
  private:
+  struct Active {
+    Prompt prompt;
+    int64_t sample = 0;
+    std::string key;
+    std::unique_ptr<GrowingText> text;
+    std::vector<models::TokenLogprobs> logprobs;  // parallel to its tokens
+  };
+
   void Say(const std::string& line) {
     if (!flags_.quiet) err_ << line << "\n" << std::flush;
   }
@@ -153,24 +167,35 @@ class Generation {
   }
 
   int64_t TokensOf(const Prompt& prompt) const {
-    const int64_t asked = prompt.max_tokens > 0 ? std::min(prompt.max_tokens, flags_.tokens) : flags_.tokens;
+    const int64_t asked = prompt.max_tokens > 0 ? std::min(prompt.max_tokens, tokens_) : tokens_;
     return std::min(asked, model_.window - static_cast<int64_t>(prompt.tokens.size()));
   }
 
-  // Of all that a text depends on.
-  std::string KeyOf(const Prompt& prompt) const {
-    const models::SamplingOptions& s = flags_.sampling;
+  // The text of a prompt's sample, among those of all.
+  int64_t IndexOf(const Prompt& prompt, int64_t sample) const {
+    return prompt.index * flags_.sampling.n + sample;
+  }
+
+  // Of all that a text depends on, and of what is written with it.
+  std::string KeyOf(const Prompt& prompt, int64_t sample) const {
+    const models::SamplingOptions& s = sampling_;
     nlohmann::json all = {{"model", model_.identity},
                           {"ends", model_.ends},
                           {"prompt", prompt.tokens},
                           {"tokens", TokensOf(prompt)},
-                          {"stop", flags_.stop},
+                          {"stop", stops_},
                           {"temperature", s.temperature},
                           {"repetition_penalty", s.repetition_penalty}};
     if (flags_.memory.device != "cpu")
       all["device"] = flags_.memory.device;  // sums are rounded otherwise there
     if (s.temperature > 0)
-      all.update({{"seed", flags_.seed + prompt.index}, {"top_k", s.top_k}, {"top_p", s.top_p}});
+      all.update({{"seed", flags_.seed + IndexOf(prompt, sample)}, {"top_k", s.top_k}, {"top_p", s.top_p}});
+    if (s.temperature > 0 && s.min_p > 0) all["min_p"] = s.min_p;
+    if (s.presence_penalty != 0) all["presence_penalty"] = s.presence_penalty;
+    if (s.frequency_penalty != 0) all["frequency_penalty"] = s.frequency_penalty;
+    if (s.min_tokens > 0) all["min_tokens"] = s.min_tokens;
+    if (!s.logit_bias.empty()) all["logit_bias"] = s.logit_bias;
+    if (flags_.sampling.logprobs.has_value()) all["logprobs"] = *flags_.sampling.logprobs;
     const std::string text = all.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     return absl::StrFormat("%016x", kernels::Checksum(text.data(), text.size()));
   }
@@ -181,7 +206,7 @@ class Generation {
     while (true) {
       ASSIGN_OR_RETURN(const std::optional<Prompt> prompt, prompts_->Next());
       if (!prompt.has_value()) break;
-      ++total_;
+      total_ += flags_.sampling.n;
       const auto length = static_cast<int64_t>(prompt->tokens.size());
       if (length >= model_.window) {
         return WrongFlag(absl::StrCat("prompt ", prompt->index, " has ", length, " tokens: the model takes ",
@@ -197,12 +222,14 @@ class Generation {
     while (true) {
       ASSIGN_OR_RETURN(const std::optional<Prompt> prompt, prompts_->Next());
       if (!prompt.has_value()) break;
-      bool done = false;
-      if (output_ != nullptr) {
-        ASSIGN_OR_RETURN(done, output_->Has(prompt->index, KeyOf(*prompt)));
+      for (int64_t sample = 0; sample < flags_.sampling.n; ++sample) {
+        bool done = false;
+        if (output_ != nullptr) {
+          ASSIGN_OR_RETURN(done, output_->Has(IndexOf(*prompt, sample), KeyOf(*prompt, sample)));
+        }
+        if (!done) ++left_;
+        tokens_left_ += done ? 0 : TokensOf(*prompt);
       }
-      if (!done) ++left_;
-      tokens_left_ += done ? 0 : TokensOf(*prompt);
     }
     if (left_ < total_ && left_ > 0)
       Say(absl::StrCat(*flags_.out, ": ", total_ - left_, " of ", total_, " are there; going on"));
@@ -216,6 +243,9 @@ class Generation {
     std::optional<NotedStopSignals> signals(std::in_place);
     generate::GenerationCallbacks callbacks;
     callbacks.next = [this] { return NextRequest(); };
+    callbacks.logprobs = [this](int64_t id, models::TokenLogprobs logprobs) {
+      active_.at(id).logprobs.push_back(std::move(logprobs));
+    };
     callbacks.token = [this](int64_t id, int64_t token) { return TakeToken(id, token); };
     callbacks.finished = [this](int64_t id, generate::Finish finish) { return Finished(id, finish); };
     callbacks.progress = [this](const generate::GenerationStats& stats) { Show(stats); };
@@ -252,19 +282,43 @@ class Generation {
 
   absl::StatusOr<std::optional<generate::GenerationRequest>> NextRequest() {
     while (true) {
-      ASSIGN_OR_RETURN(std::optional<Prompt> prompt, prompts_->Next());
-      if (!prompt.has_value()) return std::nullopt;
-      std::string key = KeyOf(*prompt);
+      if (sample_ == flags_.sampling.n) {
+        ASSIGN_OR_RETURN(prompt_, prompts_->Next());
+        sample_ = 0;
+      }
+      if (!prompt_.has_value()) return std::nullopt;
+      const int64_t sample = sample_++, index = IndexOf(*prompt_, sample);
+      std::string key = KeyOf(*prompt_, sample);
       if (output_ != nullptr) {
-        ASSIGN_OR_RETURN(const bool done, output_->Has(prompt->index, key));
+        ASSIGN_OR_RETURN(const bool done, output_->Has(index, key));
         if (done) continue;
       }
-      generate::GenerationRequest request{prompt->index, prompt->tokens, TokensOf(*prompt),
-                                          static_cast<uint64_t>(flags_.seed + prompt->index)};
-      active_.emplace(request.id, Active{*std::move(prompt), std::move(key),
-                                         std::make_unique<GrowingText>(&model_, &flags_.stop)});
-      return request;
+      active_.emplace(index, Active{.prompt = *prompt_,
+                                    .sample = sample,
+                                    .key = std::move(key),
+                                    .text = std::make_unique<GrowingText>(&model_, &stops_),
+                                    .logprobs = {}});
+      return generate::GenerationRequest{.id = index,
+                                         .prompt = prompt_->tokens,
+                                         .tokens = TokensOf(*prompt_),
+                                         .seed = static_cast<uint64_t>(flags_.seed + index),
+                                         .logprobs = flags_.sampling.logprobs};
     }
+  }
+
+  nlohmann::ordered_json LogprobsJson(const Active& active) const {
+    const auto json_of = [this](int64_t token, double logprob) {
+      return nlohmann::ordered_json{{"token", token}, {"text", model_.BytesOf(token)}, {"logprob", logprob}};
+    };
+    nlohmann::ordered_json all = nlohmann::ordered_json::array();
+    for (size_t i = 0; i < active.logprobs.size(); ++i) {
+      nlohmann::ordered_json each = json_of(active.text->tokens()[i], active.logprobs[i].logprob);
+      each["top"] = nlohmann::ordered_json::array();
+      for (const auto& [token, logprob] : active.logprobs[i].top)
+        each["top"].push_back(json_of(token, logprob));
+      all.push_back(std::move(each));
+    }
+    return all;
   }
 
   bool TakeToken(int64_t id, int64_t token) {
@@ -281,10 +335,12 @@ class Generation {
     tokens_left_ -= TokensOf(active.prompt);
     nlohmann::ordered_json line = {{"index", id}};
     if (!active.prompt.id.is_null()) line["id"] = active.prompt.id;
+    if (flags_.sampling.n > 1) line["sample"] = active.sample;
     line["text"] = active.text->text();
     line["tokens"] = active.text->tokens();
     line["prompt_tokens"] = active.prompt.tokens.size();
     line["finish"] = generate::FinishName(finish);
+    if (flags_.sampling.logprobs.has_value()) line["logprobs"] = LogprobsJson(active);
     line["key"] = active.key;
     if (output_ != nullptr) {
       RETURN_IF_ERROR(output_->Append(line));
@@ -375,19 +431,18 @@ class Generation {
                     {"decode_read_bytes_per_s", static_cast<double>(stats.decode_read_bytes) / decode}});
   }
 
-  struct Active {
-    Prompt prompt;
-    std::string key;
-    std::unique_ptr<GrowingText> text;
-  };
-
   const GenerateFlags& flags_;
   const OpenGenerateDevice& open_device_;
   std::ostream &out_, &err_;
   const bool terminal_;
   TextModel model_;
+  models::SamplingOptions sampling_;
+  int64_t tokens_ = 0;              // of each text, at most
+  std::vector<std::string> stops_;  // that end one
   int threads_ = 1;
   std::optional<Prompts> prompts_;
+  std::optional<Prompt> prompt_;        // whose samples are begun
+  int64_t sample_ = flags_.sampling.n;  // the next of them
   std::unique_ptr<GenerateOutput> output_;
   std::unique_ptr<generate::Generator> generator_;
   int64_t total_ = 0, left_ = 0;  // prompts; those not done when this began
@@ -419,8 +474,10 @@ int RunGenerateWith(const OpenGenerateDevice& open_device, int argc, const char*
   app.add_option("--out", flags.out,
                  "JSONL file for finished texts; prompts that it already answers are skipped");
   app.add_flag("--overwrite", flags.overwrite, "Replace --out instead of continuing it");
-  app.add_option("--tokens", flags.tokens, "Maximum number of new tokens of each text [128]");
-  app.add_option("--stop", flags.stop, "Stop string; the text ends before it. Repeat the flag for several")
+  app.add_option("--tokens,--max-tokens", flags.tokens,
+                 "Maximum number of new tokens of each text [the model's, else 128]");
+  app.add_option("--stop", flags.stop,
+                 "Stop string; the text ends before it. Repeat the flag for several [the model's]")
       ->take_all()
       ->allow_extra_args(false);
   DeclareGenerateMemory(app, flags.memory);
@@ -428,13 +485,8 @@ int RunGenerateWith(const OpenGenerateDevice& open_device, int argc, const char*
                  "Bits per weight: 16 (unpacked), 8 or 4 (packed); must match DIR [as in DIR]");
   app.add_option("--kv-dir", flags.kv_dir,
                  "Directory for the on-disk KV cache [directory of --out, else the current one]");
-  app.add_option("--temperature", flags.sampling.temperature,
-                 "Softmax temperature; 0 is greedy decoding [0]");
-  app.add_option("--top-k", flags.sampling.top_k, "Sample among the k most likely tokens; 0 disables [0]");
-  app.add_option("--top-p", flags.sampling.top_p, "Top-p (nucleus) sampling threshold; 1 disables [1]");
-  app.add_option("--repetition-penalty", flags.sampling.repetition_penalty,
-                 "Repetition penalty; 1 disables [1]");
-  app.add_option("--seed", flags.seed, "Sampling seed; prompt i uses seed + i [1]");
+  DeclareSampling(app, flags.sampling);
+  app.add_option("--seed", flags.seed, "Sampling seed; text i of all prompts' uses seed + i [1]");
   app.add_option("--tokenizer", flags.tokenizer, "A tokenizer.json or its directory [the model's own]");
   app.add_option("--report", flags.report, "Write a JSON report of the run: bytes, seconds, tokens/s");
   app.add_flag("--json", flags.json, "Print texts as JSON lines, in the format of --out");

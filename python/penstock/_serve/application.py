@@ -53,6 +53,7 @@ class Application:
         self._created = int(time.time())
         self._context = llm.max_length
         self._vocabulary = int(llm._core.vocabulary)
+        self._defaults = llm._defaults
         self._encoder = ThreadPoolExecutor(1, "penstock-encode")
         self._engine: Optional[Engine] = None
         self._held = 0  # bytes of bodies that are read and become prompts
@@ -160,7 +161,7 @@ class Application:
     async def _texts(self, request: Request, chat: bool) -> Any:
         """The answer of one of the two routes that make texts: a response, or with ``stream`` what sends itself."""
         with self._holding() as hold:
-            form = forms.read(await self._body(request, hold), chat, self._settings.name, self._context, self.engine.most)
+            form = forms.read(await self._body(request, hold), chat, self._settings.name, self._context, self.engine.most, self._vocabulary, self._defaults)
             answer = await self._begin(request, form)
         with contextlib.ExitStack() as begun:
             begun.enter_context(answer.at_end)
@@ -307,6 +308,9 @@ class _Answer:
         prompt = self._form.prompts[index // self._form.n] if self._form.echo else ""
         return prompt if isinstance(prompt, str) else ""
 
+    def _logprobs(self, index: int) -> forms.Logprobs:
+        return forms.Logprobs(self._form, len(self._echo(index)))
+
     async def whole(self) -> Dict[str, Any]:
         ends: Dict[int, Ended] = {}
         while events := await self._texts.events():
@@ -318,13 +322,15 @@ class _Answer:
             raise self.why()
         in_order = [ends[i] for i in range(self._form.count)]
         texts = [self._echo(i) + ended.text for i, ended in enumerate(in_order)]
-        return forms.whole(self._form, texts, [ended.finish for ended in in_order], forms.usage_of(self.prompt_tokens, self._tokens))
+        logprobs = [self._logprobs(i).of(ended.logprobs, ended.raw) for i, ended in enumerate(in_order)]
+        return forms.whole(self._form, texts, [ended.finish for ended in in_order], logprobs, forms.usage_of(self.prompt_tokens, self._tokens))
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         async def body(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
         chunks = forms.Chunks(self._form)
+        logprobs = [self._logprobs(i) for i in range(self._form.count)]
         with self.at_end:
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -336,9 +342,10 @@ class _Answer:
                     for index, what in events:
                         if isinstance(what, Ended):
                             self._take(what)
-                            data.append(chunks.end(index, what.finish))
+                            left = logprobs[index].of(what.logprobs, what.raw) if what.logprobs else None
+                            data.append(chunks.end(index, what.finish, left))
                         else:
-                            data.append(chunks.part(index, what))
+                            data.append(chunks.part(index, what.text, logprobs[index].of(what.logprobs, what.raw)))
                     await body(b"".join(data))
                 if self._texts.cancelled:
                     raise self.why()

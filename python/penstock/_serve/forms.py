@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import math
@@ -12,20 +13,16 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from .._buffers import shown
 from .._small_files import parse_json
-from ..llm import _options
+from ..llm import TokenLogprob, _options, _whole_bounds
 
 Prompt = Union[str, List[int]]
 
-_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
-_SERVED = ("model", *_SAMPLING, "max_tokens", "max_completion_tokens", "seed", "stop", "n", "stream", "stream_options")
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
+_SERVED = ("model", *_NUMBERS, "logit_bias", "logprobs", "max_tokens", "max_completion_tokens", "seed", "stop", "n", "stream", "stream_options")
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
 # What is not served, and the values that ask for nothing. None always asks for nothing.
-_NEUTRAL: Dict[str, Tuple[Any, ...]] = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
-_NEUTRAL_TEXT: Dict[str, Tuple[Any, ...]] = {**_NEUTRAL, "best_of": (1,), "logprobs": (False,), "suffix": ("",)}
+_NEUTRAL_TEXT: Dict[str, Tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",)}
 _NEUTRAL_CHAT: Dict[str, Tuple[Any, ...]] = {
-    **_NEUTRAL,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -43,7 +40,6 @@ _NEUTRAL_CHAT: Dict[str, Tuple[Any, ...]] = {
     "web_search_options": (),
 }
 _MOST_SEED = (1 << 62) - 1
-_MOST_CHOICES = 128
 _MOST_VALUES = 1 << 18  # of a body: parsing takes time by their number, and everybody waits meanwhile
 
 
@@ -91,8 +87,8 @@ class Form:
         return {**self.options, "tokens": tokens, "seed": (self.options["seed"] + index) & _MOST_SEED}
 
 
-def read(body: bytes, chat: bool, served: str, context: int, most_texts: int) -> Form:
-    """The form in a request's body. context: the model's tokens; most_texts: at once. Refused: what it asks for is malformed, unknown, more
+def read(body: bytes, chat: bool, served: str, context: int, most_texts: int, vocabulary: int, defaults: Mapping[str, Any]) -> Form:
+    """The form in a request's body. context, vocabulary: the model's tokens; most_texts: at once; defaults: LLM's. Refused: what it asks for is malformed, unknown, more
     than the server takes, or not served.
     """
     most = max(_MOST_VALUES, 2 * context)
@@ -118,18 +114,20 @@ def read(body: bytes, chat: bool, served: str, context: int, most_texts: int) ->
         raise Refused(400, "stream_options has include_usage and nothing else", "stream_options")
     if "stream_options" in given and not given.get("stream"):
         raise Refused(400, "stream_options is for stream: true alone", "stream_options")
-    n = _whole(given.get("n", 1), "n", 1, _MOST_CHOICES)
-    asked: Any = given.get("max_completion_tokens", given.get("max_tokens", None if chat else 16))
+    n = _whole(given.get("n", 1), "n", *_whole_bounds("n"))
+    asked: Any = given.get("max_completion_tokens", given.get("max_tokens", defaults.get("max_tokens") if chat else 16))
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     prompts = [] if chat else _prompts(given.get("prompt", ""), most_texts)
     echo = given.get("echo", False)
+    if echo and _top(given, chat) is not None:
+        raise Refused(400, "logprobs are not served with echo: those of a prompt are not computed", "logprobs", "unsupported_parameter")
     if echo and not all(isinstance(each, str) for each in prompts):
         raise Refused(400, "echo is served for prompts that are texts", "echo")
     return Form(
         prompts=prompts,
         messages=_messages(given.get("messages"), context) if chat else None,
         max_tokens=None if asked is None else _whole(asked, name, 1, 1 << 62),
-        options=_sampling(given),
+        options=_sampling(given, chat, vocabulary, defaults),
         n=n,
         stream=given.get("stream", False),
         usage=bool(stream_options.get("include_usage")),
@@ -145,7 +143,7 @@ def check_model(model: str, served: str) -> None:
 
 def _check_names(given: Mapping[str, Any], chat: bool) -> None:
     neutral = _NEUTRAL_CHAT if chat else _NEUTRAL_TEXT
-    known = (*_SERVED, *(("messages",) if chat else ("prompt", "echo")), *_IGNORED)
+    known = (*_SERVED, *(("messages", "top_logprobs") if chat else ("prompt", "echo")), *_IGNORED)
     for name, value in given.items():
         if name in neutral:
             if value is not None and not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral[name]):
@@ -161,11 +159,11 @@ def _whole(value: Any, name: str, least: int, most: int) -> int:
     return value
 
 
-def _sampling(given: Mapping[str, Any]) -> Dict[str, Any]:
+def _sampling(given: Mapping[str, Any], chat: bool, vocabulary: int, defaults: Mapping[str, Any]) -> Dict[str, Any]:
     seed = given.get("seed", secrets.randbits(62))
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise Refused(400, "seed must be a whole number", "seed")
-    for name in _SAMPLING:
+    for name in _NUMBERS:
         value = given.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
             raise Refused(400, f"{name} must be a number", name)
@@ -173,10 +171,28 @@ def _sampling(given: Mapping[str, Any]) -> Dict[str, Any]:
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(each, str) and each and _encodes(each) for each in stops):
         raise Refused(400, "stop must be a text, or a list of texts, with at least one character each", "stop")
+    asked = {name: given[name] for name in (*_NUMBERS, "logit_bias") if name in given}
+    if "max_tokens" in given or "max_completion_tokens" in given:
+        asked["max_tokens"] = given.get("max_completion_tokens", given.get("max_tokens"))
     try:
-        return _options(1, given.get("temperature", 1.0), given.get("top_p", 1.0), given.get("top_k", 0), seed & _MOST_SEED, stops, given.get("repetition_penalty", 1.0))
+        return _options({"temperature": 1.0, **defaults}, vocabulary, **asked, seed=seed & _MOST_SEED, stop=stops or None, logprobs=_top(given, chat))
     except (TypeError, ValueError) as error:  # which begins with the name
         raise Refused(400, str(error), str(error).split(" ", 1)[0]) from None
+
+
+def _top(given: Mapping[str, Any], chat: bool) -> Optional[int]:
+    """Of how many of the likeliest tokens log-probabilities are asked for; None: of none, nor of those chosen."""
+    logprobs = given.get("logprobs", False)
+    if not chat:
+        if logprobs is False:
+            return None
+        return _whole(logprobs, "logprobs", *_whole_bounds("logprobs"))
+    if not isinstance(logprobs, bool):
+        raise Refused(400, "logprobs must be true or false", "logprobs")
+    top = _whole(given.get("top_logprobs", 0), "top_logprobs", *_whole_bounds("logprobs"))
+    if top and not logprobs:
+        raise Refused(400, "top_logprobs is for logprobs: true alone", "top_logprobs")
+    return top if logprobs else None
 
 
 def _encodes(text: str) -> bool:
@@ -252,14 +268,53 @@ def usage_of(prompt_tokens: int, tokens: int) -> Dict[str, int]:
     return {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
 
 
-def whole(form: Form, texts: Sequence[str], finishes: Sequence[str], usage: Mapping[str, int]) -> Dict[str, Any]:
+def _chat_logprob(each: TokenLogprob) -> Dict[str, Any]:
+    return {"token": each.text, "logprob": each.logprob, "bytes": list(each.bytes)}
+
+
+class Logprobs:
+    """The log-probabilities of one text's tokens in OpenAI's form. ``of`` is given them in order, in parts or at once."""
+
+    def __init__(self, form: Form, before: int) -> None:
+        self._chat = form.chat
+        self._top = form.options["logprobs"]
+        self._offset = before  # in characters
+        self._at = 0  # in bytes of the text
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, entries: Sequence[TokenLogprob], raw: bytes) -> Optional[Dict[str, Any]]:
+        """raw: the text so far, in bytes. None: they are not asked for."""
+        if self._top is None:
+            return None
+        if self._chat:
+            return {"content": [{**_chat_logprob(each), "top_logprobs": [_chat_logprob(likely) for likely in each.top]} for each in entries], "refusal": None}
+        offsets = []
+        for each in entries:
+            self._offset += len(self._decoder.decode(raw[self._at : each.begins]))
+            self._at = max(self._at, min(each.begins, len(raw)))
+            offsets.append(self._offset)
+        tops = []
+        for each in entries:
+            top: Dict[str, float] = {}
+            for likely in (*each.top, each):
+                top.setdefault(likely.text, likely.logprob)
+            tops.append(top)
+        return {
+            "tokens": [each.text for each in entries],
+            "token_logprobs": [each.logprob for each in entries],
+            "top_logprobs": tops if self._top else None,
+            "text_offset": offsets,
+        }
+
+
+def whole(form: Form, texts: Sequence[str], finishes: Sequence[str], logprobs: Sequence[Optional[Mapping[str, Any]]], usage: Mapping[str, int]) -> Dict[str, Any]:
     """The answer without ``stream``."""
     choices: List[Dict[str, Any]] = []
-    for i, (text, finish) in enumerate(zip(texts, finishes)):
+    for i, (text, finish, each) in enumerate(zip(texts, finishes, logprobs)):
         if form.chat:
-            choices.append({"index": i, "message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": None, "finish_reason": finish_of(finish)})
+            choices.append({"index": i, "message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": each, "finish_reason": finish_of(finish)})
         else:
-            choices.append({"index": i, "text": text, "logprobs": None, "finish_reason": finish_of(finish)})
+            choices.append({"index": i, "text": text, "logprobs": each, "finish_reason": finish_of(finish)})
     kind, prefix = ("chat.completion", "chatcmpl-") if form.chat else ("text_completion", "cmpl-")
     return {"id": prefix + form.id, "object": kind, "created": form.created, "model": form.model, "choices": choices, "usage": usage}
 
@@ -276,18 +331,18 @@ class Chunks:
         self._head = "data: " + json.dumps(head)[: -len("]}")]
         self._tail = "]" + (', "usage": null' if form.usage else "") + "}\n\n"
 
-    def _event(self, index: int, what: str, finish: str) -> bytes:
-        return f'{self._head}{{"index": {index}, {what}, "logprobs": null, "finish_reason": {finish}}}{self._tail}'.encode()
+    def _event(self, index: int, what: str, finish: str, logprobs: Optional[Mapping[str, Any]] = None) -> bytes:
+        return f'{self._head}{{"index": {index}, {what}, "logprobs": {json.dumps(logprobs)}, "finish_reason": {finish}}}{self._tail}'.encode()
 
     def begin(self, index: int) -> bytes:
         return self._event(index, '"delta": {"role": "assistant", "content": ""}', "null") if self._chat else b""
 
-    def part(self, index: int, text: str) -> bytes:
+    def part(self, index: int, text: str, logprobs: Optional[Mapping[str, Any]] = None) -> bytes:
         quoted = json.dumps(text)
-        return self._event(index, f'"delta": {{"content": {quoted}}}' if self._chat else f'"text": {quoted}', "null")
+        return self._event(index, f'"delta": {{"content": {quoted}}}' if self._chat else f'"text": {quoted}', "null", logprobs)
 
-    def end(self, index: int, finish: str) -> bytes:
-        return self._event(index, '"delta": {}' if self._chat else '"text": ""', f'"{finish_of(finish)}"')
+    def end(self, index: int, finish: str, logprobs: Optional[Mapping[str, Any]] = None) -> bytes:
+        return self._event(index, '"delta": {}' if self._chat else '"text": ""', f'"{finish_of(finish)}"', logprobs)
 
     def usage(self, usage: Mapping[str, int]) -> bytes:
         return f'{self._head}], "usage": {json.dumps(usage)}}}\n\n'.encode()

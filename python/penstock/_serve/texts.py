@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Callable, Deque, Dict, List, Optional, Tuple, Union
 
-from ..llm import LLM, TextStream
+from ..llm import LLM, TextStream, TokenLogprob, _logprobs
 from .metrics import Metrics
 
 _PATIENCE = 3600.0  # seconds: a text that ends, is cancelled or loses its model wakes the thread that waits for it
@@ -17,15 +17,35 @@ _PATIENCE = 3600.0  # seconds: a text that ends, is cancelled or loses its model
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a text: all of it, why it ended, and how many tokens it has. ``error``: it is not whole."""
+    """The end of a text: all of it, why it ended, and how many tokens it has. ``error``: it is not whole. The rest: as a part has it."""
 
     text: str = ""
     finish: str = ""
     tokens: int = 0
     error: Optional[Exception] = None
+    logprobs: List[TokenLogprob] = field(default_factory=list)
+    raw: bytes = b""
 
 
-Event = Tuple[int, Union[str, Ended]]
+@dataclass(frozen=True)
+class Part:
+    """What is new of a text. ``logprobs``: of its tokens, where they were asked for; of an end, of those that no part had. ``raw``: then, all of
+    the text so far.
+    """
+
+    text: str
+    logprobs: List[TokenLogprob]
+    raw: bytes
+
+
+Event = Tuple[int, Union[Part, Ended]]
+
+
+def _logprobs_within(made: Any, first: int) -> List[TokenLogprob]:
+    """Without those of the tokens of a stop string, which are no part of the text."""
+    entries = _logprobs(made, first)
+    end = len(made.text)
+    return [each for each in entries if each.begins < end] if made.finish == "stop" else entries
 
 
 class Full(Exception):
@@ -103,11 +123,17 @@ class Engine:
             if request.cancelled:
                 made.cancel()
             first = True
+            given = 0  # log-probabilities
+            asked = text.options["logprobs"] is not None
             for part in stream:
                 if request.by_parts or first:
-                    self._tell(request._part, text.index, part, time.monotonic() if first else None)
+                    new = _logprobs_within(made, given) if asked and request.by_parts else []
+                    given += len(new)
+                    self._tell(request._part, text.index, Part(part, new, made.text if new else b""), time.monotonic() if first else None)
                 first = False
-            ended = Ended(stream.text, stream.finish, len(made.tokens))
+            raw = made.text
+            left = _logprobs_within(made, given) if asked else []
+            ended = Ended(stream.text, stream.finish, len(made.tokens), None, left, raw if left else b"")
         except Exception as error:
             ended = Ended(error=error)
         self._tell(self._end, text, ended)
@@ -195,7 +221,7 @@ class Texts:
         if not self._left:
             self._engine._requests.pop(self, None)
 
-    def _part(self, index: int, part: str, first: Optional[float]) -> None:
+    def _part(self, index: int, part: Part, first: Optional[float]) -> None:
         if first is not None:
             self._engine._metrics.first_token(first - self._since)
         if self.by_parts and not self.cancelled:
