@@ -73,7 +73,8 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
   sizes.cache = {.layers = sizes.decoder.layers,
                  .record_bytes = static_cast<uint64_t>(2 * sizes.decoder.key_heads * sizes.decoder.depth *
                                                        sizes.element_bytes)};
-  int64_t eight = 0, four = 0;  // elements in each code
+  int64_t eight = 0, four = 0, scaled = 0;  // elements in each code
+  int64_t strip = 0;                        // that are decoded at once, of those with scales
   for (const WeightUnit& unit : source.units()) {
     sizes.units.push_back(unit.bytes);
     for (const WeightPart& part : unit.parts) {
@@ -86,6 +87,11 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
       if (stored.turned) sizes.turned_elements += part.elements;
       sizes.converts = sizes.converts || stored.type != type;
       sizes.matrix_elements += part.elements;
+      if (stored.scaled != nullptr) {
+        scaled += part.elements;
+        sizes.scaled = stored.scaled->code();
+        strip = std::max(strip, DecodedRows(stored.columns) * stored.columns);
+      }
       if (!stored.code.has_value()) continue;
       sizes.coded_elements += part.elements;
       (stored.code->bits == 8 ? eight : four) += part.elements;
@@ -93,10 +99,20 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
       sizes.decoded_elements = std::max(sizes.decoded_elements, DecodedRows(stored.columns) * stored.columns);
     }
   }
+  if (scaled * 2 < sizes.matrix_elements) sizes.scaled = std::nullopt;
   const KeptTensors::Sizes with = KeptTensors::SizesOf(decoder, source, type, budget / kTableShare);
   sizes.kept_bytes = KeptTensors::SizesOf(decoder, source, type, 0).kept_bytes;
   sizes.table_bytes = with.kept_bytes - sizes.kept_bytes;
   sizes.loading_bytes = with.loading_bytes;
+  if (strip > 0) {
+    sizes.kept_bytes += static_cast<uint64_t>(strip * sizes.element_bytes);
+    sizes.decoded_elements = std::max(sizes.decoded_elements, strip);
+    sizes.coded_elements += scaled;
+  }
+  for (size_t i = 0; i < layout.tensors.size(); ++i) {
+    if (const auto& of = source.scaled(static_cast<int>(i)); of != nullptr)
+      sizes.kept_bytes += of->scale_bytes();
+  }
   sizes.scratch_bytes = source.scratch_bytes();
   return sizes;
 }
@@ -109,9 +125,13 @@ absl::Status MeasureProducts(const GenerationSizes& sizes, const GeneratorOption
   StoredMatrix piece = {.rows = 1,
                         .columns = sizes.decoder.width,
                         .type = sizes.element_bytes == 2 ? DType::kBf16 : DType::kFp32};
-  if (sizes.coded_elements > 0) piece.code = sizes.code;
+  if (sizes.coded_elements > 0 && !sizes.scaled.has_value()) piece.code = sizes.code;
   piece.turned = sizes.turned_elements * 2 > sizes.matrix_elements;
   piece.rows = std::max<int64_t>(1, std::min(kMeasuredElements, sizes.largest_part) / piece.columns);
+  if (sizes.scaled.has_value()) {
+    piece.scaled = std::make_shared<const models::ScaledMatrix>(
+        models::ScaledMatrix::Plain(*sizes.scaled, piece.rows, piece.columns));
+  }
   const double pieces =
       static_cast<double>(sizes.matrix_elements) / static_cast<double>(piece.rows * piece.columns);
   if (zero::Device* const device = options.device.get(); NeedsDeviceCompute(*device)) {
@@ -575,6 +595,7 @@ absl::Status PlanAsPacked(const kernels::WeightCode& code, const GeneratorOption
   const double share = stored > 0 ? coded / stored : 1;
   for (uint64_t& unit : sizes->units) unit = static_cast<uint64_t>(static_cast<double>(unit) * share);
   sizes->code = code;
+  sizes->scaled = std::nullopt;
   sizes->coded_elements = sizes->matrix_elements;
   sizes->decoded_elements = DecodedRows(sizes->decoder.width) * sizes->decoder.width;
   return MeasureProducts(*sizes, options, wish);

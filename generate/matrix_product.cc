@@ -4,9 +4,11 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "base/check.h"
 #include "base/status_macros.h"
 #include "generate/clock.h"
+#include "generate/decode.h"
 #include "kernels/cache.h"
 #include "kernels/many_rows.h"
 
@@ -54,6 +56,38 @@ void MultiplySingle(const SingleRows& x, const StoredMatrix& matrix, const std::
       kernels::MultiplyRows(in, matrix.type, weights, part);
     }
   });
+}
+
+// Rows of a matrix with scales of its own, decoded a strip at a time, which caches hold until it is
+// multiplied: `multiply` is given memory, first row and rows.
+absl::Status ForDecodedRows(const StoredMatrix& matrix, const std::byte* memory, int64_t first_row,
+                            int64_t rows, ProductScratch* scratch,
+                            absl::FunctionRef<absl::Status(const std::byte*, int64_t, int64_t)> multiply) {
+  constexpr int64_t kLeastElements = 32 << 10;  // for which another thread is worth waking
+  const models::ScaledMatrix& scaled = *matrix.scaled;
+  const size_t width = static_cast<size_t>(matrix.columns) * kernels::BytesPerElement(matrix.type);
+  const int64_t at_once = DecodedRows(matrix.columns);
+  if (const int64_t bytes = std::min(rows, at_once) * static_cast<int64_t>(width);
+      scratch->decoded.bytes() < bytes) {
+    scratch->decoded = {};  // before the next is there
+    ASSIGN_OR_RETURN(scratch->decoded, zero::HostBuffer::Of(bytes, "generate: decoded weights"));
+  }
+  std::byte* const decoded = scratch->decoded.data();
+  for (int64_t row = 0; row < rows; row += at_once) {
+    const int64_t count = std::min(at_once, rows - row);
+    scratch->pool.ParallelFor(static_cast<size_t>(count),
+                              static_cast<size_t>(std::max<int64_t>(kLeastElements / matrix.columns, 1)),
+                              [&](size_t begin, size_t end) {
+                                for (size_t i = begin; i < end; ++i) {
+                                  const int64_t at = row + static_cast<int64_t>(i);
+                                  scaled.Decode(first_row + at,
+                                                memory + static_cast<size_t>(at) * scaled.row_bytes(),
+                                                matrix.type, decoded + i * width);
+                                }
+                              });
+    RETURN_IF_ERROR(multiply(decoded, first_row + row, count));
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -107,6 +141,13 @@ absl::Status MatrixProduct::Add(const std::byte* memory, int64_t first, int64_t 
     PENSTOCK_CHECK(first % columns == 0 && elements % columns == 0, "coded parts are whole rows");
     return AddWholeRows(memory, first / columns, elements / columns);
   }
+  if (matrix_.scaled != nullptr) {
+    PENSTOCK_CHECK(first % columns == 0 && elements % columns == 0, "coded parts are whole rows");
+    return ForDecodedRows(matrix_, memory, first / columns, elements / columns, &scratch_,
+                          [this](const std::byte* decoded, int64_t first_row, int64_t rows) {
+                            return AddWholeRows(decoded, first_row, rows);
+                          });
+  }
   const size_t width = kernels::BytesPerElement(matrix_.type);
   if (!carried_.empty()) {  // the rest of a row that the part before began
     const int64_t rest = std::min(columns - first % columns, elements);
@@ -125,7 +166,7 @@ absl::Status MatrixProduct::Add(const std::byte* memory, int64_t first, int64_t 
   return absl::OkStatus();
 }
 
-// Rows of the matrix as they are stored, or a turned one whole.
+// Rows of the matrix as they are stored, or decoded, or a turned one whole.
 absl::Status MatrixProduct::AddWholeRows(const std::byte* memory, int64_t first_row, int64_t rows) {
   if (single_ > 0) RETURN_IF_ERROR(AddToSingle(memory, first_row, rows));
   return single_ < x_.rows() ? AddToMany(memory, first_row, rows) : absl::OkStatus();
@@ -165,7 +206,8 @@ absl::Status MatrixProduct::AddToMany(const std::byte* memory, int64_t first_row
 
 absl::StatusOr<double> MeasureProduct(const StoredMatrix& matrix, int64_t rows, ProductScratch* scratch) {
   constexpr int kTurns = 3;
-  std::vector<std::byte> weights(static_cast<size_t>(matrix.rows) * RowBytes(matrix));
+  const size_t row_bytes = matrix.scaled != nullptr ? matrix.scaled->row_bytes() : RowBytes(matrix);
+  std::vector<std::byte> weights(static_cast<size_t>(matrix.rows) * row_bytes);
   // Of coded weights the type is what they are decoded to.
   const DType type = matrix.type == DType::kBf16 && TakesPackedRows(matrix) ? DType::kBf16 : DType::kFp32;
   ASSIGN_OR_RETURN(const HostRows in, HostRows::Of(type, rows, matrix.columns));
@@ -176,8 +218,16 @@ absl::StatusOr<double> MeasureProduct(const StoredMatrix& matrix, int64_t rows, 
   for (int turn = 0; turn < kTurns; ++turn) {
     kernels::EvictFromCaches(weights.data(), weights.size());
     const double from = Now();
-    MultiplySingle(x, matrix, weights.data(), matrix.rows, out.data(), static_cast<size_t>(matrix.rows),
-                   &scratch->pool);
+    const auto multiply = [&](const std::byte* memory, int64_t first_row, int64_t count) {
+      MultiplySingle(x, matrix, memory, count, out.data() + first_row, static_cast<size_t>(matrix.rows),
+                     &scratch->pool);
+      return absl::OkStatus();
+    };
+    if (matrix.scaled != nullptr) {
+      RETURN_IF_ERROR(ForDecodedRows(matrix, weights.data(), 0, matrix.rows, scratch, multiply));
+    } else {
+      RETURN_IF_ERROR(multiply(weights.data(), 0, matrix.rows));
+    }
     best = std::min(best, Now() - from);
   }
   return best;

@@ -39,7 +39,8 @@ struct ProductScratch {
   // `threads`: that share a product.
   explicit ProductScratch(int threads) : pool(threads) {}
   kernels::ThreadPool pool;
-  zero::HostBuffer many;  // of kernels/many_rows.h
+  zero::HostBuffer many;     // of kernels/many_rows.h
+  zero::HostBuffer decoded;  // of a matrix with scales of its own
 };
 
 // Rows that are multiplied each by itself, in the form that their matrix takes.

@@ -19,6 +19,7 @@
 #include "generate/kv_cache.h"
 #include "kernels/weight_code.h"
 #include "models/decoder.h"
+#include "models/scaled_weights.h"
 #include "tiering/plan/device_plan.h"
 
 namespace penstock::generate {
@@ -57,7 +58,9 @@ struct GenerationSizes {
   int64_t coded_elements = 0;       // of those, coded
   kernels::WeightCode code;         // in which most of them are
   int64_t decoded_elements = 0;     // that are decoded at once, at most
-  uint64_t loading_bytes = 0;       // of a table as it is stored, where it is kept in another form
+  // Of most of those with scales of their own; null: there are none, or they are fewer than coded ones.
+  std::optional<models::ScaledCode> scaled;
+  uint64_t loading_bytes = 0;  // of a table as it is stored, where it is kept in another form
 };
 
 // A device that computes, with memory of its own.

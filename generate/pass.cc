@@ -47,6 +47,7 @@ StoredMatrix StoredAs(const WeightSource& source, const models::ModelLayout& lay
           .columns = matrix.columns,
           .type = source.type(tensor),
           .code = source.code(tensor),
+          .scaled = source.scaled(tensor),
           .turned = source.turned(tensor)};
 }
 
@@ -100,6 +101,8 @@ KeptTensors::Sizes KeptTensors::SizesOf(const models::Decoder& decoder, const We
             if (const auto& code = source.code(number); code.has_value())
               raw = static_cast<uint64_t>(parameter.rows) *
                     code->row_bytes(static_cast<size_t>(parameter.columns));
+            if (const auto& scaled = source.scaled(number); scaled != nullptr)
+              raw = static_cast<uint64_t>(parameter.rows) * scaled->row_bytes();
             sizes.loading_bytes = std::max(sizes.loading_bytes, raw);
           });
   return sizes;
@@ -148,18 +151,25 @@ absl::StatusOr<HostRows> KeptTensors::Read(int tensor, std::span<const int64_t> 
   const auto count = static_cast<int64_t>(rows.size());
   ASSIGN_OR_RETURN(HostRows result, HostRows::Of(type_, count, columns));
   const std::optional<kernels::WeightCode>& code = source_->code(tensor);
-  if (!code.has_value() && stored == type_) {
+  const models::ScaledMatrix* const scaled = source_->scaled(tensor).get();
+  if (!code.has_value() && scaled == nullptr && stored == type_) {
     RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, result.data()));
     return result;
   }
   const auto width = static_cast<size_t>(columns);
-  const size_t row_bytes =
-      code.has_value() ? code->row_bytes(width) : width * kernels::BytesPerElement(stored);
+  const size_t row_bytes = code.has_value()    ? code->row_bytes(width)
+                           : scaled != nullptr ? scaled->row_bytes()
+                                               : width * kernels::BytesPerElement(stored);
   ASSIGN_OR_RETURN(const zero::HostBuffer raw, zero::HostBuffer::Of(count * static_cast<int64_t>(row_bytes),
                                                                     "generate: rows of a table"));
   RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, raw.data()));
   if (code.has_value()) {
     DecodeRows(*code, raw.data(), count, columns, type_, result.data());
+  } else if (scaled != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      scaled->Decode(rows[static_cast<size_t>(i)], raw.data() + static_cast<size_t>(i) * row_bytes, type_,
+                     result.row(i));
+    }
   } else {
     kernels::Convert(stored, raw.data(), type_, result.data(), result.elements());
   }

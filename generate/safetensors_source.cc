@@ -47,8 +47,13 @@ class SafetensorsSource : public WeightSource {
                      models::WeightImport::OpenAnyCode(path, layout_, label));
     for (size_t i = 0; i < layout_.tensors.size(); ++i) {
       const models::WeightImport::Place place = import->PlaceOf(i);
-      const DType type = place.code.has_value() ? import->packed()->compute : models::StoredType(place.dtype);
-      tensors_.push_back({type, layout_.tensors[i].transposed && !place.code.has_value(), place.code});
+      // What has scales of its own is computed as the table of tokens is stored.
+      const DType type = place.code.has_value()                           ? import->packed()->compute
+                         : place.scaled == nullptr                        ? models::StoredType(place.dtype)
+                         : i > 0 && tensors_.front().type != DType::kBf16 ? DType::kFp32
+                                                                          : DType::kBf16;
+      tensors_.push_back(
+          {type, layout_.tensors[i].transposed && !place.code.has_value(), place.code, place.scaled});
       ASSIGN_OR_RETURN(const size_t file, FileOf(place.path));
       places_.push_back({file, place.offset});
       largest_row_ = std::max(largest_row_, RowBytes(i));
@@ -106,6 +111,7 @@ class SafetensorsSource : public WeightSource {
   uint64_t RowBytes(size_t i) const {
     const Stored& stored = tensors_[i];
     const auto elements = static_cast<uint64_t>(RowElements(i));
+    if (stored.scaled != nullptr) return stored.scaled->row_bytes();
     return stored.code.has_value() ? stored.code->row_bytes(elements) : WidthOf(stored.type) * elements;
   }
 

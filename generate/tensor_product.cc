@@ -4,6 +4,7 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 #include "base/check.h"
@@ -36,6 +37,16 @@ TensorProduct::TensorProduct(Tensor x, const ProductRows& rows, const StoredMatr
   PENSTOCK_CHECK(rows_.single % kDeviceRows == 0, "rows that decode come in blocks on a device");
   // Rows between what is multiplied are numbers too.
   y_ = torch::zeros({x_.size(0), matrix_.rows}, x_.options());
+  if (matrix_.scaled == nullptr) return;
+  const auto there = [&](std::span<const float> values) {
+    Tensor host = torch::empty({static_cast<int64_t>(values.size())}, torch::kFloat32);
+    std::copy(values.begin(), values.end(), host.data_ptr<float>());
+    return host.to(x_.device());
+  };
+  numbers_ = there(models::NumbersOf(matrix_.scaled->code()));
+  const int64_t blocks =
+      (matrix_.columns + matrix_.scaled->block_columns() - 1) / matrix_.scaled->block_columns();
+  scales_ = there(matrix_.scaled->Scales()).view({-1, blocks});
 }
 
 Tensor TensorProduct::Result() {
@@ -48,6 +59,10 @@ void TensorProduct::Add(const std::byte* memory, int64_t first, int64_t elements
   if (matrix_.code.has_value()) {
     PENSTOCK_CHECK(first % columns == 0 && elements % columns == 0, "coded parts are whole rows");
     return AddCodedRows(memory, first / columns, elements / columns);
+  }
+  if (matrix_.scaled != nullptr) {
+    PENSTOCK_CHECK(first % columns == 0 && elements % columns == 0, "coded parts are whole rows");
+    return AddScaledRows(memory, first / columns, elements / columns);
   }
   const torch::Dtype type = zero::TorchDtype(matrix_.type);
   if (matrix_.turned) {
@@ -89,6 +104,27 @@ void TensorProduct::AddCodedRows(const std::byte* memory, int64_t first_row, int
   }
 }
 
+// As models::ScaledMatrix decodes them.
+void TensorProduct::AddScaledRows(const std::byte* memory, int64_t first_row, int64_t rows) {
+  constexpr int64_t kElements = int64_t{1}
+                                << 20;  // at once: they are four times as large while they are decoded
+  const models::ScaledMatrix& scaled = *matrix_.scaled;
+  const auto row_bytes = static_cast<int64_t>(scaled.row_bytes());
+  const int64_t at_once = std::max<int64_t>(kElements / matrix_.columns, 1);
+  for (int64_t row = 0; row < rows; row += at_once) {
+    const int64_t count = std::min(at_once, rows - row);
+    Tensor codes = ElementsAt(memory + row * row_bytes, count * row_bytes, torch::kUInt8, x_);
+    if (scaled.code() == models::ScaledCode::kMxfp4)
+      codes = torch::stack({codes.bitwise_and(15), codes.div(16, "floor")}, 1).flatten();
+    const Tensor values = numbers_.index_select(0, codes.to(torch::kInt32)).view({count, matrix_.columns});
+    const Tensor at =
+        torch::arange(first_row + row, first_row + row + count, x_.options().dtype(torch::kInt64))
+            .div(scaled.block_rows(), "floor");
+    const Tensor scales = scales_.index_select(0, at).repeat_interleave(scaled.block_columns(), 1);
+    AddRows(values.mul_(scales.narrow(1, 0, matrix_.columns)).to(x_.scalar_type()), first_row + row);
+  }
+}
+
 void TensorProduct::AddRows(const Tensor& weights, int64_t first_row) {
   const auto multiply = [&](int64_t first, int64_t rows) {
     Tensor out = y_.narrow(0, first, rows).narrow(1, first_row, weights.size(0));
@@ -106,8 +142,9 @@ double MeasureTensorProduct(const StoredMatrix& matrix, int64_t rows, zero::Devi
       torch::zeros({rows, matrix.columns},
                    there.dtype(matrix.type == kernels::DType::kBf16 ? torch::kBFloat16 : torch::kFloat32));
   const auto columns = static_cast<size_t>(matrix.columns);
-  const size_t row_bytes = matrix.code.has_value() ? matrix.code->row_bytes(columns)
-                                                   : columns * kernels::BytesPerElement(matrix.type);
+  const size_t row_bytes = matrix.code.has_value()    ? matrix.code->row_bytes(columns)
+                           : matrix.scaled != nullptr ? matrix.scaled->row_bytes()
+                                                      : columns * kernels::BytesPerElement(matrix.type);
   const Tensor weights =
       torch::zeros({matrix.rows * static_cast<int64_t>(row_bytes)}, there.dtype(torch::kUInt8));
   const ProductRows all = {.single = rows, .chunks = {}};

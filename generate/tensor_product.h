@@ -38,6 +38,7 @@ class TensorProduct {
 
  private:
   void AddCodedRows(const std::byte* memory, int64_t first_row, int64_t rows);
+  void AddScaledRows(const std::byte* memory, int64_t first_row, int64_t rows);
   void AddRows(const at::Tensor& weights, int64_t first_row);
 
   const at::Tensor x_;
@@ -45,7 +46,8 @@ class TensorProduct {
   const StoredMatrix& matrix_;
   zero::Device& device_;
   at::Tensor y_;
-  at::Tensor carried_;  // the beginning of a row that the next part goes on with; undefined: none
+  at::Tensor numbers_, scales_;  // there, of a matrix with scales of its own
+  at::Tensor carried_;           // the beginning of a row that the next part goes on with; undefined: none
 };
 
 // How long the products of `rows` rows, a multiple of kDeviceRows, with such a matrix take there, in seconds.

@@ -30,6 +30,7 @@
 #include "kernels/float16.h"
 #include "kernels/weight_code.h"
 #include "models/layout.h"
+#include "models/scaled_weights.h"
 #include "swap/store.h"
 #include "zero/ranks/sharded_state.h"
 
@@ -74,6 +75,10 @@ class WeightSource {
   const std::optional<kernels::WeightCode>& code(int tensor) const {
     return tensors_[static_cast<size_t>(tensor)].code;
   }
+  // Of a matrix with scales of its own, which are in memory; else null. Its parts are whole rows.
+  const std::shared_ptr<const models::ScaledMatrix>& scaled(int tensor) const {
+    return tensors_[static_cast<size_t>(tensor)].scaled;
+  }
   // Bytes that a pass over all units moves, by what reads them.
   uint64_t pass_bytes() const;
   uint64_t largest_unit_bytes() const;
@@ -94,6 +99,7 @@ class WeightSource {
     kernels::DType type = kernels::DType::kBf16;
     bool turned = false;
     std::optional<kernels::WeightCode> code = std::nullopt;
+    std::shared_ptr<const models::ScaledMatrix> scaled = nullptr;
   };
   explicit WeightSource(aio::Engine* engine) : engine_(*engine) {}
 

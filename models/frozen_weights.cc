@@ -93,6 +93,11 @@ absl::StatusOr<std::unique_ptr<FrozenWeights>> FrozenWeights::Open(const std::st
 absl::Status FrozenWeights::Take(const WeightImport& import, size_t i) {
   const PublishedTensor& tensor = layout_.tensors[i];
   const WeightImport::Place place = import.PlaceOf(i);
+  if (place.scaled != nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        place.path, ": ", tensor.name, " is in ", ScaledCodeName(place.scaled->code()),
+        ", which `penstock generate` reads and no training: give whole weights, or packed ones"));
+  }
   const DType stored = StoredType(place.dtype);
   const bool matrix = tensor.columns > 0;
   if (place.code.has_value()) {

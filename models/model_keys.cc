@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "models/scaled_weights.h"
 #include "zero/config/config_json.h"
 #include "zero/config/nearest_name.h"
 
@@ -128,12 +129,12 @@ void ModelKeys::LookAtUnknown(const std::vector<std::string_view>& of_function,
 }
 
 void ModelKeys::RefuseOtherForms() {
-  for (const char* key : {"pruned_heads", "quantization_config"}) {
-    const nlohmann::json* given = Find(key);
-    if (given != nullptr && !given->empty()) {
-      Wrong(key, "which is not served: train from whole weights in fp32, bf16 or fp16");
-    }
-  }
+  const nlohmann::json* given = Find("pruned_heads");
+  if (given != nullptr && !given->empty())
+    Wrong("pruned_heads", "which is not served: train from whole weights in fp32, bf16 or fp16");
+  Quantization quantization;
+  if (const absl::Status read = ReadQuantization(json_, &quantization); !read.ok())
+    Fail(std::string(read.message()));
 }
 
 absl::Status CheckSize(const char* name, int64_t value, int64_t most) {

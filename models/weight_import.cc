@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <set>
+#include <span>
+#include <string_view>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -31,6 +33,14 @@ std::string Given(const std::string& label, const std::string& path) {
 
 std::string ShapeText(const std::vector<uint64_t>& shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
+}
+
+// Scales for what is computed in few bits too, elsewhere: here it is computed in the type of the rest.
+bool IsOfActivations(const std::string& name) {
+  constexpr std::string_view kEndings[] = {".input_scale", ".input_scale_ub", ".output_scale",
+                                           ".q_scale",     ".k_scale",        ".v_scale"};
+  return std::any_of(std::begin(kEndings), std::end(kEndings),
+                     [&](std::string_view ending) { return std::string_view(name).ends_with(ending); });
 }
 
 }  // namespace
@@ -84,14 +94,21 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::OpenAnyCode(const st
 absl::Status WeightImport::OpenFiles(const std::string& path, const std::string& given, bool coded) {
   ASSIGN_OR_RETURN(std::string main, MainWeightFile(path, given));
   ASSIGN_OR_RETURN(const WeightFiles names, WeightFilesOf(main, given));
-  std::map<std::string, Source> there;
+  takes_scaled_ = coded;
+  if (coded) {
+    const absl::StatusOr<nlohmann::json> config =
+        ReadJsonObject(absl::StrCat(WeightDirectory(main), "/config.json"));
+    if (config.ok()) RETURN_IF_ERROR(ReadQuantization(*config, &quantization_));
+  }
+  Sources there;
   for (const auto& [file, wanted] : names) {
     absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(file);
     if (absl::IsNotFound(reader.status())) return Wrong(given, absl::StrCat(file, " is missing"));
     RETURN_IF_ERROR(reader.status());
     for (const swap::TensorInfo& info : (*reader)->tensors()) {
       if (!wanted.empty() && wanted.count(info.name) == 0) continue;
-      const bool added = there.emplace(WithoutPrefix(info.name), Source{reader->get(), &info}).second;
+      const bool added =
+          there.emplace(WithoutPrefix(info.name), Source{.file = reader->get(), .info = &info}).second;
       if (!added) return Wrong(given, absl::StrCat("two tensors of the name ", info.name));
     }
     for (const std::string& name : wanted) {
@@ -133,7 +150,7 @@ absl::Status WeightImport::CheckCoded(const PublishedTensor& tensor, const swap:
 
 std::optional<kernels::WeightCode> WeightImport::CodeOf(size_t i) const {
   const swap::TensorInfo& info = *sources_[i].info;
-  if (info.dtype != swap::Dtype::kU8) return std::nullopt;
+  if (!packed_.has_value() || info.dtype != swap::Dtype::kU8) return std::nullopt;
   const kernels::WeightCode eight{8, packed_->group};
   return info.shape[1] == eight.row_bytes(static_cast<uint64_t>(layout_.tensors[i].columns))
              ? eight
@@ -149,12 +166,77 @@ bool WeightImport::IsPassedOver(const std::string& name) const {
                      [&](const std::string& ending) { return absl::EndsWith(name, ending); });
 }
 
-absl::Status WeightImport::Find(const std::map<std::string, Source>& there) {
+absl::Status WeightImport::TakeFp8(const PublishedTensor& tensor, const Sources& there, Source* source,
+                                   std::set<std::string>* known) const {
+  const std::string name = WithoutPrefix(tensor.name);
+  const auto wrong = [&](const std::string& why) {
+    return Wrong(path_, absl::StrCat(source->info->name, " is of type F8_E4M3", why));
+  };
+  if (tensor.transposed) return wrong(" and published turned, which is not read");
+  auto scale = there.find(name + "_scale_inv");
+  if (scale == there.end()) scale = there.find(name + "_scale");
+  if (scale == there.end())
+    return wrong(
+        absl::StrCat(", without a scale: neither ", name, "_scale_inv nor ", name, "_scale is there"));
+  const swap::TensorInfo& info = *scale->second.info;
+  const auto block = ScaleBlock(info.shape, tensor.rows, tensor.columns, quantization_.block);
+  if (!block.has_value() || !IsFloat(info.dtype)) {
+    return Wrong(path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " of ",
+                                     std::string(swap::DtypeName(info.dtype)), ": no scales of a matrix of [",
+                                     tensor.rows, ", ", tensor.columns, "]"));
+  }
+  ASSIGN_OR_RETURN(const uint64_t bytes, info.Bytes());
+  std::vector<std::byte> raw(bytes);
+  RETURN_IF_ERROR(scale->second.file->Read(info, 0, raw));
+  std::vector<float> scales(bytes / swap::DtypeBytes(info.dtype));
+  kernels::Convert(StoredType(info.dtype), raw.data(), kernels::DType::kFp32, scales.data(), scales.size());
+  source->scaled =
+      std::make_shared<const ScaledMatrix>(tensor.columns, block->first, block->second, std::move(scales));
+  known->insert(scale->first);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<WeightImport::Source> WeightImport::TakeMxfp4(const PublishedTensor& tensor,
+                                                             const Sources& there,
+                                                             std::set<std::string>* known) const {
+  const std::string name = WithoutPrefix(tensor.name);
+  const auto blocks = there.find(name + "_blocks"), scales = there.find(name + "_scales");
+  if (blocks == there.end()) return Source{};
+  const auto rows = static_cast<uint64_t>(tensor.rows);
+  const auto groups = static_cast<uint64_t>(tensor.columns / kMxfp4Block);
+  const auto is = [&](const Sources::const_iterator& at, const std::vector<uint64_t>& shape) {
+    return at != there.end() && at->second.info->dtype == swap::Dtype::kU8 && at->second.info->shape == shape;
+  };
+  if (tensor.transposed || tensor.columns % kMxfp4Block != 0 ||
+      !is(blocks, {rows, groups, kMxfp4Block / 2}) || !is(scales, {rows, groups})) {
+    return Wrong(path_, absl::StrCat(blocks->second.info->name, " and ", name, "_scales are not [", rows,
+                                     ", ", groups, ", 16] and [", rows, ", ", groups,
+                                     "] of U8, as this model's matrix has them in mxfp4"));
+  }
+  std::vector<uint8_t> exponents(rows * groups);
+  RETURN_IF_ERROR(
+      scales->second.file->Read(*scales->second.info, 0, std::as_writable_bytes(std::span(exponents))));
+  Source source = blocks->second;
+  source.scaled = std::make_shared<const ScaledMatrix>(tensor.columns, std::move(exponents));
+  known->insert({blocks->first, scales->first});
+  return source;
+}
+
+absl::Status WeightImport::Find(const Sources& there) {
   std::set<std::string> known;
+  bool scaled = false;
   for (const PublishedTensor& tensor : layout_.tensors) {
     const std::string name = WithoutPrefix(tensor.name);
     known.insert(name);
     const auto found = there.find(name);
+    if (found == there.end() && takes_scaled_ && tensor.columns > 0) {
+      ASSIGN_OR_RETURN(Source source, TakeMxfp4(tensor, there, &known));
+      if (source.scaled != nullptr) {
+        scaled = true;
+        sources_.push_back(std::move(source));
+        continue;
+      }
+    }
     if (found == there.end()) {
       const std::string nor = name == tensor.name ? "" : absl::StrCat(" (nor ", name, ")");
       return Wrong(path_, absl::StrCat("no tensor ", tensor.name, nor, ": not weights of this model"));
@@ -170,14 +252,25 @@ absl::Status WeightImport::Find(const std::map<std::string, Source>& there) {
                                        ShapeText(tensor.published_shape()),
                                        " in this model: give the --model that the weights were made for"));
     }
+    if (takes_scaled_ && tensor.columns > 0 && info.dtype == swap::Dtype::kF8E4M3) {
+      Source source = found->second;
+      RETURN_IF_ERROR(TakeFp8(tensor, there, &source, &known));
+      scaled = true;
+      sources_.push_back(std::move(source));
+      continue;
+    }
     if (!IsFloat(info.dtype)) {
       return Wrong(path_, absl::StrCat(info.name, " is of type ", std::string(swap::DtypeName(info.dtype)),
-                                       ": F32, BF16 or F16 can be taken"));
+                                       ": F32, BF16 or F16 can be taken",
+                                       info.dtype == swap::Dtype::kF8E4M3
+                                           ? ", and `penstock generate` takes F8_E4M3 with scales"
+                                           : ""));
     }
     sources_.push_back(found->second);
   }
   for (const auto& [name, source] : there) {
     if (known.count(name) > 0 || IsPassedOver(name)) continue;
+    if (scaled && IsOfActivations(name)) continue;
     if (name != kOutput) {
       return Wrong(path_, absl::StrCat(source.info->name,
                                        " has no place in this model: give the --model that the weights were "

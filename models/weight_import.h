@@ -9,7 +9,8 @@
 // that names it. Masks and other constants that old files carry are passed over, and an output embedding is,
 // if it is the tied one.
 //
-// What `penstock pack` wrote (models/weight_pack.h) is taken where the caller asks for it, and read in place.
+// What `penstock pack` wrote (models/weight_pack.h), and matrices in fp8 or mxfp4 (models/scaled_weights.h),
+// are taken where the caller asks for them, and read in place.
 //
 // Threads: one. Errors: kInvalidArgument: not the weights of this model; kDataLoss: not what it says it is;
 // others as the operating system says.
@@ -22,6 +23,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -30,6 +32,7 @@
 #include "kernels/weight_code.h"
 #include "models/layout.h"
 #include "models/packed_weights.h"
+#include "models/scaled_weights.h"
 #include "swap/safetensors.h"
 
 namespace penstock::models {
@@ -74,10 +77,11 @@ class WeightImport {
     swap::Dtype dtype = swap::Dtype::kF32;
     // Of a coded matrix, which is row by row as kept, even where it is published turned.
     std::optional<kernels::WeightCode> code;
+    std::shared_ptr<const ScaledMatrix> scaled;  // of a matrix with scales of its own; else null
   };
   Place PlaceOf(size_t i) const {
     return {sources_[i].file->path(), sources_[i].file->data_start() + sources_[i].info->offset,
-            sources_[i].info->dtype, CodeOf(i)};
+            sources_[i].info->dtype, CodeOf(i), sources_[i].scaled};
   }
   // Null: not packed.
   const std::optional<PackedWeights>& packed() const { return packed_; }
@@ -86,7 +90,9 @@ class WeightImport {
   struct Source {
     const swap::SafetensorsReader* file = nullptr;
     const swap::TensorInfo* info = nullptr;
+    std::shared_ptr<const ScaledMatrix> scaled = nullptr;
   };
+  using Sources = std::map<std::string, Source>;  // by name, without the prefix
   WeightImport(std::string path, ModelLayout layout) : path_(std::move(path)), layout_(std::move(layout)) {}
   absl::Status OpenFiles(const std::string& path, const std::string& given, bool coded);
   absl::Status TakePacked(const swap::SafetensorsReader& file, bool coded);
@@ -94,7 +100,12 @@ class WeightImport {
   std::optional<kernels::WeightCode> CodeOf(size_t i) const;
   std::string WithoutPrefix(const std::string& name) const;
   bool IsPassedOver(const std::string& name) const;
-  absl::Status Find(const std::map<std::string, Source>& there);
+  // Sets `scaled` of a source whose matrix has scales of its own, and adds their names to `known`.
+  absl::Status TakeFp8(const PublishedTensor& tensor, const Sources& there, Source* source,
+                       std::set<std::string>* known) const;
+  absl::StatusOr<Source> TakeMxfp4(const PublishedTensor& tensor, const Sources& there,
+                                   std::set<std::string>* known) const;
+  absl::Status Find(const Sources& there);
   absl::Status CheckTied(const Source& output);
   absl::Status ReadPlain(const Source& source, int64_t from, int64_t to, float* out);
   absl::Status ReadTurned(const PublishedTensor& tensor, const Source& source, int64_t from, int64_t to,
@@ -107,6 +118,8 @@ class WeightImport {
   std::vector<std::unique_ptr<swap::SafetensorsReader>> files_;
   std::vector<Source> sources_;  // parallel to layout_.tensors
   std::optional<PackedWeights> packed_;
+  bool takes_scaled_ = false;
+  Quantization quantization_;
   std::vector<std::byte> raw_;
   std::vector<float> values_;
 };

@@ -65,6 +65,25 @@ Stored Coded(int64_t rows, int64_t columns, const kernels::WeightCode& code, std
   return stored;
 }
 
+// Random numbers with scales in blocks, as the host decodes them.
+Stored Scaled(int64_t rows, int64_t columns, models::ScaledMatrix matrix, DType type,
+              std::mt19937_64& random) {
+  Stored stored{{.rows = rows, .columns = columns, .type = type}, {}, {}};
+  stored.matrix.scaled = std::make_shared<const models::ScaledMatrix>(std::move(matrix));
+  const models::ScaledMatrix& scaled = *stored.matrix.scaled;
+  for (size_t i = 0; i < static_cast<size_t>(rows) * scaled.row_bytes(); ++i) {
+    auto number = static_cast<uint8_t>(random());
+    if (scaled.code() == models::ScaledCode::kFp8 && (number & 127) == 127) number = 0;  // no number
+    stored.bytes.push_back(static_cast<std::byte>(number));
+  }
+  stored.values.resize(static_cast<size_t>(rows * columns));
+  for (int64_t row = 0; row < rows; ++row) {
+    scaled.Decode(row, stored.bytes.data() + static_cast<size_t>(row) * scaled.row_bytes(), DType::kFp32,
+                  stored.values.data() + row * columns);
+  }
+  return stored;
+}
+
 // Rows that pick a column each: the product has the weights themselves, to the bit.
 void ExpectPicksTheWeights(const Stored& stored, DType type, std::mt19937_64& random) {
   const int64_t columns = stored.matrix.columns, rows = stored.matrix.rows;
@@ -79,14 +98,17 @@ void ExpectPicksTheWeights(const Stored& stored, DType type, std::mt19937_64& ra
     x[row][picked.back()] = 1;
   }
   TensorProduct product(x, shape, stored.matrix, zero::HostDevice().get());
-  const bool whole_rows = stored.matrix.code.has_value();
+  const models::ScaledMatrix* const scaled = stored.matrix.scaled.get();
+  const bool whole_rows = stored.matrix.code.has_value() || scaled != nullptr;
+  const size_t row_bytes = scaled != nullptr ? scaled->row_bytes()
+                           : whole_rows      ? stored.matrix.code->row_bytes(static_cast<size_t>(columns))
+                                             : 0;
   for (int64_t done = 0; done < rows * columns;) {
     int64_t elements = rows * columns - done;
     if (!stored.matrix.turned) elements = std::min(elements, 1 + static_cast<int64_t>(random() % 700));
     if (whole_rows) elements = std::max(columns, elements / columns * columns);
     const uint64_t at = whole_rows
-                            ? static_cast<uint64_t>(done / columns) *
-                                  stored.matrix.code->row_bytes(static_cast<size_t>(columns))
+                            ? static_cast<uint64_t>(done / columns) * row_bytes
                             : static_cast<uint64_t>(done) * kernels::BytesPerElement(stored.matrix.type);
     product.Add(stored.bytes.data() + at, done, elements);
     done += elements;
@@ -114,6 +136,16 @@ TEST(TensorProductTest, HasTheWeightsOfEveryKindHoweverTheyAreCut) {
         ExpectPicksTheWeights(Plain(37, 96, as_stored, turned, random), type, random);
       }
     }
+    for (const auto& [block_rows, block_columns] : {std::pair(37, 130), {1, 130}, {16, 32}, {128, 128}}) {
+      std::vector<float> scales(static_cast<size_t>((36 / block_rows + 1) * (129 / block_columns + 1)));
+      for (float& scale : scales) scale = 0.001f * static_cast<float>(random() % 1000);
+      ExpectPicksTheWeights(
+          Scaled(37, 130, models::ScaledMatrix(130, block_rows, block_columns, scales), type, random), type,
+          random);
+    }
+    std::vector<uint8_t> exponents(37 * 3);
+    for (uint8_t& exponent : exponents) exponent = static_cast<uint8_t>(110 + random() % 30);
+    ExpectPicksTheWeights(Scaled(37, 96, models::ScaledMatrix(96, exponents), type, random), type, random);
     for (const int bits : {8, 4}) {
       for (const int64_t columns : {1, 31, 64, 96, 130}) {
         for (const size_t group : {32, 64, 128}) {

@@ -198,7 +198,7 @@ TEST(LlamaConfig, WhatIsNotComputedIsRefusedByName) {
            {"num_attention_heads", 0, "not 1 or more"},
            {"head_dim", 5, "odd"},
            {"attention_dropout", 1.5, "not in [0, 1)"},
-           {"quantization_config", {{"bits", 4}}, "not served"},
+           {"quantization_config", {{"bits", 4}}, "not read"},
            {"hidden_size", nullptr, "is missing"},
            {"rope_theta", 0, "not above 0"},
            {"rms_norm_epz", 1e-5, "did you mean \"rms_norm_eps\""},

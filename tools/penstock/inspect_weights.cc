@@ -38,6 +38,7 @@ struct File {
 
 struct Weights {
   std::optional<models::PackedWeights> packed;
+  std::string form;        // fp8 or mxfp4, of matrices with scales of their own; empty: there are none
   std::string source;      // of packed ones; empty: pack did not say
   std::string model_type;  // by config.json; empty: there is none
   std::vector<File> files;
@@ -70,6 +71,8 @@ absl::Status Add(const std::string& path, Weights* weights) {
   File& file = weights->files.emplace_back(File{.path = path});
   for (const swap::TensorInfo& tensor : (*reader)->tensors()) {
     ASSIGN_OR_RETURN(const uint64_t bytes, tensor.Bytes());
+    if (tensor.dtype == swap::Dtype::kF8E4M3) weights->form = "fp8";
+    if (tensor.dtype == swap::Dtype::kU8 && tensor.name.ends_with("_blocks")) weights->form = "mxfp4";
     Kind& kind = weights->kinds[std::string(swap::DtypeName(tensor.dtype))];
     ++kind.tensors;
     kind.bytes += bytes;
@@ -85,6 +88,8 @@ nlohmann::ordered_json ToJson(const Weights& weights) {
     types.push_back({{"type", type}, {"tensors", kind.tensors}, {"bytes", kind.bytes}});
   for (const File& file : weights.files)
     files.push_back({{"path", file.path}, {"tensors", file.tensors}, {"bytes", file.bytes}});
+  nlohmann::ordered_json form;
+  if (!weights.form.empty()) form = weights.form;
   if (weights.packed.has_value()) {
     packed = {{"bits", weights.packed->bits},
               {"group", weights.packed->group},
@@ -92,9 +97,10 @@ nlohmann::ordered_json ToJson(const Weights& weights) {
               {"source", nullptr}};
     if (!weights.source.empty()) packed["source"] = weights.source;
   }
-  return {{"packed", std::move(packed)},      {"model_type", weights.model_type},
-          {"tensors", weights.All().tensors}, {"bytes", weights.All().bytes},
-          {"types", std::move(types)},        {"files", std::move(files)}};
+  return {{"packed", std::move(packed)},      {"form", form},
+          {"model_type", weights.model_type}, {"tensors", weights.All().tensors},
+          {"bytes", weights.All().bytes},     {"types", std::move(types)},
+          {"files", std::move(files)}};
 }
 
 std::string Text(const Weights& weights) {
@@ -108,6 +114,10 @@ std::string Text(const Weights& weights) {
                     "\nsource    ", weights.source.empty() ? "not recorded" : weights.source, "\n");
   } else {
     absl::StrAppend(&text, "packed    no\n");
+  }
+  if (!weights.form.empty()) {
+    absl::StrAppend(&text, "form      ", weights.form, ", with scales in tensors of their own: ",
+                    weights.form == "fp8" ? "F8_E4M3 numbers\n" : "E2M1 numbers, two to a byte of U8\n");
   }
   if (!weights.model_type.empty()) absl::StrAppend(&text, "model     ", weights.model_type, "\n");
   const Kind all = weights.All();
