@@ -449,8 +449,10 @@ class PyTrainingEngine {
   // Of a checkpoint, where the engine goes on from it.
   absl::Status MakeRun(GivenOptions& given, const zero::Measured& model) const {
     zero::EngineOptions& made = given.engine;
-    if (!given.imported.path.empty()) return ImportRun(given.imported, model, layouts_, made);
-    if (made.storage.offload == zero::OffloadDevice::kNvme) return zero::RestoreRun(given.restore_from, made);
+    const bool is_verified = given.restore_is_verified;
+    if (!given.imported.path.empty()) return ImportRun(given.imported, model, layouts_, made, is_verified);
+    if (made.storage.offload == zero::OffloadDevice::kNvme)
+      return zero::RestoreRun(given.restore_from, made, is_verified);
     made.storage.state_dirs = {given.restore_from};  // state in memory comes from there itself
     return absl::OkStatus();
   }
@@ -624,6 +626,32 @@ void BindEngine(nb::module_& module) {
       nb::arg("most_buffer_bytes"),
       "Where the run of a checkpoint of DeepSpeed's stood, as JSON. ValueError: it is not of a model with "
       "these parameters, or of a kind that is not served.");
+  module.def(
+      "verify_deepspeed_checkpoint",
+      [](const std::string& path, const std::vector<NamedShape>& parameters,
+         const std::map<std::string, std::string>& names, int rank, int world) {
+        absl::Status status;
+        {
+          const GilReleased released;
+          status = VerifyDeepSpeedCheckpoint(path, parameters, names, rank, world);
+        }
+        RaiseUnlessOk(status, {.path = path});
+      },
+      nb::arg("path"), nb::arg("parameters"), nb::arg("names"), nb::arg("rank"), nb::arg("world"),
+      "Reads all of a checkpoint of DeepSpeed's and checks its checksums; of world ranks each its share.");
+  module.def(
+      "verify_checkpoint",
+      [](const std::string& path, int rank, int world) {
+        absl::Status status;
+        {
+          const GilReleased released;
+          status = zero::VerifyCheckpoint(path, rank, world);
+        }
+        RaiseUnlessOk(status, {.path = path});
+      },
+      nb::arg("path"), nb::arg("rank"), nb::arg("world"),
+      "Reads every tile of a checkpoint and checks it; of world ranks each its share. OSError: it is "
+      "damaged.");
   nb::class_<PyPlan>(module, "Plan", "The plan of an engine that is not made, and what its step would take.")
       .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const PySettings&,
                     const std::string&, int, bool, const std::vector<std::string>&>(),

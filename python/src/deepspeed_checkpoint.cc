@@ -1,5 +1,6 @@
 #include "deepspeed_checkpoint.h"
 
+#include <algorithm>
 #include <exception>
 #include <new>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "tiering/plan/model_graph.h"
 #include "zero/engine/new_state.h"
 #include "zero/engine/rank_agreement.h"
+#include "zero/engine/restore.h"
 #include "zero/engine/state_identity.h"
 
 namespace penstock::python {
@@ -138,7 +140,32 @@ absl::StatusOr<Json> DescribeCheckpoint(const std::string& path, const std::vect
       {"updates", progress.updates},           {"samples", progress.samples}, {"groups", progress.groups},
       {"lr_scheduler", progress.lr_scheduler}, {"client", progress.client},   {"unread", progress.unread}};
   RETURN_IF_ERROR(AddBuffers(*checkpoint, buffers, of_buffers, most_buffer_bytes, &json));
+  RETURN_IF_ERROR(checkpoint->CheckRead());
   return json;
+}
+
+absl::Status VerifyDeepSpeedCheckpoint(const std::string& path, const std::vector<NamedShape>& parameters,
+                                       const models::NameMap& names, int rank, int world) {
+  constexpr int64_t kPiece = int64_t{1} << 18;
+  models::ModelLayout layout;  // each parameter is a block
+  for (const auto& [name, sizes] : parameters) {
+    models::PublishedTensor& tensor = layout.tensors.emplace_back(TensorOf(name, sizes));
+    tensor.block = static_cast<int>(layout.block_elements.size());
+    layout.block_elements.push_back(tensor.elements());
+  }
+  const std::vector<int64_t> elements = layout.block_elements;
+  ASSIGN_OR_RETURN(const auto checkpoint, OpenCheckpoint(path, std::move(layout), names));
+  std::vector<float> values(kPiece);
+  for (int block = rank; block < static_cast<int>(elements.size()); block += world) {
+    const int64_t all = elements[static_cast<size_t>(block)];
+    for (int64_t first = 0; first < all; first += kPiece) {
+      for (const auto kind :
+           {zero::StateKind::kParameter, zero::StateKind::kFirstMoment, zero::StateKind::kSecondMoment}) {
+        RETURN_IF_ERROR(checkpoint->Read(kind, block, first, std::min(kPiece, all - first), values.data()));
+      }
+    }
+  }
+  return checkpoint->CheckRead();
 }
 
 GivenImport MakeImport(const Json& given) {
@@ -154,7 +181,7 @@ GivenImport MakeImport(const Json& given) {
 }
 
 absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, const Layouts& layouts,
-                       const zero::EngineOptions& options) {
+                       const zero::EngineOptions& options, bool is_verified) {
   ASSIGN_OR_RETURN(models::ModelLayout layout, ModelLayoutOf(given.parameters, layouts));
   zero::NewState state;
   state.format = zero::FormatOf(options);
@@ -192,17 +219,19 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
   state.store.weights = zero::ChooseStripes(options.storage, options.memory.host_memory_budget_bytes).weights;
   state.store.sync = options.storage.sync;
   state.store.overwrite = true;  // Python has asked
+  state.store.overwrites_only = swap::SeeCommits(options.storage.state_dirs);
   if (options.storage.versions > 0) state.store.slots = static_cast<uint32_t>(options.storage.versions);
   if (given.is_read_once) state.store.slots = 1;
+  const auto read = [&](zero::StateKind kind, int block, int64_t first, int64_t elements, float* to) {
+    return checkpoint->Read(kind, block, first_of[static_cast<size_t>(block)] + first, elements, to);
+  };
+  ASSIGN_OR_RETURN(const bool replaces, zero::ReplacesCommits(options));
+  if (replaces && !is_verified) RETURN_IF_ERROR(zero::ReadWhole(state, read));
+  // Ranks meet here: none replaces anything before all have read theirs.
   if (options.comm != nullptr) {
     ASSIGN_OR_RETURN(state.store.uuid, zero::AgreeOnUuid(*options.comm));
   }
-  return zero::WriteNewState(
-      state,
-      [&](zero::StateKind kind, int block, int64_t first, int64_t elements, float* to) {
-        return checkpoint->Read(kind, block, first_of[static_cast<size_t>(block)] + first, elements, to);
-      },
-      [](uint64_t, uint64_t) {});
+  return zero::WriteNewState(state, read, [](uint64_t, uint64_t) {});
 }
 
 namespace {

@@ -52,11 +52,17 @@ struct GivenImport {
 // From a JSON object with these keys.
 GivenImport MakeImport(const nlohmann::json& given);
 
-// Makes the run in options.storage.state_dirs of the checkpoint: this rank's part of it. What stands there is
-// replaced once everything in the checkpoint has been looked at. Memory: some 40 MiB. Several ranks call it
-// together. kInvalidArgument: another checkpoint lies there by now.
+// Reads all values of the checkpoint and checks its checksums; of `world` ranks each every world-th
+// parameter. kDataLoss: it is damaged.
+absl::Status VerifyDeepSpeedCheckpoint(const std::string& path, const std::vector<NamedShape>& parameters,
+                                       const models::NameMap& names, int rank, int world);
+
+// Makes the run in options.storage.state_dirs of the checkpoint: this rank's part of it. A run that stands
+// there is replaced once all of the checkpoint has been read and checked; `is_verified`: the caller has done
+// so. Memory: some 40 MiB. Several ranks call it together. kInvalidArgument: another checkpoint lies there by
+// now.
 absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, const Layouts& layouts,
-                       const zero::EngineOptions& options);
+                       const zero::EngineOptions& options, bool is_verified);
 
 // Writes the state of an engine of one rank as DeepSpeed's universal checkpoint. what: directory, tag,
 // overwrite, names, groups, lr_scheduler, client, samples, torch_optimizer, has_scheduler. Memory: a tile,

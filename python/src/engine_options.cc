@@ -193,6 +193,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   bool device_computes = false;  // to which who owns the model copies
   given.Take("device_computes", &device_computes);
   given.Take("restore_from", &made.restore_from);
+  given.Take("restore_is_verified", &made.restore_is_verified);
   Json imported;
   given.Take("import", &imported);
   if (imported.is_object()) made.imported = MakeImport(imported);

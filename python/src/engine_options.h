@@ -44,12 +44,13 @@ nlohmann::json ParseJson(const std::string& text);
 
 struct GivenOptions {
   zero::EngineOptions engine;
-  std::string restore_from;      // the checkpoint that the run is made of; empty: none
-  GivenImport imported;          // likewise, of DeepSpeed's
-  bool input_gradients = false;  // ModelGraph's
-  int64_t resident_bytes = 0;    // of Python's memory that lives as long as the run: resident parameters
-  bool breaks_down = false;      // the time of each step: wall_clock_breakdown
-  bool logs_exchanges = false;   // comms_logger
+  std::string restore_from;          // the checkpoint that the run is made of; empty: none
+  bool restore_is_verified = false;  // all of it has been read and checked, of DeepSpeed's too
+  GivenImport imported;              // likewise, of DeepSpeed's
+  bool input_gradients = false;      // ModelGraph's
+  int64_t resident_bytes = 0;        // of Python's memory that lives as long as the run: resident parameters
+  bool breaks_down = false;          // the time of each step: wall_clock_breakdown
+  bool logs_exchanges = false;       // comms_logger
 };
 // options: a JSON object of what the engine's maker says beside the settings; the keys are
 // python/penstock/_engine/_handed_over.py's. kInvalidArgument names one that is wrong. comm: the other ranks,

@@ -5,8 +5,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <map>
+#include <string>
+#include <vector>
 
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
@@ -172,6 +176,92 @@ TEST_F(CheckpointingTest, OneThatAKillCutShortIsMadeUpForWhereTheRunGoesOn) {
       ExpectRest(GoOn(scratch_ + "/kept/step-00000004", OffloadDevice::kNone), 4);
     }
   }
+}
+
+// Every 512th byte of the second half of a store's file, where tiles lie.
+void DamageTiles(const std::string& directory) {
+  const std::string path = directory + "/penstock.store";
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  const auto bytes = static_cast<int64_t>(std::filesystem::file_size(path));
+  for (int64_t at = bytes / 2; at < bytes; at += 512) {
+    file.seekp(at);
+    file.put('\x5a');
+  }
+  ASSERT_TRUE(file.good());
+}
+
+TEST_F(CheckpointingTest, ADamagedOneLeavesTheRunThatItWouldReplaceAsItWas) {
+  run_.offload = OffloadDevice::kNvme;
+  run_.state_dir = scratch_ + "/state";
+  run_.keep_state = true;
+  run_.stop_after = 4;
+  run_.checkpoints = {scratch_ + "/kept", 2, 0};
+  ASSERT_TRUE(TrainGpt(run_).status.ok());
+  const std::string damaged = scratch_ + "/kept/step-00000002", whole = scratch_ + "/kept/step-00000004";
+  ASSERT_NO_FATAL_FAILURE(DamageTiles(damaged));
+  const EngineOptions options = testing_support::OptionsOf(run_);
+  const std::vector<swap::CommitSeen> before = swap::SeeCommits({run_.state_dir});
+  ASSERT_EQ(before.size(), 1u);
+  const absl::Status refused = RestoreRun(damaged, options);
+  EXPECT_TRUE(absl::IsDataLoss(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), testing::HasSubstr(damaged + "/penstock.store"));
+  EXPECT_EQ(swap::SeeCommits({run_.state_dir}), before);
+  EXPECT_TRUE(absl::IsDataLoss(VerifyCheckpoint(damaged, 0, 1)));
+  EXPECT_TRUE(VerifyCheckpoint(whole, 0, 1).ok());
+  run_.checkpoints = {};
+  run_.resume = true;
+  run_.stop_after = 0;
+  ExpectRest(TrainGpt(run_), 4);
+  // A whole one takes its place.
+  ASSERT_TRUE(RestoreRun(whole, options).ok());
+  ExpectRest(TrainGpt(run_), 4);
+}
+
+TEST_F(CheckpointingTest, InitialValuesThatCannotBeReadLeaveTheRunThatTheyWouldReplace) {
+  run_.offload = OffloadDevice::kNvme;
+  run_.state_dir = scratch_ + "/state";
+  run_.keep_state = true;
+  run_.stop_after = 3;
+  ASSERT_TRUE(TrainGpt(run_).status.ok());
+  const std::vector<swap::CommitSeen> before = swap::SeeCommits({run_.state_dir});
+  int64_t asked = 0;
+  run_.adjust = [&](EngineOptions& options) {
+    options.storage.overwrite = true;
+    options.initial_values = [&asked](int block, int64_t, int64_t elements, float* to) {
+      if (block == 3) return absl::DataLossError("weights.safetensors: Input/output error");
+      std::fill(to, to + elements, 0.01F);
+      asked += elements;
+      return absl::OkStatus();
+    };
+  };
+  const TrainedLosses refused = TrainGpt(run_);
+  EXPECT_TRUE(absl::IsDataLoss(refused.status)) << refused.status;
+  EXPECT_GT(asked, 0);
+  EXPECT_EQ(swap::SeeCommits({run_.state_dir}), before);
+  run_.adjust = nullptr;
+  run_.resume = true;
+  run_.stop_after = 0;
+  ExpectRest(TrainGpt(run_), 3);
+}
+
+// Fewer are to be kept from now on, and the newest, which the run would go on from, is damaged.
+TEST_F(CheckpointingTest, OlderOnesStayWhereTheNewestCannotBeGoneOnFrom) {
+  run_.offload = OffloadDevice::kCpu;
+  run_.stop_after = 6;
+  run_.checkpoints = {scratch_ + "/kept", 2, 0};
+  ASSERT_TRUE(TrainGpt(run_).status.ok());
+  const std::string newest = scratch_ + "/kept/step-00000006";
+  ASSERT_NO_FATAL_FAILURE(DamageTiles(newest));
+  run_.stop_after = 0;
+  run_.checkpoints.keep = 1;
+  run_.resume_from = newest;
+  const TrainedLosses refused = TrainGpt(run_);
+  EXPECT_TRUE(absl::IsDataLoss(refused.status)) << refused.status;
+  EXPECT_EQ(swap::ListCheckpoints(run_.checkpoints.parent)->size(), 3u);
+  run_.resume_from = scratch_ + "/kept/step-00000004";
+  std::filesystem::rename(newest, scratch_ + "/damaged");
+  ExpectRest(TrainGpt(run_), 4);
+  EXPECT_EQ(swap::ListCheckpoints(run_.checkpoints.parent)->size(), 1u);
 }
 
 TEST_F(CheckpointingTest, TheCopysMemoryIsPartOfTheBudget) {

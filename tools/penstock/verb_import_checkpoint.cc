@@ -215,15 +215,18 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
   state.store.weights = zero::ChooseStripes(options.storage, options.memory.host_memory_budget_bytes).weights;
   state.store.sync = options.storage.sync;
   state.store.overwrite = flags.train.overwrite;
+  if (flags.train.overwrite) state.store.overwrites_only = swap::SeeCommits(options.storage.state_dirs);
   if (options.storage.versions > 0) state.store.slots = static_cast<uint32_t>(options.storage.versions);
+  const auto read = [&](zero::StateKind kind, int block, int64_t first, int64_t elements, float* to) {
+    return checkpoint->Read(kind, block, first, elements, to);
+  };
+  // A run that is replaced is as it was until all of the checkpoint has been read and checked.
+  if (!state.store.overwrites_only.value_or(std::vector<swap::CommitSeen>()).empty())
+    RETURN_IF_ERROR(zero::ReadWhole(state, read));
   {
     ByteProgress shown("importing", flags.train.quiet);
-    RETURN_IF_ERROR(zero::WriteNewState(
-        state,
-        [&](zero::StateKind kind, int block, int64_t first, int64_t elements, float* to) {
-          return checkpoint->Read(kind, block, first, elements, to);
-        },
-        [&](uint64_t done, uint64_t total) { shown.Update(done, total); }));
+    RETURN_IF_ERROR(
+        zero::WriteNewState(state, read, [&](uint64_t done, uint64_t total) { shown.Update(done, total); }));
   }
   if (!flags.train.quiet) {
     out << absl::StrFormat(

@@ -63,7 +63,11 @@ Checkpointing::Checkpointing(CheckpointSchedule schedule, std::span<std::byte> t
 
 absl::Status Checkpointing::CleanUp() const {
   if (comm_ != nullptr && comm_->rank() > 0) return absl::OkStatus();
-  RETURN_IF_ERROR(swap::RemovePartialCheckpoints(schedule_.parent));
+  return swap::RemovePartialCheckpoints(schedule_.parent);
+}
+
+absl::Status Checkpointing::KeepNewest() const {
+  if (comm_ != nullptr && comm_->rank() > 0) return absl::OkStatus();
   return swap::KeepNewestCheckpoints(schedule_.parent, Options(0).keep);
 }
 

@@ -63,9 +63,12 @@ class Checkpointing {
   // Of every checkpoint from here on.
   void set_naming(swap::CheckpointNaming naming) { naming_ = std::move(naming); }
 
-  // Removes what killed runs left in the directory, and more than are to be kept. Of several ranks, rank 0
-  // does.
+  // Removes what killed runs left in the directory. Of several ranks, rank 0 does.
   absl::Status CleanUp() const;
+  // Removes all but the newest checkpoints that are to be kept. Must not be called before what the run goes
+  // on from has been read and checked: it may be the newest, which is no reason to remove an older one that
+  // is whole. Of several ranks, rank 0 does.
+  absl::Status KeepNewest() const;
   bool Due(int64_t step) const { return schedule_.every > 0 && step % schedule_.every == 0; }
   // The commit that is due is done. Errors are those of Finish.
   absl::Status BeginOfStore(swap::Store& store, bool commits_every_step);

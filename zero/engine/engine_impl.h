@@ -130,6 +130,7 @@ class Engine::Impl {
   absl::Status Prepare(bool asks);
   // What the plan says is there; the run of held_ is opened.
   absl::Status MakeResources();
+  absl::Status ReadInitialValues();
   absl::Status GroupParameters();
   absl::Status MakeCheckpointing();
   absl::Status Initialize();

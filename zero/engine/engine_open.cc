@@ -76,6 +76,7 @@ absl::Status Engine::Impl::Create() {
   }
   RETURN_IF_ERROR(Prepare(/*asks=*/true));
   if (!options_.resumes()) RETURN_IF_ERROR(GroupParameters());  // before any file is there
+  if (overwrites && !options_.storage.overwrites_only->empty()) RETURN_IF_ERROR(ReadInitialValues());
   RETURN_IF_ERROR(MakeResources());
   if (plan_.format.weights == kernels::DType::kFp16) {
     RETURN_IF_ERROR(decisions_.ScaleLoss());
@@ -83,6 +84,7 @@ absl::Status Engine::Impl::Create() {
   if (options_.resumes()) {
     RETURN_IF_ERROR(Restore());
     RETURN_IF_ERROR(GroupParameters());
+    if (checkpointing_ != nullptr) RETURN_IF_ERROR(checkpointing_->KeepNewest());
     if (checkpointing_ != nullptr && store() != nullptr) {
       RETURN_IF_ERROR(checkpointing_->MakeUpFor(*store(), plan_.plan.commits_every_step));
     }
@@ -102,6 +104,28 @@ absl::Status Engine::Impl::Create() {
 absl::Status Engine::Impl::MakeResources() {
   ASSIGN_OR_RETURN(resources_, RunResources::Create(plan_, options_, identity_.dump(), held_));
   return options_.trains && options_.storage.checkpoints.any() ? MakeCheckpointing() : absl::OkStatus();
+}
+
+// All of them, for their errors alone: the run that they replace is as it was until then. (Ranks meet before
+// any replaces its part.)
+absl::Status Engine::Impl::ReadInitialValues() {
+  if (!options_.initial_values) return absl::OkStatus();
+  constexpr int64_t kPiece = int64_t{1} << 18;
+  ASSIGN_OR_RETURN(const HostBuffer values, HostBuffer::Of(kPiece * static_cast<int64_t>(sizeof(float)),
+                                                           "memory for reading initial values"));
+  for (const tiering::BlockIndex number : plan_.plan.blocks.indices()) {
+    const tiering::BlockPlan& block = plan_.plan.blocks[number];
+    for (const tiering::TileIndex t : block.tiles.indices()) {
+      if (!block.in_store(t)) continue;
+      const int64_t from = options_.rank() * block.elements + block.tiles[t].offset;
+      const int64_t end = std::min(layouts_[number]->elements, from + block.tiles[t].elements);
+      for (int64_t first = from; first < end; first += kPiece) {
+        RETURN_IF_ERROR(options_.initial_values(number.value(), first, std::min(kPiece, end - first),
+                                                reinterpret_cast<float*>(values.data())));
+      }
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Engine::Impl::Prepare(bool asks) {

@@ -56,6 +56,16 @@ class Writer {
     }
   }
 
+  absl::Status ReadOnly() const {
+    std::array<std::unique_ptr<ReadAhead<Values>>, kKinds.size()> ahead = ReadKinds();
+    for (size_t t = 0; t < places_.size(); ++t) {
+      for (const auto& each : ahead) {
+        if (each != nullptr) RETURN_IF_ERROR(each->Next().status());
+      }
+    }
+    return state_.check ? state_.check() : absl::OkStatus();
+  }
+
   absl::Status Run(const std::function<void(uint64_t, uint64_t)>& progress) {
     ASSIGN_OR_RETURN(swap::StoreOptions options, Checked());
     aio::EngineOptions io_options;
@@ -69,10 +79,7 @@ class Writer {
     TileRing ring(*store_, kTilesAtOnce, state_.step);
     uint64_t done = 0;
     absl::Status status;
-    std::array<std::unique_ptr<ReadAhead<Values>>, kKinds.size()> ahead;
-    for (size_t k = 0; k < kKinds.size(); ++k) {
-      if (Keeps(state_.format, kKinds[k])) ahead[k] = ReadTiles(kKinds[k]);
-    }
+    const std::array<std::unique_ptr<ReadAhead<Values>>, kKinds.size()> ahead = ReadKinds();
     for (uint32_t t = 0; t < places_.size() && status.ok(); ++t) {
       std::array<const Values*, kKinds.size()> values{};
       for (size_t k = 0; k < kKinds.size() && status.ok(); ++k) {
@@ -107,6 +114,15 @@ class Writer {
       for (const uint64_t bytes : tile.segment_bytes) total_ += swap::PaddedBytes(bytes);
     }
     return state_.store;
+  }
+
+  // By kind; null: it is none that the state keeps.
+  std::array<std::unique_ptr<ReadAhead<Values>>, kKinds.size()> ReadKinds() const {
+    std::array<std::unique_ptr<ReadAhead<Values>>, kKinds.size()> ahead;
+    for (size_t k = 0; k < kKinds.size(); ++k) {
+      if (Keeps(state_.format, kKinds[k])) ahead[k] = ReadTiles(kKinds[k]);
+    }
+    return ahead;
   }
 
   // Tile after tile, on a thread of its own.
@@ -153,6 +169,10 @@ class Writer {
 };
 
 }  // namespace
+
+absl::Status ReadWhole(const NewState& state, const ReadState& read) {
+  return Writer(state, read).ReadOnly();
+}
 
 absl::Status WriteNewState(const NewState& state, const ReadState& read,
                            const std::function<void(uint64_t done, uint64_t total)>& progress) {

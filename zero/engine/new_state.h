@@ -32,6 +32,11 @@ struct NewState {
 using ReadState =
     std::function<absl::Status(StateKind kind, int block, int64_t first, int64_t elements, float* to)>;
 
+// Reads all that WriteNewState would, and calls state.check: for callers that replace a run, which must not
+// be given up for a source that cannot be read or is damaged. Memory: a tile's fp32 values of each kind.
+// Errors: as `read`.
+absl::Status ReadWhole(const NewState& state, const ReadState& read);
+
 // Makes the store, writes every tile and commits `step`. Masters and moments are read on threads of their
 // own, while the tile before is brought into form and those before that are on their way to the drive.
 // Memory: three tiles, and the fp32 values of three. A store that could not be finished is removed.

@@ -7,10 +7,12 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "aio/arena.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
+#include "swap/verify.h"
 #include "tiering/plan/plan_layout.h"
 #include "zero/compute/tile_version.h"
 #include "zero/engine/rank_agreement.h"
@@ -21,6 +23,42 @@
 
 namespace penstock::zero {
 namespace {
+
+constexpr uint64_t kMiB = 1 << 20;
+constexpr uint64_t kVerifyBytes = 8 * kMiB;  // what is in flight
+
+absl::StatusOr<std::unique_ptr<aio::Engine>> MakeIo() {
+  aio::EngineOptions options;
+  options.log = [](std::string_view) {};
+  return aio::Engine::Create(std::move(options));
+}
+
+std::vector<swap::CommitSeen> CommitsSeen(const EngineOptions& options) {
+  const zero::StorageOptions& storage = options.storage;
+  return storage.overwrites_only.has_value() ? *storage.overwrites_only
+                                             : swap::SeeCommits(storage.state_dirs);
+}
+
+// The parts whose number is `rank`, modulo `world`.
+absl::Status VerifyParts(aio::Engine& io, const ShardDirectories& parts,
+                         const std::vector<swap::Inspection>& inspections, int rank, int world) {
+  aio::ArenaOptions arena_options;
+  arena_options.lock = false;
+  arena_options.bytes = kVerifyBytes;
+  ASSIGN_OR_RETURN(const std::unique_ptr<aio::Arena> arena, aio::Arena::Create(arena_options));
+  for (auto part = static_cast<size_t>(rank); part < parts.size(); part += static_cast<size_t>(world)) {
+    swap::StoreOptions options;
+    options.directories = parts[part];
+    options.read_only = true;
+    options.sequence = inspections[part].record.sequence;
+    ASSIGN_OR_RETURN(const std::unique_ptr<swap::Store> store, swap::Store::Open(io, options));
+    ASSIGN_OR_RETURN(const swap::VerifyReport report, swap::VerifyAll(*store, {arena->data(), kVerifyBytes}));
+    if (report.damaged.empty()) continue;
+    return absl::DataLossError(absl::StrCat("the checkpoint is damaged, and nothing was replaced: ",
+                                            report.damaged.front().Text(), ": go on from another one"));
+  }
+  return absl::OkStatus();
+}
 
 // This rank's part of a checkpoint of another number of ranks.
 absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
@@ -79,19 +117,37 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
 
 }  // namespace
 
-absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
-  constexpr uint64_t kMiB = 1 << 20;
+absl::StatusOr<bool> ReplacesCommits(const EngineOptions& options) {
+  const auto mine = static_cast<int64_t>(CommitsSeen(options).size());
+  if (options.comm == nullptr) return mine > 0;
+  ASSIGN_OR_RETURN(const std::vector<int64_t> all,
+                   AllNumbers(*options.comm, "the commits that are replaced", mine));
+  return std::any_of(all.begin(), all.end(), [](int64_t commits) { return commits > 0; });
+}
+
+absl::Status VerifyCheckpoint(const std::string& path, int rank, int world) {
+  ASSIGN_OR_RETURN(const ShardDirectories parts, FindShards({path}));
+  ASSIGN_OR_RETURN(const std::vector<swap::Inspection> inspections, InspectShards(parts));
+  ASSIGN_OR_RETURN(const std::unique_ptr<aio::Engine> io, MakeIo());
+  return VerifyParts(*io, parts, inspections, rank, world);
+}
+
+absl::Status RestoreRun(const std::string& path, const EngineOptions& options, bool is_verified) {
   ASSIGN_OR_RETURN(ShardDirectories parts, FindShards({path}));
   ASSIGN_OR_RETURN(std::vector<swap::Inspection> inspections, InspectShards(parts));
-  aio::EngineOptions io_options;
-  io_options.log = [](std::string_view) {};
-  ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> io, aio::Engine::Create(std::move(io_options)));
+  ASSIGN_OR_RETURN(const std::unique_ptr<aio::Engine> io, MakeIo());
   swap::StoreOptions to_options;
   to_options.directories = options.storage.state_dirs;
   to_options.weights = ChooseStripes(options.storage, options.memory.host_memory_budget_bytes).weights;
   to_options.sync = options.storage.sync;
-  to_options.overwrite = true;  // of what was never committed, or is of no use any more
-  to_options.overwrites_only = options.storage.overwrites_only;
+  to_options.overwrite = true;
+  // What is there now, and nothing that another process makes while the checkpoint is read.
+  to_options.overwrites_only = CommitsSeen(options);
+  ASSIGN_OR_RETURN(const bool replaces, ReplacesCommits(options));
+  if (replaces && !is_verified) {
+    RETURN_IF_ERROR(VerifyParts(*io, parts, inspections, options.rank(), options.world()));
+  }
+  // Ranks meet here: none replaces anything before all have verified their share.
   if (options.comm != nullptr) {
     ASSIGN_OR_RETURN(to_options.uuid, AgreeOnUuid(*options.comm));
   }

@@ -5,15 +5,27 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "zero/engine/engine.h"
 
 namespace penstock::zero {
 
-// Makes a run in options.storage.state_dirs (which hold none, or one of no use) of the checkpoint `path`. As
-// many versions as a new run would have. The checkpoint may be of another number of ranks: each of
-// options.comm cuts its part out of it, in tiles of the size that it has. Memory: two tiles. Threads: the
-// caller's.
-absl::Status RestoreRun(const std::string& path, const EngineOptions& options);
+// Reads every tile of the checkpoint `path` and checks it; of `world` ranks each checks its share of the
+// parts. kDataLoss names the first range that is damaged. Memory: 8 MiB, or a tile. Threads: the caller's.
+absl::Status VerifyCheckpoint(const std::string& path, int rank, int world);
+
+// Whether options.storage.state_dirs hold a commit that a run made there would replace, on any rank of
+// options.comm: of those in storage.overwrites_only where that is set. Every rank calls it.
+absl::StatusOr<bool> ReplacesCommits(const EngineOptions& options);
+
+// Makes a run in options.storage.state_dirs of the checkpoint `path`. As many versions as a new run would
+// have. The checkpoint may be of another number of ranks: each of options.comm cuts its part out of it, in
+// tiles of the size that it has.
+//
+// A run that is there is replaced. Where it has a commit, on any rank, it is as it was until every tile of
+// the checkpoint has been read and checked; `is_verified`: the caller has done so. Memory: two tiles, at
+// least 8 MiB. Threads: the caller's.
+absl::Status RestoreRun(const std::string& path, const EngineOptions& options, bool is_verified = false);
 
 }  // namespace penstock::zero
 

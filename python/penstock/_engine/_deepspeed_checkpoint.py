@@ -73,6 +73,11 @@ def open_checkpoint(
     return Found(said["directory"], {name: theirs for name, theirs in names.items() if name not in buffers}, said, takes_scheduler)
 
 
+def verify(found: Found, parameters: Sequence[Tuple[str, nn.Parameter]], rank: int, world: int) -> None:
+    """Reads all of it and checks its checksums; of several ranks each its share. OSError: it is damaged, or cannot be read."""
+    _core.verify_deepspeed_checkpoint(found.path, [(name, list(parameter.shape)) for name, parameter in parameters], found.names, rank, world)
+
+
 def client_state_of(found: Found) -> Dict[str, Any]:
     unread = found.said["unread"]
     if unread:

@@ -153,6 +153,7 @@ class Engine:
         self._runtime: Optional[Runtime] = None
         self._restore_from: Optional[str] = None
         self._takes_scheduler = True  # of that, where it is Penstock's
+        self._is_verified = False  # all of it has been read and checked
         self._uses: Sequence[Any] = ()  # of blocks, as the first forward has shown them
         self._found: Optional[deepspeeds.Found] = None  # where that is DeepSpeed's
         self._optimizer_was_given = False  # by the caller, and not made of the configuration
@@ -422,6 +423,7 @@ class Engine:
             "resume": resume,
             "overwrite": (self._overwrite or self._made) and not resume,
             "restore_from": self._restore_from if self._found is None else None,
+            "restore_is_verified": self._is_verified,
             "import": self._what_is_imported(),
             "seed": self._seed,
             "input_gradients": self._input_gradients,
@@ -1406,6 +1408,8 @@ class Engine:
                 f"load_optimizer_states=False: {directory} is gone on with as a whole, or gives its weights alone: load_module_only=True"
             )
         takes_scheduler = truth(load_lr_scheduler_states, "load_lr_scheduler_states")
+        if tag is not None and "\0" in str(tag):
+            raise ValueError(f"tag is {tag!r}: no checkpoint has a zero byte in its name")
         self._check_may_load(only)
         self.wait_for_checkpoint()
         checkpoint_names.settle(directory)
@@ -1438,9 +1442,29 @@ class Engine:
         if only:
             self._take_weights(path, strict)
         else:
+            self._verify_before_giving_up(lambda rank, world: _core.verify_checkpoint(path, rank, world))
             self._restore_from, self._found, self._takes_scheduler = path, None, takes_scheduler
             self._start_over()
         return path, kept.get("client", {})
+
+    # The engine goes on with what it has where what is to take its place is damaged: known on all ranks before any gives it up. One that has
+    # not begun has nothing yet; the run that its first forward replaces is looked after there.
+    def _verify_before_giving_up(self, verify: Callable[[int, int], None], always: bool = False) -> None:
+        if self._runtime is None:
+            if always:
+                verify(0, 1)
+            return
+        failure: Optional[Exception] = None
+        try:
+            verify(self._ranks.rank, self._ranks.world)
+        except Exception as error:  # noqa: B902
+            failure = error
+        told = self._ranks.texts("whether the checkpoint is whole", "" if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(told):
+            if text:
+                raise OSError(errno.EIO, f"rank {rank}: {text}")
 
     def _check_may_load(self, only_weights: bool) -> None:
         if self._closed:
@@ -1485,6 +1509,8 @@ class Engine:
             shape = weights.kind_of(name)[0]
             if list(tensor.shape) != shape:
                 raise ValueError(f"{path}: {name} is {shape} there and {list(tensor.shape)} in this model")
+        # A half of its values would be worse than none.
+        self._verify_before_giving_up(lambda rank, world: _core.verify_checkpoint(path, rank, world), always=True)
         self._mark_partly_written(begun)
         for name, tensor in taken.values():
             value = weights.read(weights.tied.get(name, name))
@@ -1516,6 +1542,7 @@ class Engine:
             self._result, self._kept_buffers, self.micro_steps, self._made_early = {}, None, 0, False
             self._accumulation.end()
             move_buffers(self.module, self.device)
+            self._is_verified = True
             with self._met():
                 self._make_core(self._uses)
         except BaseException:
@@ -1537,6 +1564,7 @@ class Engine:
             takes_scheduler,
         )
         client = deepspeeds.client_state_of(found)
+        self._verify_before_giving_up(lambda rank, world: deepspeeds.verify(found, self._parameters(), rank, world))
         self._restore_from, self._found = found.path, found
         self.global_steps, self.skipped_steps = found.said["step"], found.said["step"] - found.said["updates"]
         return found.path, client
