@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -236,10 +237,17 @@ absl::StatusOr<std::optional<std::string>> NamedBy(const std::string& list) {
   const absl::StatusOr<std::string> text = ReadSmallFile(list, kMostLatestBytes);
   if (absl::IsNotFound(text.status())) return std::nullopt;
   RETURN_IF_ERROR(text.status());
-  std::string tag(absl::StripAsciiWhitespace(text->substr(0, text->find('\n'))));
-  if (tag.empty() || tag == ".." || tag.find('/') != std::string::npos)
-    return absl::InvalidArgumentError(absl::StrCat(list, " names no checkpoint beside it"));
-  return tag;
+  std::string tag(absl::StripAsciiWhitespace(*text));
+  const char* why = tag.empty() ? "it is empty" : tag == "." || tag == ".." ? "it leads elsewhere" : nullptr;
+  for (const auto& [character, has] : {std::pair{'\0', "it has a zero byte in it"},
+                                       {'\n', "it has more than one line"},
+                                       {'/', "it has a slash in it"}}) {
+    if (why == nullptr && tag.find(character) != std::string::npos) why = has;
+  }
+  if (why == nullptr) return tag;
+  return absl::InvalidArgumentError(absl::StrCat(list, " names no checkpoint beside it (\"",
+                                                 absl::CEscape(tag.substr(0, 80)), "\"): ", why,
+                                                 ": give the directory of one"));
 }
 
 // The directory of the tag that `path` means. Where `latest` names what is not there, what was made of that

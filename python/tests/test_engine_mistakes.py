@@ -1,6 +1,7 @@
 """What scripts do by mistake is refused in a line that says what to do, before it costs anything."""
 
 import copy
+import errno
 import itertools
 import os
 import random
@@ -13,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import penstock  # noqa: E402
+import penstock._fp32  # noqa: E402
 from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -191,6 +193,63 @@ def test_a_checkpoint_takes_the_place_of_a_run_where_that_is_said_alone(tmp_path
         engine.load_checkpoint(tmp_path / "checkpoints")
         step(engine, data[1])
         assert engine.global_steps == 2
+
+
+def damage_tiles(checkpoint):
+    """Every 512th byte of the second half of its store's file, where tiles lie."""
+    with open(os.path.join(checkpoint, "penstock.store"), "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        for at in range(size // 2, size, 512):
+            file.seek(at)
+            file.write(b"Z")
+
+
+@pytest.mark.parametrize("on_drive", [True, False])
+@pytest.mark.parametrize("only_weights", [False, True])
+def test_a_damaged_checkpoint_leaves_the_run_that_has_begun_as_it_was(tmp_path, on_drive, only_weights):
+    data = batches(6)
+    where = {"state_dir": str(tmp_path / "run")} if on_drive else {"offload": "none"}
+
+    def begin(**options):
+        model = net()
+        return penstock.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), **where, **options)[0]
+
+    with begin() as engine:
+        expected = [step(engine, batch) for batch in data]
+    with begin(overwrite=True) as engine:
+        losses = [step(engine, batch) for batch in data[:2]]
+        path = engine.save_checkpoint(tmp_path / "kept", wait=True)
+        losses.append(step(engine, data[2]))
+        damage_tiles(path)
+        with pytest.raises(OSError, match="penstock.store") as refused:
+            engine.load_checkpoint(tmp_path / "kept", load_module_only=only_weights)
+        assert refused.value.errno == errno.EIO
+        losses += [step(engine, batch) for batch in data[3:5]]
+    if on_drive:
+        with begin(resume=True) as engine:
+            losses.append(step(engine, data[5]))
+    assert losses == expected[: len(losses)]
+
+
+@pytest.mark.parametrize("only_weights", [False, True])
+def test_a_damaged_checkpoint_leaves_the_run_that_a_first_forward_would_replace(tmp_path, only_weights):
+    data = batches(4)
+    with make(net(), tmp_path / "run") as engine:
+        expected = [step(engine, batch) for batch in data]
+    with make(net(), tmp_path / "run", overwrite=True) as engine:
+        for batch in data[:2]:
+            step(engine, batch)
+        damage_tiles(engine.save_checkpoint(tmp_path / "kept", wait=True))
+        step(engine, data[2])
+    model = net(seed=5)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with make(model, tmp_path / "run", overwrite=True) as engine:
+        with pytest.raises(OSError, match="penstock.store"):
+            engine.load_checkpoint(tmp_path / "kept", load_module_only=only_weights)
+            step(engine, data[2])
+        assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    with make(net(), tmp_path / "run", resume=True) as engine:
+        assert step(engine, data[3]) == expected[3]
 
 
 def test_what_is_given_otherwise_on_a_resume_is_told(tmp_path):
@@ -414,6 +473,16 @@ def test_a_tag_is_a_name_of_its_own(tmp_path):
         engine = make(net(), tmp_path / f"other{number}")
         assert engine.load_checkpoint(where, tag)[0] == str(where / f"step-0000000{number}")
         engine.close()
+    with make(net(), tmp_path / "other") as engine:
+        for tag, why in (("best\0", "a zero byte"), ("best\nstep-00000001", "a line end"), ("../kept/best", "a slash"), ("..", "no checkpoint of that")):
+            (where / "latest").write_bytes(tag.encode())
+            with pytest.raises(ValueError, match=why) as refused:
+                engine.load_checkpoint(where)
+            assert str(where / "latest") in str(refused.value) and "\n" not in str(refused.value) and "\0" not in str(refused.value)
+            with pytest.raises(ValueError, match=why):
+                penstock._fp32.get_fp32_state_dict_from_zero_checkpoint(where)
+        with pytest.raises(ValueError, match="zero byte"):
+            engine.load_checkpoint(where, tag="best\0")
     (where / "latest").write_text("")
     with make(net(), tmp_path / "other") as engine:
         with pytest.raises(ValueError, match="latest is empty"):

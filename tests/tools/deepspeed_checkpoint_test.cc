@@ -272,6 +272,16 @@ TEST_F(DeepSpeedCheckpointTest, WhatDoesNotFitIsNamedAndLeavesNothing) {
   WriteFile(checkpoint + "/latest_universal", "older");
   refused(Import(checkpoint, state), "latest names global_step9, which is not there");
   std::filesystem::remove(checkpoint + "/latest_universal");
+  for (const auto& [text, why] : std::vector<std::pair<std::string, std::string>>{
+           {std::string("global_step4\0x", 14), "it has a zero byte in it"},
+           {"global_step4\nglobal_step5", "it has more than one line"},
+           {"../ckpt/global_step4", "it has a slash in it"},
+           {"..", "it leads elsewhere"},
+           {"", "it is empty"}}) {
+    WriteFile(checkpoint + "/latest", text);
+    refused(Import(checkpoint, state), checkpoint + "/latest names no checkpoint beside it");
+    refused(Import(checkpoint, state), why);
+  }
   WriteFile(checkpoint + "/latest", "global_step4");
   std::filesystem::remove(tag + "/zero_pp_rank_1_mp_rank_00_optim_states.pt");
   refused(Import(checkpoint, state), "of a run of 2 ranks, of which 1 are here");
@@ -607,6 +617,21 @@ TEST_F(DeepSpeedCheckpointTest, ADamagedFileIsRefusedAndTheOldRunStays) {
   EXPECT_EQ(ran.code, 1) << ran.err;
   EXPECT_THAT(ran.err, HasSubstr("cut short"));
   EXPECT_EQ(Run({"verify", state}).code, 0);
+}
+
+// What only shows when the values are read.
+TEST_F(DeepSpeedCheckpointTest, AFlippedBitOfAValueIsRefusedAndTheOldRunStays) {
+  const std::string checkpoint = Checkpoint("zero1"), state = dir_ + "/state";
+  ASSERT_EQ(Run(Import(checkpoint, state)).code, 0);
+  const std::string before = ReadFile(state + "/penstock.store");
+  const std::string file = checkpoint + "/global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt";
+  std::string bytes = ReadFile(file);
+  bytes[bytes.size() / 2] ^= 1;  // a tensor's
+  WriteFile(file, bytes);
+  const Ran ran = Run(Import(checkpoint, state, {"--overwrite"}));
+  EXPECT_EQ(ran.code, 1) << ran.err;
+  EXPECT_THAT(ran.err, AllOf(HasSubstr(file), HasSubstr("CRC")));
+  EXPECT_TRUE(ReadFile(state + "/penstock.store") == before);
 }
 
 }  // namespace

@@ -38,11 +38,23 @@ def settle(path: str) -> None:
 
 
 def newest(directory: str) -> Optional[str]:
-    """What `latest` says, which may be nothing; None: there is no such file. OSError, ValueError: it cannot be read."""
+    """What `latest` says, which may be nothing; None: there is no such file. OSError, ValueError: it cannot be read, or names nothing beside it."""
+    path = os.path.join(directory, LATEST)
     try:
-        return read_text(os.path.join(directory, LATEST), 4096).strip()
+        tag = read_text(path, 4096).strip()
     except FileNotFoundError:
         return None
+    check_tag(tag, f"{path} names")
+    return tag
+
+
+def check_tag(tag: str, what: str) -> None:
+    """ValueError, which begins with what: the tag is no name of a checkpoint within the directory."""
+    for text, why in (("\0", "a zero byte"), ("\n", "a line end"), ("/", "a slash")):
+        if text in tag:
+            raise ValueError(f"{what} {tag!r}, which has {why} in it and is no checkpoint of that directory: name one, with tag=")
+    if tag in (".", ".."):
+        raise ValueError(f"{what} {tag!r}, which is no checkpoint of that directory: name one, with tag=")
 
 
 def place_of(directory: str, tag: str) -> str:
