@@ -50,6 +50,38 @@ int OpenNameless(const std::string& path, mode_t mode) {
   return fd;
 }
 
+std::string ShortName(const std::string& path) {
+  return path.substr(path.rfind('/') + 1).substr(0, kNameBytes);
+}
+
+// Removes what has a temporary name, unless somebody writes it, who has it locked from before it got that
+// name until it has its own. Nothing else ever has the same random name: between lock and removal no other
+// file can take its place. What cannot be locked stays.
+void RemoveUnlessWritten(const std::string& path) {
+  constexpr int kFlags = O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+  int fd = ::open(path.c_str(), O_RDWR | kFlags);
+  if (fd < 0 && errno == EACCES) fd = ::open(path.c_str(), O_RDONLY | kFlags);
+  if (fd < 0) return;
+  if (TryLockFile(fd, path).value_or(false)) (void)::unlink(path.c_str());
+  ::close(fd);
+}
+
+// The same of all that killed writers of the file at `path` left beside it. Links, which cannot be locked, go
+// where `links`: only ReplaceLink makes any, and makes one anew that was taken away.
+void RemoveWhatKillsLeft(const std::string& path, bool links) {
+  const std::string directory = DirectoryOf(path), name = ShortName(path);
+  const std::vector<std::string> entries = ListDirectory(directory).value_or(std::vector<std::string>());
+  for (const std::string& entry : entries) {
+    if (NameInTemporary(entry, ".new") != name) continue;
+    const std::string left = absl::StrCat(directory, "/", entry);
+    if (LinkKindOf(left).value_or(PathKind::kOther) != PathKind::kLink) {
+      RemoveUnlessWritten(left);
+    } else if (links) {
+      (void)::unlink(left.c_str());
+    }
+  }
+}
+
 }  // namespace
 
 std::string RandomNameBeside(const std::string& path, std::string_view suffix) {
@@ -196,6 +228,7 @@ absl::Status AtomicFile::Move() {
 absl::Status AtomicFile::Commit() {
   RETURN_IF_ERROR(Settle());
   RETURN_IF_ERROR(Move());
+  RemoveWhatKillsLeft(path_, /*links=*/false);
   return options_.durable ? SyncDirectory(DirectoryOf(path_)) : absl::OkStatus();
 }
 
@@ -250,16 +283,9 @@ void RemoveLeftovers(const std::string& directory, const std::set<std::string>& 
     if (names.count(std::string(NameInTemporary(entry, ".old"))) != 0) {
       (void)::unlink(path.c_str());
     } else if (!NameInTemporary(entry, ".new").empty()) {
-      const int fd = ::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-      if (fd < 0) continue;
-      if (TryLockFile(fd, path).value_or(false)) (void)::unlink(path.c_str());
-      ::close(fd);
+      RemoveUnlessWritten(path);
     }
   }
-}
-
-std::string ShortName(const std::string& path) {
-  return path.substr(path.rfind('/') + 1).substr(0, kNameBytes);
 }
 
 }  // namespace
@@ -340,13 +366,16 @@ absl::Status ReplaceFile(const std::string& path, std::string_view text, const A
 }
 
 absl::Status ReplaceLink(const std::string& target, const std::string& path) {
-  const std::string name = RandomNameBeside(path, ".new");
-  if (::symlink(target.c_str(), name.c_str()) != 0) return Failed("create link", path, errno);
-  if (::rename(name.c_str(), path.c_str()) != 0) {
+  constexpr int kAttempts = 100;  // another one may take the new link for what a kill left
+  for (int attempt = 1;; ++attempt) {
+    const std::string name = RandomNameBeside(path, ".new");
+    if (::symlink(target.c_str(), name.c_str()) != 0) return Failed("create link", path, errno);
+    if (::rename(name.c_str(), path.c_str()) == 0) break;
     const int error = errno;
     (void)::unlink(name.c_str());
-    return Failed("rename to", path, error);
+    if (error != ENOENT || attempt == kAttempts) return Failed("rename to", path, error);
   }
+  RemoveWhatKillsLeft(path, /*links=*/true);
   return SyncDirectory(DirectoryOf(path));
 }
 

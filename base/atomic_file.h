@@ -29,6 +29,10 @@ struct AtomicFileOptions {
 // its name in one step. Without a Commit() that succeeded, the destructor removes it, and the destination is
 // as it was. Symbolic links are not followed: one at the destination is itself replaced.
 //
+// A kill between the two calls that give it its name leaves the random one. The next Commit() of a file of
+// that name removes it, and never one that a living process writes: that one is locked. Where files cannot be
+// locked it stays.
+//
 // Threads: one. A forked child's copy removes nothing. Errors name operation, path and errno;
 // kResourceExhausted: the disk is full; kFailedPrecondition: `path` is a device, a pipe or a socket.
 class AtomicFile {

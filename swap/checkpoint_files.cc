@@ -304,9 +304,8 @@ absl::StatusOr<std::vector<CheckpointSeen>> SeeCheckpoints(const std::string& pa
 absl::Status RemovePartialCheckpoints(const std::string& parent) {
   ASSIGN_OR_RETURN(const std::vector<std::string> names, Entries(parent));
   for (const std::string& name : names) {
-    // A new `latest` whose writer was killed before it got its name.
-    if (name == PartialName(kLatest) || NameInTemporary(name, ".new") == kLatest)
-      (void)::unlink(absl::StrCat(parent, "/", name).c_str());
+    // A new `latest` of an older version, whose writer was killed before it got its name.
+    if (name == PartialName(kLatest)) (void)::unlink(absl::StrCat(parent, "/", name).c_str());
     const std::string path = absl::StrCat(parent, "/", name);
     if (const std::string whole = NameWithin(name, kReplaced); !whole.empty()) {
       // A kill between two renames: it has its name again, unless the new one has it.

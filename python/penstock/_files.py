@@ -252,7 +252,9 @@ class NewFile:
     def commit(self) -> None:
         self.settle()
         self.move()
-        sync_directory(os.path.dirname(self.path))
+        directory, name = os.path.split(self.path)
+        _remove_leftovers(directory, {name}, others=False)
+        sync_directory(directory)
 
     def discard(self) -> None:
         """Closes it. One that was not committed is gone."""
@@ -326,18 +328,40 @@ def _change_names(files: Sequence[NewFile], keys: Sequence[str], superseded: Opt
         if path != key:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-    _remove_leftovers(directory, {os.path.basename(path) for path in (*(file.path for file in files), *keys, *gone)})
+    names = {os.path.basename(path) for path in (*(file.path for file in files), *keys, *gone)}
+    _remove_leftovers(directory, names, others=True)
     sync_directory(directory)
 
 
-# What changes of these names have set aside that a kill has ended. The directory is locked.
-def _remove_leftovers(directory: str, names: Set[str]) -> None:
+# What killed writers of these names left, with others of all names; and then, as the directory is locked, what changes of these names have set
+# aside that a kill has ended. The C++ library has the same rule (base/atomic_file.cc).
+def _remove_leftovers(directory: str, names: Set[str], others: bool) -> None:
     short = {name[:_SHORT_NAME] for name in names}
-    with contextlib.suppress(OSError):  # what cannot be removed now is left to the next
+    with contextlib.suppress(OSError):
         for entry in os.listdir(directory or "."):
-            found = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.old", entry, re.DOTALL)
-            if found is not None and found.group(1) in short:
-                os.unlink(os.path.join(directory, entry))
+            found = re.fullmatch(r"\.(.+)\.[0-9a-f]{16}\.(old|new)", entry, re.DOTALL)
+            if found is None or not (found.group(1) in short or others and found.group(2) == "new"):
+                continue
+            path = os.path.join(directory, entry)
+            with contextlib.suppress(OSError):  # what cannot be removed now is left to the next
+                if found.group(2) == "new":
+                    _remove_unless_written(path)
+                elif others:
+                    os.unlink(path)
+
+
+# Who writes a file has it locked from before it gets its temporary name until it has its own, and nothing else ever has the same one.
+def _remove_unless_written(path: str) -> None:
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, os.O_RDWR | flags)
+    except PermissionError:
+        descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        if try_lock(descriptor, path):
+            os.unlink(path)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -334,3 +334,30 @@ def test_who_replaces_files_together_waits_for_another_and_is_refused_in_one_lin
     os.close(holder)
     replace_state(directory, "new")
     assert found_state(directory) == {"new"} and sorted(os.listdir(directory)) == ["config", "index", "part-1", "part-2"]
+
+
+def test_what_killed_writers_left_is_removed_by_the_next_writer_of_that_name(directory):
+    """The rule of the C++ library (base/atomic_file.h): what has a temporary name and is not locked is nobody's."""
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            _files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            _files.write_text(directory / "f", "killed")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert len(os.listdir(directory)) == 3
+    others = {f".f.{'0' * 16}.old", ".f.0123.new", f".ff.{'0' * 16}.new"}
+    for name in others:
+        (directory / name).write_text("not a killed writer's of f")
+    writing = _files.NewFile(str(directory / "f"))
+    try:
+        writing.settle()
+        (being_written,) = (name for name in os.listdir(directory) if os.stat(directory / name).st_size == 0)
+        _files.write_text(directory / "f", "new")
+        assert set(os.listdir(directory)) == {"f", being_written, *others}
+    finally:
+        writing.discard()
+    put_state(directory, "old", ("index",))
+    replace_state(directory, "new")
+    assert found_state(directory) == {"new"}
+    assert f".ff.{'0' * 16}.new" not in os.listdir(directory), "what several files are committed with looks after all names"

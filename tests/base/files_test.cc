@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -159,6 +160,64 @@ TEST_F(FilesTest, AKillLeavesNothingBesideTheFile) {
   EXPECT_TRUE(ran.reached);
   EXPECT_EQ(ReadSmallFile(Path("f")).value(), "old");
   EXPECT_THAT(Names(), ElementsAre("f"));
+}
+
+TEST_F(FilesTest, WhatKilledWritersOfAFileLeftIsRemovedByItsNextWriter) {
+  const auto write = [&] { return ReplaceFile(Path("f"), "new").ok() ? 0 : 1; };
+  const auto link = [&] { return ReplaceLink("f", Path("l")).ok() ? 0 : 1; };
+  // What renames it, after what gave it a temporary name: where there are files without one, a link.
+  const auto at_rename = [](const std::function<int()>& body) {
+    return RunTampered({.calls =
+                            {
+#ifdef SYS_rename
+                                SYS_rename,
+#endif
+                                SYS_renameat, SYS_renameat2}},
+                       body);
+  };
+  for (int kills = 0; kills < 5; ++kills) {
+    for (const std::function<int()>& body : {std::function<int()>(write), std::function<int()>(link)}) {
+      const Tampered ran = at_rename(body);
+      if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+      EXPECT_TRUE(ran.reached);
+    }
+  }
+  EXPECT_EQ(Names().size(), 10U);
+  EXPECT_EQ(write(), 0);
+  EXPECT_EQ(link(), 0);
+  EXPECT_THAT(Names(), ElementsAre("f", "l"));
+}
+
+TEST_F(FilesTest, WhatIsBeingWrittenOrIsOfAnotherNameIsNoLeftover) {
+  const std::string digits = "0123456789abcdef";
+  for (const std::string& name :
+       std::vector<std::string>{".f." + digits + ".old", ".f.0123.new", ".ff." + digits + ".new"})
+    Put(name, "not a killed writer's of f");
+  absl::StatusOr<AtomicFile> writing = AtomicFile::Create(Path("f"));
+  ASSERT_TRUE(writing.ok() && writing->Write("last").ok());
+  const std::string written = ".f." + digits + ".new", dead = ".f.fedcba9876543210.new";
+  const int fd = ::open(Put(written, "being written").c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_TRUE(*TryLockFile(fd, written));
+  Put(dead, "killed");
+  ASSERT_EQ(::chmod(Path(dead).c_str(), 0444), 0);
+  ASSERT_TRUE(ReplaceFile(Path("f"), "new").ok());
+  EXPECT_THAT(Names(),
+              ElementsAre(".f.0123.new", written, ".f." + digits + ".old", ".ff." + digits + ".new", "f"));
+  EXPECT_TRUE(writing->Commit().ok());
+  EXPECT_EQ(ReadSmallFile(Path("f")).value(), "last");
+  ::close(fd);
+}
+
+// Each may take the other's link for a leftover, and makes its own once more.
+TEST_F(FilesTest, LinksThatAreReplacedAtOnceAllSucceed) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 100; ++i) EXPECT_TRUE(ReplaceLink(std::to_string(t), Path("l")).ok());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_THAT(Names(), ElementsAre("l"));
 }
 
 // Whoever may write into the directory may have put links there.
