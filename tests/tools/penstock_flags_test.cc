@@ -74,6 +74,36 @@ TEST_F(FlagsTest, NumbersThatMakeNoSense) {
   EXPECT_FALSE(std::filesystem::exists(state));
 }
 
+TEST_F(FlagsTest, PlacesThatCannotBeWrittenToAreToldByCheckAndPlanAsByTheTraining) {
+  const std::string file = dir_ + "/file", nothing = dir_ + "/nothing";
+  WriteFile(file, "");
+  std::filesystem::create_symlink(dir_ + "/not-there", nothing);
+  std::vector<Case> cases;
+  for (const Arguments& check : {Arguments{}, Arguments{"--check"}}) {
+    for (const char* const flag : {"--report", "--log", "--trace", "--prometheus"}) {
+      const std::string below = dir_ + "/nowhere/file", in_file = file + "/file";
+      cases.push_back(
+          {Train(dir_ + "/state", check + Arguments{flag, below}), 2, {flag, below, "is not there"}});
+      cases.push_back(
+          {Train(dir_ + "/state", check + Arguments{flag, dir_}), 2, {flag, "it is a directory"}});
+      cases.push_back({Train(dir_ + "/state", check + Arguments{flag, in_file}), 2, {flag, in_file}});
+    }
+    cases.push_back({Train(file, check), 2, {"--state-dir " + file, "is not a directory"}});
+    cases.push_back({Train(file + "/a/b", check), 2, {"--state-dir " + file + "/a/b", file + ": it is not"}});
+    cases.push_back({Train(nothing + "/a", check), 2, {"--state-dir " + nothing, "is a link to nothing"}});
+    cases.push_back({Train(dir_ + "/state",
+                           check + Arguments{"--checkpoint-dir", file + "/kept", "--checkpoint-every", "2"}),
+                     2,
+                     {"--checkpoint-dir " + file + "/kept", "is not a directory"}});
+  }
+  const Arguments plan = {"plan", "--model", "gpt-tiny", "--no-probe"};
+  for (const char* const flag : {"--trace", "--html"})
+    cases.push_back({plan + Arguments{flag, dir_ + "/nowhere/file"}, 2, {flag, "is not there"}});
+  cases.push_back({plan + Arguments{"--state-dir", file}, 2, {"--state-dir " + file, "is not a directory"}});
+  Check(cases);
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/state"));
+}
+
 TEST_F(FlagsTest, FlagsThatDoNotExist) {
   const std::string state = dir_ + "/state";
   Check({{Train(state, {"--bathc", "3"}), 2, {"--bathc", "did you mean \"--batch\""}},

@@ -42,6 +42,27 @@ absl::Status CheckWritable(const char* flag, const std::optional<std::string>& p
   return absl::OkStatus();
 }
 
+absl::Status CheckDirectoryPlace(const std::string& what, const std::string& path, bool writes) {
+  const auto cannot = [&](const std::string& at, const std::string& why) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, " ", path, ": cannot be written to: ", at == path ? "" : absl::StrCat(at, ": "),
+                     why, ": give another directory"));
+  };
+  std::string at = path;
+  while (true) {
+    const absl::StatusOr<PathKind> kind = KindOf(at);
+    if (!kind.ok()) return cannot(at, std::strerror(ErrnoOf(kind.status())));
+    if (*kind == PathKind::kDirectory) break;
+    if (*kind != PathKind::kMissing) return cannot(at, "it is not a directory");
+    const absl::StatusOr<PathKind> itself = LinkKindOf(at);
+    if (!itself.ok()) return cannot(at, std::strerror(ErrnoOf(itself.status())));
+    if (*itself != PathKind::kMissing) return cannot(at, "it is a link to nothing");
+    at = ParentOf(at);
+  }
+  if (writes && access(at.c_str(), W_OK | X_OK) != 0) return cannot(at, std::strerror(errno));
+  return absl::OkStatus();
+}
+
 absl::Status CheckIsNoModelFile(const std::string& what, const std::string& path) {
   std::error_code error;
   const std::filesystem::path meant = std::filesystem::weakly_canonical(path, error);

@@ -14,6 +14,10 @@ namespace penstock::tools {
 // way.
 absl::Status CheckWritable(const char* flag, const std::optional<std::string>& path, bool replaced = false);
 
+// That there is a directory at `path`, or that it could be made, without making it. `writes`: and that files
+// could be made in it. kInvalidArgument names `what`, the path and what is in the way.
+absl::Status CheckDirectoryPlace(const std::string& what, const std::string& path, bool writes);
+
 // That nothing a run or a model consists of would be replaced: by its name, links followed, a store of a
 // state or checkpoint (penstock.store), weights (*.safetensors, their index), or what lies beside them
 // (config.json, tokenizer.json, ...). kInvalidArgument names `what` and the path. Part of CheckWritable and

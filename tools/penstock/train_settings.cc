@@ -20,6 +20,7 @@
 #include "run/config_options.h"
 #include "run/unused_keys.h"
 #include "swap/inspect.h"
+#include "tools/base/output_path.h"
 #include "tools/base/size.h"
 #include "tools/penstock/batch_flags.h"
 #include "tools/penstock/checkpoint_flags.h"
@@ -174,6 +175,8 @@ class Resolver {
   absl::Status ChooseStorage() {
     ASSIGN_OR_RETURN(engine_.storage.offload, ChooseOffload(flags_, parsed_, &filled_));
     const bool on_drive = engine_.storage.offload == zero::OffloadDevice::kNvme;
+    // A plan may be for another machine: that nobody may write here is no error there.
+    const bool writes = !flags_.resume && (needs_data_ || flags_.check);
     if (on_drive) {
       engine_.storage.state_dirs = flags_.state_dirs;
       engine_.storage.state_dir_weights = flags_.state_dir_weights;
@@ -186,6 +189,8 @@ class Resolver {
       RETURN_IF_ERROR(CheckRankDirectories(engine_.storage.state_dirs, engine_.world()));
       if (engine_.comm != nullptr)
         engine_.storage.state_dirs = zero::RankDirectories(engine_.storage.state_dirs, engine_.rank());
+      for (const std::string& directory : engine_.storage.state_dirs)
+        RETURN_IF_ERROR(CheckDirectoryPlace("--state-dir", directory, writes));
     }
     TakeDurability(config_, &engine_);
     NoteDurability(config_, &settings_);
@@ -193,6 +198,10 @@ class Resolver {
       RETURN_IF_ERROR(CheckFree(engine_.storage.state_dirs));
     }
     RETURN_IF_ERROR(ResolveCheckpoints(flags_, &settings_));
+    const zero::CheckpointSchedule& checkpoints = engine_.storage.checkpoints;
+    if (checkpoints.any()) {
+      RETURN_IF_ERROR(CheckDirectoryPlace("--checkpoint-dir", checkpoints.parent, writes));
+    }
     if (needs_data_ && flags_.overwrite) {
       RETURN_IF_ERROR(SeeReplaced(&settings_));
     }

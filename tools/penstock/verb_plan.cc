@@ -7,6 +7,7 @@
 #include "models/family.h"
 #include "tiering/advice/what_if.h"
 #include "tools/base/cli.h"
+#include "tools/base/output_path.h"
 #include "tools/base/progress.h"
 #include "tools/base/whole_file.h"
 #include "tools/pages/plan_page.h"
@@ -62,7 +63,12 @@ absl::Status CheckOutputs(const PlanFlags& flags) {
   std::vector<std::string> inputs = {flags.machine, flags.train.config.value_or("")};
   RETURN_IF_ERROR(CheckIsNoInput("--trace", flags.trace, inputs));
   inputs.push_back(flags.trace);
-  return CheckIsNoInput("--html", flags.html, inputs);
+  RETURN_IF_ERROR(CheckIsNoInput("--html", flags.html, inputs));
+  const auto given = [](const std::string& path) {
+    return path.empty() ? std::nullopt : std::optional(path);
+  };
+  RETURN_IF_ERROR(CheckWritable("--trace", given(flags.trace)));
+  return CheckWritable("--html", given(flags.html), /*replaced=*/true);
 }
 
 // What a training would be told of its budget of wear before its first step.

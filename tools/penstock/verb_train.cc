@@ -80,19 +80,17 @@ absl::Status Train(const TrainOptions& flags, std::ostream& out) {
   }
   if (comm != nullptr && flags.prometheus.has_value())
     of_rank.prometheus = PrometheusPath(*flags.prometheus, comm->rank(), comm->world());
-  if (!flags.check) {
-    for (const absl::Status& status :
-         {CheckWritable("--report", of_rank.report, /*replaced=*/true), CheckWritable("--log", of_rank.log),
-          CheckWritable("--trace", of_rank.trace), CheckWritable("--prometheus", of_rank.prometheus),
-          CheckDistinctFiles({{"--report", of_rank.report},
-                              {"--log", of_rank.log},
-                              {"--trace", of_rank.trace},
-                              {"--prometheus", of_rank.prometheus}},
-                             FilesRead(flags))}) {
-      if (status.ok()) continue;
-      if (comm != nullptr) comm->Abort(status);
-      return status;
-    }
+  for (const absl::Status& status :
+       {CheckWritable("--report", of_rank.report, /*replaced=*/true), CheckWritable("--log", of_rank.log),
+        CheckWritable("--trace", of_rank.trace), CheckWritable("--prometheus", of_rank.prometheus),
+        CheckDistinctFiles({{"--report", of_rank.report},
+                            {"--log", of_rank.log},
+                            {"--trace", of_rank.trace},
+                            {"--prometheus", of_rank.prometheus}},
+                           FilesRead(flags))}) {
+    if (status.ok()) continue;
+    if (comm != nullptr) comm->Abort(status);
+    return status;
   }
   absl::StatusOr<TrainSettings> settings = ResolveTrainOptions(flags, /*needs_data=*/!flags.check, comm);
   if (!settings.ok() && comm != nullptr) comm->Abort(settings.status());
