@@ -38,6 +38,7 @@ from ._engine._trace import keep_resident
 from ._engine._weights import ZeroParamStatus
 from ._files import whole_file
 from ._fp32 import place_script
+from ._small_files import make_directory
 
 logger = logging.getLogger("penstock")
 
@@ -305,7 +306,7 @@ class DeepSpeedEngine(nn.Module):
         """The model's weights as torch.save writes them, by the first rank. All ranks call it. OSError: it cannot be written."""
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if self.global_rank == 0:
-            os.makedirs(save_dir, exist_ok=True)
+            make_directory(save_dir, "save_dir")
             with whole_file(os.path.join(save_dir, save_filename)) as file:
                 torch.save(dict(state), file)
         return True
@@ -418,7 +419,7 @@ def _remove(directories: Sequence[str], process: int) -> None:
 # DeepSpeed's nvme_path is a place for many runs: each has a directory of its own there, which goes with its process. What a killed
 # one has left is removed by the next one of its host.
 def _scratch_in(parent: str) -> str:
-    os.makedirs(parent, exist_ok=True)
+    make_directory(parent, "nvme_path")
     host = socket.gethostname()
     for name in os.listdir(parent):
         process = name[len(_SCRATCH) :].split("-")[0]

@@ -24,7 +24,7 @@ from ._engine._deepspeed_checkpoint import is_deepspeeds
 from ._engine._json import decode
 from ._engine._settings import PathLike
 from ._files import NewFile, commit_together, open_new, save_into, whole_file
-from ._small_files import exists, is_directory, read_json
+from ._small_files import exists, is_directory, make_directory, read_json
 
 # What checkpoints, DeepSpeed's and ours, are made of.
 _MOST_INDEX = 64 << 20  # bytes of an index, of 400,000 tensors
@@ -275,7 +275,7 @@ def write_weights(
         several = len(shards) > 1
         files = [f"{base}-{number:05d}-of-{len(shards):05d}{ending}" if several else base + ending for number in range(1, len(shards) + 1)]
         files = [os.path.join(out, name) for name in files]
-        os.makedirs(out, exist_ok=True)
+        make_directory(out, "output_dir")
     index = os.path.join(out, f"{base}{ending}.index.json")
     # Whichever of the two an earlier one left, the model would be loaded from.
     other = os.path.join(out, base + ending) if len(files) > 1 else index

@@ -152,10 +152,15 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 def launch(arguments: Sequence[str]) -> int:
     """Runs the command. Returns its exit status: 0, that of the first rank that failed, 128 + N for a signal, 2 for wrong options."""
+    from ._small_files import make_directory
+
     given = _parser().parse_args(list(arguments))
+    logs = None if given.enable_each_rank_log == "None" else given.enable_each_rank_log
     try:
         _refuse(given)
         gpus = _ranks(given)
+        if logs is not None:
+            make_directory(logs, "--enable_each_rank_log")
     except (LauncherError, OSError, ValueError) as error:
         print(f"penstock.run deepspeed: {error}", file=sys.stderr)
         return 2
@@ -165,11 +170,8 @@ def launch(arguments: Sequence[str]) -> int:
         heard.append(number)
 
     before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
-    logs = None if given.enable_each_rank_log == "None" else given.enable_each_rank_log
     processes: List["subprocess.Popen[bytes]"] = []
     try:
-        if logs is not None:
-            os.makedirs(logs, exist_ok=True)
         for rank in range(len(gpus)):
             output = open(os.path.join(logs, f"rank_{rank}.log"), "wb") if logs is not None else None
             try:

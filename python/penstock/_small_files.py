@@ -65,7 +65,17 @@ def check_directory(path: Union[str, "os.PathLike[str]"], what: str) -> None:
     while not exists(at):
         at = os.path.dirname(at)
     if not is_directory(at):
-        raise NotADirectoryError(errno.ENOTDIR, f"{what} is no directory", at)
+        raise NotADirectoryError(errno.ENOTDIR, f"{what} is no directory: give another place", at)
+
+
+def make_directory(path: Union[str, "os.PathLike[str]"], what: str) -> None:
+    """Makes a directory, with those it is in, unless it is there. OSError names what is in the way of it, and what it was to be."""
+    check_directory(path, what)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        why = f"{what} cannot be made ({error.strerror}): give another place"
+        raise OSError(error.errno, why, error.filename or os.fspath(path)) from None
 
 
 def check_output(path: Union[str, "os.PathLike[str]"], what: str) -> None:

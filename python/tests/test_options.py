@@ -1,6 +1,7 @@
 """Options that a call takes are obeyed or refused: none is lost in silence, and none that does not exist is taken."""
 
 import base64
+import errno
 import importlib
 import importlib.util
 import inspect
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import penstock  # noqa: E402
 import penstock.deepspeed as deepspeed  # noqa: E402
+from penstock._launcher import launch  # noqa: E402
 from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -372,6 +374,38 @@ def test_a_path_that_cannot_be_what_it_is_to_be_is_refused_at_the_call(tmp_path)
             penstock.initialize(net(), config=profiled, offload="none")
         assert "\n" not in str(refused.value)
     assert sorted(os.listdir(tmp_path)) == ["file"]
+
+
+def test_a_directory_that_cannot_be_made_is_named_with_what_it_was_to_be(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nothing").symlink_to(tmp_path / "not-there")
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+
+    def with_deepspeeds_name(path):
+        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(path)
+        deepspeed.initialize(model=net(), config=config)
+
+    def on_disk(path):
+        with penstock.init_on_disk(path):
+            pass
+
+    for path, number in (("file", errno.ENOTDIR), ("file/a/b", errno.ENOTDIR), ("nothing", errno.EEXIST), ("nothing/a", errno.ENOENT)):
+        for what, call in (
+            ("nvme_path", with_deepspeeds_name),
+            ("directory", on_disk),
+            ("state_dir", lambda path: penstock.optim.AdamW(net().parameters(), state_dir=path)),
+        ):
+            if what == "state_dir" and path.startswith("nothing"):
+                continue  # it is made where its link leads
+            with pytest.raises(OSError, match=f"{what} (is no directory|cannot be made).*: give another place") as refused:
+                call(tmp_path / path)
+            assert refused.value.errno == number and refused.value.filename in (str(tmp_path / path), str(tmp_path / path.split("/")[0]))
+            assert "\n" not in str(refused.value)
+    script = tmp_path / "script.py"
+    script.write_text("")
+    assert launch(["--num_gpus", "2", "--enable_each_rank_log", str(tmp_path / "file"), str(script)]) == 2
+    error = capfd.readouterr().err
+    assert "--enable_each_rank_log is no directory: give another place" in error and len(error.splitlines()) == 1
 
 
 def test_a_step_that_the_caller_owns_updates(tmp_path):

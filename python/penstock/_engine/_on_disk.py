@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from .._small_files import make_directory
 from ._settings import PathLike
 
 _LEAST = 4096  # bytes; smaller ones stay in memory
@@ -114,8 +115,8 @@ class _Files:
     # Without a name: it goes with the last tensor that lies there.
     def _map(self, size: int) -> _Map:
         self.close()
-        self._handle, path = tempfile.mkstemp(prefix=".penstock-init-", dir=self._directory)
-        os.unlink(path)
+        with tempfile.TemporaryFile(prefix=".penstock-init-", dir=self._directory) as file:
+            self._handle = os.dup(file.fileno())
         os.ftruncate(self._handle, size)
         made = _Map(self._handle, size)
         made.begin, made.used = torch.frombuffer(made, dtype=torch.uint8, count=1).data_ptr(), 0
@@ -179,7 +180,7 @@ def init_on_disk(directory: PathLike) -> Iterator[None]:
     ``.to(dtype)`` within: outside of this context it makes tensors in memory. Only this thread's models are watched.
     OSError: the drive is full.
     """
-    os.makedirs(directory, exist_ok=True)
+    make_directory(directory, "directory")
     files = _Files(os.fspath(directory))
     register, apply = nn.Module.register_parameter, nn.Module._apply
     # transformers would read parameters ahead, into memory.

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 import torch
 
 from .. import _core
-from .._small_files import check_directory
+from .._small_files import make_directory
 from .._buffers import PathLike, byte_size
 from .._tensors import DTYPES, check_gradient, check_parameter, in_layout_of, mark_changed, name_of, not_negative, number, threads
 
@@ -83,8 +83,7 @@ class OnDrive(torch.optim.Optimizer):
             state_dir = tempfile.gettempdir()
         self._directory = os.path.realpath(os.fsdecode(state_dir))
         memory = _DEFAULT_MEMORY if host_memory is None else byte_size(host_memory, "host_memory", _LEAST_MEMORY)
-        check_directory(self._directory, "state_dir")
-        os.makedirs(self._directory, exist_ok=True)
+        make_directory(self._directory, "state_dir")
         self._core = _core.DriveOptimizer(self._directory, memory, share, threads())
         self._numbers_of: Dict[torch.Tensor, int] = {}  # the parameter's number in the extension
         self._shapes: Dict[torch.Tensor, Tuple[torch.dtype, torch.Size]] = {}
