@@ -73,9 +73,12 @@ SOAK ?= 20
 soak: suite
 	@cd $(BUILD) && for test in swap_kill_test swap_power_cut_test swap_sim_test swap_one_version_test swap_checkpoint_test tiering_program_test \
 	    tiering_device_plan_test tiering_lower_bound_test tiering_policy_test \
-	    zero_kill_test zero_fault_test zero_durability_test zero_combinations_test zero_ranks_test faults_command_line_test; do \
+	    zero_kill_test zero_fault_test zero_durability_test zero_combinations_test zero_ranks_test; do \
 	  filter=; test $$test != zero_ranks_test || filter='--gtest_filter=*Kill* --gtest_repeat=$(SOAK)'; \
 	  test ! -x tests/$$test || PENSTOCK_SOAK=$(SOAK) tests/$$test $$filter || exit 1; done
+	@cd $(BUILD) && test ! -x tests/faults_command_line_test || { for shard in $$(seq 0 $$(($(JOBS) - 1))); do \
+	  PENSTOCK_SOAK=$(SOAK) GTEST_TOTAL_SHARDS=$(JOBS) GTEST_SHARD_INDEX=$$shard tests/faults_command_line_test & shards="$$shards $$!"; done; \
+	  for shard in $$shards; do wait $$shard || failed=1; done; test -z "$$failed"; }
 
 # What judges time: each prints its figures and its bars, and wants a quiet machine. Exit status 1 where one is missed.
 bench-check: deps

@@ -1,5 +1,6 @@
 // The command line beside a machine whose file calls fail: for every call of start, resume, checkpoint,
-// export, import, report and log, a run in which that call fails with EIO, EACCES, ENOMEM or EINTR.
+// export, pack, report and log, a run in which that call fails with EIO, EACCES, ENOMEM or EINTR. And one
+// that is killed at any call, or started twice at one instant.
 //
 // What must hold, whichever call it was: the program ends by itself, with one of its exit codes and, unless
 // that is 0, a line that says why. Exit code 0 means the right result. And nothing that was acknowledged
@@ -97,12 +98,14 @@ std::map<std::string, std::string> Contents(const std::string& directory) {
   return contents;
 }
 
-// Runs a verb in a child, in the directory `work`, which is watched.
-Outcome RunVerb(const std::string& work, const std::string& notes, const Arguments& arguments,
-                const FaultyCall& faulty) {
+// Begins a verb in a child, in the directory `work`, which is watched. `later`: it exists at once, and does
+// nothing for so long.
+pid_t StartVerb(const std::string& work, const std::string& notes, const Arguments& arguments,
+                const FaultyCall& faulty, std::chrono::milliseconds later = {}) {
   std::fflush(nullptr);
   const pid_t child = fork();
   if (child == 0) {
+    std::this_thread::sleep_for(later);
     if (chdir(work.c_str()) != 0) _exit(99);
     const int null = open("/dev/null", O_RDWR);
     for (const int fd : {0, 1, 2}) dup2(null, fd);
@@ -123,6 +126,10 @@ Outcome RunVerb(const std::string& work, const std::string& notes, const Argumen
     list.close();
     _exit(code);
   }
+  return child;
+}
+
+Outcome FinishVerb(pid_t child, const std::string& notes) {
   for (const char* name : {"out", "err", "failed", "functions"}) {
     std::error_code ignored;
     if (child < 0) fs::remove(notes + "/" + name, ignored);
@@ -148,6 +155,11 @@ Outcome RunVerb(const std::string& work, const std::string& notes, const Argumen
   std::istringstream list(Read(notes + "/functions"));
   for (std::string line; std::getline(list, line);) outcome.functions.push_back(line);
   return outcome;
+}
+
+Outcome RunVerb(const std::string& work, const std::string& notes, const Arguments& arguments,
+                const FaultyCall& faulty) {
+  return FinishVerb(StartVerb(work, notes, arguments, faulty), notes);
 }
 
 constexpr std::array<int, 4> kErrors = {EIO, EACCES, ENOMEM, EINTR};
@@ -198,18 +210,18 @@ Arguments InMemory(int steps, const Arguments& more = {}) {
   return arguments;
 }
 
-class CommandLine : public testing::TestWithParam<Scenario> {
+class Workplace : public testing::Test {
  protected:
   static constexpr int kSteps = 8;
 
-  CommandLine() {
+  Workplace() {
     std::string name = (fs::current_path() / "faults-XXXXXX").string();
     root_ = ::mkdtemp(name.data());
     work_ = root_ + "/work";
     notes_ = root_ + "/notes";
     fs::create_directories(notes_);
   }
-  ~CommandLine() override {
+  ~Workplace() override {
     std::error_code ignored;
     if (!HasFailure()) fs::remove_all(root_, ignored);
   }
@@ -222,9 +234,7 @@ class CommandLine : public testing::TestWithParam<Scenario> {
     ASSERT_EQ(outcome.code, 0) << arguments.front() << ": " << outcome.err << outcome.out;
   }
 
-  // What stands before the command of the scenario: a model, a text, a run of four steps on a drive or in
-  // memory, an export, a checkpoint of DeepSpeed's form.
-  void Prepare(const Scenario& scenario) {
+  void PutModelAndText() {
     fs::create_directories(work_);
     std::ofstream(work_ + "/model.json")
         << R"({"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256})";
@@ -234,22 +244,29 @@ class CommandLine : public testing::TestWithParam<Scenario> {
       text += "abcdefgh ijkl\n"[(x >> 24) % 14];
     }
     std::ofstream(work_ + "/text") << text;
+  }
+
+  // What stands before the command of the scenario: a model, a text, a run of four steps on a drive or in
+  // memory, its weights, an older output of the command.
+  void Prepare(const Scenario& scenario) {
+    PutModelAndText();
     const bool memory = scenario.name.find("InMemory") != std::string::npos;
     const bool fresh = scenario.name.find("Fresh") != std::string::npos;
     if (!fresh) MustRun(memory ? InMemory(4) : OnDrive(4));
+    const bool packs = scenario.command.front() == "pack";
+    const Arguments weights = {"export", "s", "weights", "--overwrite"};
+    if (packs) {
+      fs::create_directory(work_ + "/weights");
+      MustRun(weights);
+    }
     if (!scenario.outputs.empty() && scenario.outputs.front() == "out") {
-      fs::create_directory(work_ + "/out");
+      if (!packs) fs::create_directory(work_ + "/out");
       MustRun(scenario.command);
       // An older content, which only differs in what the run has learnt since.
       fs::rename(work_ + "/out", work_ + "/old-out");
       MustRun(OnDrive(6, {"--resume"}));
+      if (packs) MustRun(weights);
       fs::rename(work_ + "/old-out", work_ + "/out");
-    }
-    if (scenario.name == "ImportCheckpoint") {
-      MustRun({"export-checkpoint", "s", "ds"});
-      fs::rename(work_ + "/s", work_ + "/s-before");
-      fs::remove_all(work_ + "/c");
-      fs::remove(work_ + "/log");
     }
     fs::copy(work_, root_ + "/before", fs::copy_options::recursive);
   }
@@ -260,6 +277,8 @@ class CommandLine : public testing::TestWithParam<Scenario> {
 
   std::string root_, work_, notes_;
 };
+
+class CommandLine : public Workplace, public testing::WithParamInterface<Scenario> {};
 
 std::vector<std::string> LogLines(const std::string& path) {
   std::vector<std::string> lines;
@@ -277,6 +296,36 @@ std::string WithoutRates(const std::string& text) {
   return std::regex_replace(
       text, std::regex("[0-9.]+ (s|ms|[kMG]B/s|[KMG]iB/s)\\b|\"allocated_bytes\": [0-9]+"), "");
 }
+
+uint64_t Seed() {
+  const char* const given = std::getenv("PENSTOCK_FAULT_SEED");
+  return given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
+}
+
+// Numbers of calls, from 1: by turns one of each function, in random order; once more where all were drawn.
+class DrawnCalls {
+ public:
+  DrawnCalls(const std::vector<std::string>& functions, std::mt19937_64& random) {
+    std::map<std::string, std::vector<int64_t>> by_function;
+    for (size_t i = 0; i < functions.size(); ++i)
+      by_function[functions[i]].push_back(static_cast<int64_t>(i) + 1);
+    size_t most = 0;
+    for (auto& [function, numbers] : by_function) {
+      std::shuffle(numbers.begin(), numbers.end(), random);
+      most = std::max(most, numbers.size());
+    }
+    for (size_t round = 0; round < most; ++round) {
+      for (const auto& [function, numbers] : by_function) {
+        if (round < numbers.size()) drawn_.push_back(numbers[round]);
+      }
+    }
+  }
+  size_t size() const { return drawn_.size(); }
+  int64_t operator[](size_t i) const { return drawn_[i % drawn_.size()]; }
+
+ private:
+  std::vector<int64_t> drawn_;
+};
 
 TEST_P(CommandLine, NoFailingCallLosesWhatWasAcknowledged) {
   const Scenario& scenario = GetParam();
@@ -305,29 +354,22 @@ TEST_P(CommandLine, NoFailingCallLosesWhatWasAcknowledged) {
   const std::map<std::string, std::string> checkpoints = Contents(work_ + "/c");
 
   // Which calls fail: all of them in a long run, some of every function otherwise.
-  const char* const given = std::getenv("PENSTOCK_FAULT_SEED");
-  const uint64_t seed = given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device()();
+  const uint64_t seed = Seed();
   std::printf("%s: %d calls; PENSTOCK_FAULT_SEED=%llu\n", scenario.name.c_str(), static_cast<int>(calls),
               static_cast<unsigned long long>(seed));
   std::mt19937_64 random(seed);
   const int64_t wanted = int64_t{12} * tests::Soak();
+  const DrawnCalls drawn(quiet.functions, random);
   std::vector<FaultyCall> faults;
-  std::map<std::string, std::vector<int64_t>> by_function;
-  for (int64_t i = 0; i < calls; ++i) by_function[quiet.functions[static_cast<size_t>(i)]].push_back(i + 1);
-  for (auto& [function, numbers] : by_function) std::shuffle(numbers.begin(), numbers.end(), random);
-  for (size_t round = 0; static_cast<int64_t>(faults.size()) < wanted; ++round) {
-    const size_t had = faults.size();
-    for (const auto& [function, numbers] : by_function) {
-      if (round / kErrors.size() >= numbers.size()) continue;
-      const size_t which = round / kErrors.size();
-      const int error = kErrors[(round + static_cast<size_t>(numbers[which])) % kErrors.size()];
-      // (A call that is interrupted for ever is one that nobody can make.)
-      faults.push_back({numbers[which], error, error != EINTR && round % 3 == 2});
-    }
-    if (faults.size() == had) break;
+  for (size_t i = 0; static_cast<int64_t>(faults.size()) < wanted; ++i) {
+    // Each call fails with each error, once alone and once for good. (A call that is interrupted for ever is
+    // one that nobody can make.)
+    const size_t round = i / drawn.size(), call = i % drawn.size(), error = (round + call) % kErrors.size();
+    if (round == 2 * kErrors.size()) break;
+    const bool lasting = (round / kErrors.size() + call) % 2 == 1;
+    if (lasting && kErrors[error] == EINTR) continue;
+    faults.push_back({drawn[i], kErrors[error], lasting});
   }
-  std::shuffle(faults.begin(), faults.end(), random);
-  if (static_cast<int64_t>(faults.size()) > wanted) faults.resize(static_cast<size_t>(wanted));
 
   for (const FaultyCall& fault : faults) {
     Restore();
@@ -386,6 +428,103 @@ TEST_P(CommandLine, NoFailingCallLosesWhatWasAcknowledged) {
   }
 }
 
+// Every name below a directory, hidden ones too.
+std::vector<std::string> AllNames(const std::string& directory) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::recursive_directory_iterator(directory))
+    names.push_back(fs::relative(entry.path(), directory));
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+// What a command replaces is the old or the new, whole, and what the kill left is gone with the next one.
+class Kills : public CommandLine {};
+
+TEST_P(Kills, AKillAtAnyCallLeavesTheOldOrTheNewAndTheNextOneClearsUp) {
+  const Scenario& scenario = GetParam();
+  ASSERT_NO_FATAL_FAILURE(Prepare(scenario));
+  const std::string out = work_ + "/out";
+  const auto before = Contents(out);
+  const Outcome quiet = Run(scenario.command);
+  ASSERT_EQ(quiet.code, 0) << quiet.err;
+  const auto right = Contents(out);
+  ASSERT_TRUE(before != right);
+  const std::vector<std::string> names = AllNames(work_);
+  const uint64_t seed = Seed();
+  std::mt19937_64 random(seed);
+  const DrawnCalls drawn(quiet.functions, random);
+  std::printf("%s: %zu calls; PENSTOCK_FAULT_SEED=%llu\n", scenario.name.c_str(), drawn.size(),
+              static_cast<unsigned long long>(seed));
+  const size_t wanted = std::min(drawn.size(), size_t{12} * static_cast<size_t>(tests::Soak()));
+  for (size_t i = 0; i < wanted; ++i) {
+    const int64_t number = drawn[i];
+    SCOPED_TRACE(scenario.name + ", killed at call " + std::to_string(number) + " (" +
+                 quiet.functions[static_cast<size_t>(number - 1)] + ")");
+    Restore();
+    const Outcome killed = Run(scenario.command, {.number = number, .kills = true});
+    ASSERT_EQ(killed.code, 1000 + SIGKILL) << killed.err;
+    for (const std::string& input : scenario.inputs) {
+      EXPECT_TRUE(Contents(work_ + "/" + input) == Contents(root_ + "/before/" + input)) << input;
+    }
+    const auto now = Contents(out);
+    EXPECT_TRUE(now == before || now == right) << "what is there is neither old nor new";
+    const Outcome again = Run(scenario.command);
+    ASSERT_EQ(again.code, 0) << again.err;
+    EXPECT_TRUE(Contents(out) == right);
+    EXPECT_EQ(AllNames(work_), names) << "what the kill left is not cleared up";
+    if (HasFailure()) return;
+  }
+}
+
+const Scenario kPack = {"Pack",
+                        {"pack", "weights", "out", "--quiet", "--overwrite"},
+                        {"weights", "s", "c", "log"},
+                        {"out"},
+                        false};
+const Scenario kExportCheckpoint = {"ExportCheckpoint",
+                                    {"export-checkpoint", "s", "out", "--tag", "mine", "--overwrite"},
+                                    {"s", "c", "log"},
+                                    {"out"},
+                                    false};
+
+INSTANTIATE_TEST_SUITE_P(Verbs, Kills, testing::Values(kExportCheckpoint, kPack),
+                         [](const auto& each) { return each.param.name; });
+
+// Both exist before either has replaced anything, and the one may begin long after the other: whichever has
+// the directory keeps it.
+TEST_F(Workplace, OfTwoThatOverwriteAtOneInstantOneHasTheDirectory) {
+  PutModelAndText();
+  fs::create_directories(notes_ + "/second");
+  const uint64_t seed = Seed();
+  std::printf("PENSTOCK_FAULT_SEED=%llu\n", static_cast<unsigned long long>(seed));
+  std::mt19937_64 random(seed);
+  const int rounds = 3 * tests::Soak();
+  for (const bool memory : {false, true}) {
+    const auto train = [&](int steps) {
+      Arguments arguments = memory ? InMemory(steps, {"--overwrite"}) : OnDrive(steps, {"--overwrite"});
+      const auto log = std::find(arguments.begin(), arguments.end(), "--log");
+      arguments.erase(log, log + 4);  // and the report: neither is what they compete for
+      return arguments;
+    };
+    MustRun(train(1));
+    for (int round = 0; round < rounds; ++round) {
+      const std::chrono::milliseconds later(random() % 3 == 0 ? random() % 400 : random() % 40);
+      SCOPED_TRACE(testing::Message() << (memory ? "in memory, " : "on a drive, ") << "round " << round
+                                      << ", " << later.count() << " ms later");
+      const pid_t first = StartVerb(work_, notes_, train(2), {});
+      const pid_t second = StartVerb(work_, notes_ + "/second", train(3), {}, later);
+      const Outcome two = FinishVerb(first, notes_), three = FinishVerb(second, notes_ + "/second");
+      const Outcome& refused = two.code == 0 ? three : two;
+      ASSERT_EQ(std::min(two.code, three.code), 0) << two.err << three.err;
+      ASSERT_EQ(refused.code, 2) << two.err << three.err;
+      EXPECT_EQ(std::count(refused.err.begin(), refused.err.end(), '\n'), 1) << refused.err;
+      const Outcome inspected = Run({"inspect", memory ? "c" : "s", "--json"});
+      ASSERT_EQ(inspected.code, 0) << inspected.err;
+      EXPECT_THAT(inspected.out, testing::HasSubstr(two.code == 0 ? "\"step\": 2," : "\"step\": 3,"));
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Verbs, CommandLine,
     testing::Values(
@@ -401,11 +540,7 @@ INSTANTIATE_TEST_SUITE_P(
                  {"s", "c", "log"},
                  {"out"},
                  false},
-        Scenario{"ExportCheckpoint",
-                 {"export-checkpoint", "s", "out", "--overwrite"},
-                 {"s", "c", "log"},
-                 {"out"},
-                 false},
+        kExportCheckpoint, kPack,
         Scenario{
             "Report", {"report", "report", "--html", "page"}, {"s", "c", "log", "report"}, {"page"}, false}),
     [](const auto& each) { return each.param.name; });

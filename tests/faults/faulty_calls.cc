@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -65,6 +66,7 @@ bool Fails(const char* function, const char* path) {
     std::snprintf(failed_call, sizeof(failed_call), "%s %s", function, path == nullptr ? "" : path);
     if (faulty_call.lasting) lasting_function = function;
   }
+  if (faulty_call.kills) (void)raise(SIGKILL);
   errno = faulty_call.error;
   return true;
 }
@@ -198,10 +200,12 @@ using penstock::tests::Real;
     PENSTOCK_REAL(name);                                    \
     return FailsOn("ftruncate", fd) ? -1 : real(fd, bytes); \
   }
-#define PENSTOCK_ON_FD(name)                   \
-  int name(int fd) {                           \
-    PENSTOCK_REAL(name);                       \
-    return FailsOn(#name, fd) ? -1 : real(fd); \
+// What is not watched is synced; see the header.
+#define PENSTOCK_SYNC(name)                                     \
+  int name(int fd) {                                            \
+    PENSTOCK_REAL(name);                                        \
+    if (FailsOn(#name, fd)) return -1;                          \
+    return penstock::tests::on && IsWatched(fd) ? 0 : real(fd); \
   }
 #define PENSTOCK_ON_PATH(name)                     \
   int name(const char* path) noexcept {            \
@@ -233,8 +237,8 @@ PENSTOCK_ALLOCATE(fallocate, off_t)
 PENSTOCK_ALLOCATE(fallocate64, off64_t)
 PENSTOCK_TRUNCATE(ftruncate, off_t)
 PENSTOCK_TRUNCATE(ftruncate64, off64_t)
-PENSTOCK_ON_FD(fsync)
-PENSTOCK_ON_FD(fdatasync)
+PENSTOCK_SYNC(fsync)
+PENSTOCK_SYNC(fdatasync)
 PENSTOCK_ON_PATH(unlink)
 PENSTOCK_ON_PATH(rmdir)
 

@@ -2,6 +2,9 @@
 //
 // faulty_calls.cc defines the calls (open, stat, readdir, read, rename, ...) in the executable itself, so
 // that the program under test, which is linked into it, and the C++ library reach these definitions first.
+// fsync and fdatasync are counted and fail as the others do, and do not reach the drive: a process that fails
+// or is killed leaves the page cache, in which the next one finds what this one wrote.
+//
 // Calls on paths outside of the watched directories, and on descriptors that were opened outside of them, go
 // through uncounted. Transfers of io_uring are no calls of the C library: tests/zero/fault_test.cc makes
 // those fail.
@@ -20,6 +23,8 @@ struct FaultyCall {
   int error = 0;       // errno
   // false: that call alone. true: all later ones of the same function too.
   bool lasting = false;
+  // The process is killed (SIGKILL) at that call, which never happens.
+  bool kills = false;
 };
 
 // Watches the calls below `directory` from now on; at most 8 directories. Counting starts at 0.
