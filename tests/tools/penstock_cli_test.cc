@@ -46,6 +46,13 @@ void ExpectReport(const json& report, const std::string& status) {
                            "overlap_ratio", "io_gbps_achieved", "predicted_step_seconds"}) {
     EXPECT_TRUE(report.contains(name) && report[name].is_number()) << name;
   }
+  // How near a step can be to its bound, that of a clipped one by itself.
+  if (report.contains("prediction_from")) {
+    EXPECT_GT(report.value("predicted_floor_seconds", 0.0), 0);
+    EXPECT_GE(report.value("predicted_clipped_floor_seconds", 0.0),
+              report.value("predicted_floor_seconds", 0.0));
+    EXPECT_TRUE(report.contains("floor_ratio"));
+  }
   ASSERT_TRUE(report.contains("resumed_from_step"));
   EXPECT_TRUE(report["resumed_from_step"].is_null() || report["resumed_from_step"].is_number_integer());
   ASSERT_TRUE(report.contains("totals"));

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -147,7 +148,16 @@ absl::StatusOr<std::shared_ptr<Comm>> TestDevice::Connect(const std::shared_ptr<
   return std::make_shared<LinkedDevices>(host);
 }
 
-void TestDevice::CopyIn(void* to, const void* from, int64_t bytes, bool, Done done) {
+void TestDevice::CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) {
+  // Outside of the arena it is a tensor's memory: on a GPU the copy would overtake what is enqueued to
+  // compute with its former owner. Here nothing is enqueued, and no other bits would tell.
+  const std::less<const std::byte*> before;
+  const auto* const target = static_cast<const std::byte*>(to);
+  const bool in_arena = !before(target, arena_.data()) && before(target, arena_.data() + arena_.size());
+  if (!in_arena && !after_compute) {
+    done(absl::InternalError("test device: a copy into a tensor does not wait for what is being computed"));
+    return;
+  }
   Start(kIn, {to, from, bytes, std::move(done)});
 }
 

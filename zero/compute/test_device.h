@@ -1,10 +1,10 @@
 // A device for tests, on the processor: what makes a GPU a tier of its own, and nothing else.
 //
-//   memory     an arena apart from the host's, filled with NaNs at first, so that weights which were
-//   never
+//   memory     an arena apart from the host's, filled with NaNs at first, so that weights which were never
 //              copied in show; capacity is checked at every allocation. Tensors are the host's counting
 //              allocator's (Device::tensors_are_host).
-//   copies     one thread for each direction, in order, each copy no faster than bandwidth and latency allow
+//   copies     one thread for each direction, in order, each copy no faster than bandwidth and latency allow;
+//              one into a tensor that does not wait for compute fails
 //   compute    the processor's own: the same bits as `cpu`
 //   storage    reads of files straight into the arena, where the caller asks for them
 //   faults     copies and such reads may be made to fail, or to bring damage, to see what becomes of the run
