@@ -150,18 +150,22 @@ class DevicePass::Block : public models::BlockAccess {
     return y;
   }
 
-  Tensor Attend(const Tensor& of_q, const Tensor& k, const Tensor& v, double scale, bool wide) override {
+  Tensor Attend(const Tensor& of_q, const Tensor& k, const Tensor& v, const models::AttentionForm& form,
+                bool wide) override {
     const Tensor q = of_q.contiguous();
     Tensor mixed = torch::zeros({q.size(0), q.size(1) * q.size(2)}, q.options());
     for (size_t i = 0; i < shares_.size(); ++i) {
       const Share& share = shares_[i];
       const int64_t row = rows_.first[i], count = static_cast<int64_t>(share.tokens.size());
       const Records records = OrThrow(runner_.TakeRecords(share, layer_));
-      const RecordsThere there(&runner_, records.memory, share.past, count, k);
+      // Positions are counted from the first that is there.
+      const int64_t past = share.past - records.first;
+      const RecordsThere there(&runner_, records.memory, past, count, k);
       const Tensor fresh = there.fresh();
       fresh.select(1, 0).copy_(k.narrow(0, row, count));
       fresh.select(1, 1).copy_(v.narrow(0, row, count));
-      AttendShare(share, q.narrow(0, row, count), there.all(), scale, wide, mixed.narrow(0, row, count));
+      AttendShare(share, q.narrow(0, row, count), there.all(), records.first, form, wide,
+                  mixed.narrow(0, row, count));
       there.KeepFresh();
       OrThrow(runner_.KeepRecords(records));
     }
@@ -204,18 +208,20 @@ class DevicePass::Block : public models::BlockAccess {
 
   // Pieces of at most kAttentionRows, cut at multiples of it; where it decodes each position by itself, so
   // that attention has the same bits whether a token was drafted or not.
-  static void AttendShare(const Share& share, const Tensor& q, const Tensor& records, double scale, bool wide,
-                          const Tensor& to) {
+  static void AttendShare(const Share& share, const Tensor& q, const Tensor& records, int64_t first,
+                          const models::AttentionForm& form, bool wide, const Tensor& to) {
     const auto type = wide ? torch::kFloat32 : q.scalar_type();
     const auto count = static_cast<int64_t>(share.tokens.size());
     for (int64_t at = 0; at < count;) {
       const int64_t rows =
           share.decodes ? 1 : std::min(count - at, kAttentionRows - (share.past + at) % kAttentionRows);
-      const Tensor seen = records.narrow(0, 0, share.past + at + rows);
+      const int64_t end = share.past + at + rows;
+      const int64_t from = form.window > 0 ? std::max<int64_t>(0, end - rows + 1 - form.window) : 0;
+      const Tensor seen = records.narrow(0, from - first, end - from);
       const Tensor keys = seen.select(1, 0).transpose(0, 1).to(type);
       const Tensor values = seen.select(1, 1).transpose(0, 1).to(type);
       const Tensor queries = q.narrow(0, at, rows).transpose(0, 1).to(type);
-      const Tensor out = models::AttentionOfLast(queries, keys, values, scale);
+      const Tensor out = models::AttentionOfLast(queries, keys, values, form);
       to.narrow(0, at, rows).copy_(out.transpose(0, 1).reshape({rows, to.size(1)}));
       at += rows;
     }
@@ -255,21 +261,26 @@ absl::StatusOr<Tensor> DevicePass::Compute(const std::vector<Share>& shares) {
   const torch::NoGradGuard no_grad;
   const DeviceRows rows(shares);
   ASSIGN_OR_RETURN(Tensor x, Embed(shares, rows));
-  std::vector<int64_t> at(static_cast<size_t>(rows.all), 0);
+  std::vector<int64_t> at(static_cast<size_t>(rows.all), 0), far(at.size(), 0);
   for (size_t i = 0; i < shares.size(); ++i) {
     const auto count = static_cast<int64_t>(shares[i].tokens.size());
-    for (int64_t t = 0; t < count; ++t) at[static_cast<size_t>(rows.first[i] + t)] = shares[i].past + t;
+    for (int64_t t = 0; t < count; ++t) {
+      at[static_cast<size_t>(rows.first[i] + t)] = shares[i].past + t;
+      far[static_cast<size_t>(rows.first[i] + t)] = shares[i].far ? 1 : 0;
+    }
   }
   std::vector<int64_t> wanted = WantedRows(shares, rows.first);
   const auto count = static_cast<int64_t>(wanted.size());
   if (count > 0) wanted.resize(static_cast<size_t>(RoundUp(count, kDeviceRows)), wanted.front());
   // All that is copied there is, before anything is enqueued that a copy would wait for.
-  const Tensor positions = zero::ToDevice(device_, torch::tensor(at, torch::kInt64));
+  models::RowPlaces places{zero::ToDevice(device_, torch::tensor(at, torch::kInt64)), {}};
+  if (parts_.decoder->function.NearPositions() > 0)
+    places.far = zero::ToDevice(device_, torch::tensor(far, torch::kInt64)).ne(0).unsqueeze(1);
   const Tensor index = zero::ToDevice(device_, torch::tensor(wanted, torch::kInt64));
   Block block(this, &shares, &rows);
   for (int64_t layer = 0; layer < shape_.layers; ++layer) {
     block.Enter(static_cast<int>(layer) + 1, layer, &rows.products);
-    x = decoder_->Layer(layer, block, x, positions);
+    x = decoder_->Layer(layer, block, x, places);
   }
   const ProductRows wanted_rows = {.single = static_cast<int64_t>(wanted.size()), .chunks = {}};
   block.Enter(shape_.head_block, -1, &wanted_rows);

@@ -73,6 +73,9 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
   sizes.cache = {.layers = sizes.decoder.layers,
                  .record_bytes = static_cast<uint64_t>(2 * sizes.decoder.key_heads * sizes.decoder.depth *
                                                        sizes.element_bytes)};
+  const std::vector<int64_t>& windows = decoder.function.windows;
+  if (std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; }))
+    sizes.cache.windows = windows;
   int64_t eight = 0, four = 0, scaled = 0;  // elements in each code
   int64_t strip = 0;                        // that are decoded at once, of those with scales
   for (const WeightUnit& unit : source.units()) {
@@ -202,17 +205,20 @@ struct Sequence {
   GenerationRequest request;
   std::vector<int64_t> tokens;  // prompt, then text
   int64_t past = 0;             // positions in the cache
+  int64_t read = 0;             // tokens that are read as a prompt is, before it decodes
+  bool far = false;             // it is longer than DecoderFunction::NearPositions
   int slot = 0;
   models::TextSampler sampler;
 
   Sequence(GenerationRequest from, int of_slot, const models::SamplingOptions& sampling)
       : request(std::move(from)),
         tokens(request.prompt),
+        read(prompt()),
         slot(of_slot),
         sampler(request.sampling.value_or(sampling), request.seed) {}
   int64_t prompt() const { return static_cast<int64_t>(request.prompt.size()); }
   int64_t made() const { return static_cast<int64_t>(tokens.size()) - prompt(); }
-  bool decodes() const { return past >= prompt(); }
+  bool decodes() const { return past >= read; }
 };
 
 }  // namespace
@@ -228,7 +234,8 @@ class Generator::Impl {
         options_(std::move(options)),
         decoder_(*model_->decoder()),
         layout_(model_->Layout()),
-        order_(OrderOf(decoder_, layout_)) {}
+        order_(OrderOf(decoder_, layout_)),
+        near_(decoder_.function.NearPositions()) {}
 
   absl::Status Open(const OpenWeights& open) {
     const zero::TensorScope scope(memory_.pool());
@@ -425,28 +432,22 @@ class Generator::Impl {
     if (cache_->on_drive() || cache_->on_device() || sequence.prompt() < 2) return nullptr;
     for (const Sequence& each : active_) {
       if (&each == &sequence) return nullptr;
-      if (each.request.prompt == sequence.request.prompt) return &each;
+      if (each.request.prompt == sequence.request.prompt && each.far == sequence.far) return &each;
     }
     return nullptr;
-  }
-
-  // Gives a sequence the keys and values of another one's first positions.
-  void CopyPositions(const Sequence& from, int64_t positions, Sequence* to) {
-    const uint64_t bytes = static_cast<uint64_t>(positions) * cache_->geometry().record_bytes;
-    for (int64_t layer = 0; layer < cache_->geometry().layers; ++layer)
-      std::memcpy(cache_->Records(to->slot, layer), cache_->Records(from.slot, layer), bytes);
-    to->past = positions;
   }
 
   // The shares of the next pass: those that decode first, then prompts in the order of their coming, as much
   // as a pass takes. `of`: the sequence of each share.
   std::vector<Share> NextShares(std::vector<Sequence*>* of) {
     std::vector<Share> shares;
+    for (Sequence& sequence : active_) ReadAgainWhereFar(&sequence);
     for (Sequence& sequence : active_) {
       if (!sequence.decodes()) continue;
-      Share share{sequence.slot, sequence.past, {sequence.tokens.back()}, true, true};
-      // One more is made behind the last that is right.
-      const int64_t left = sequence.request.tokens - sequence.made() - 1;
+      Share share{sequence.slot, sequence.past, {sequence.tokens.back()}, true, true, sequence.far};
+      // One more is made behind the last that is right, and none is drafted that would be far.
+      int64_t left = sequence.request.tokens - sequence.made() - 1;
+      if (near_ > 0 && !sequence.far) left = std::min(left, near_ - sequence.past - 1);
       const std::vector<int64_t> drafted = LookUp(sequence.tokens, std::min(options_.wish.drafted, left));
       share.tokens.insert(share.tokens.end(), drafted.begin(), drafted.end());
       shares.push_back(std::move(share));
@@ -457,17 +458,28 @@ class Generator::Impl {
       if (sequence.decodes() || room <= 0) continue;
       if (const Sequence* const first = sequence.past == 0 ? WithItsPrompt(sequence) : nullptr) {
         if (!first->decodes()) continue;  // Pass gives it what the first one has
-        CopyPositions(*first, sequence.prompt() - 1, &sequence);
+        if (cache_->Copy(first->slot, sequence.slot, sequence.prompt() - 1))
+          sequence.past = sequence.prompt() - 1;
       }
-      const int64_t left = sequence.prompt() - sequence.past;
+      const int64_t left = sequence.read - sequence.past;
       const int64_t count = left <= room ? left : room / kChunkRows * kChunkRows;
       if (count == 0) break;
       const auto from = sequence.tokens.begin() + sequence.past;
-      shares.push_back({sequence.slot, sequence.past, {from, from + count}, false, count == left});
+      shares.push_back(
+          {sequence.slot, sequence.past, {from, from + count}, false, count == left, sequence.far});
       of->push_back(&sequence);
       room -= runner_->RowsOf(count);
     }
     return shares;
+  }
+
+  // A sequence that grows beyond what other frequencies turn: its keys of before are of no use.
+  void ReadAgainWhereFar(Sequence* sequence) const {
+    const auto length = static_cast<int64_t>(sequence->tokens.size());
+    if (near_ == 0 || sequence->far || length <= near_) return;
+    sequence->far = true;
+    sequence->past = 0;
+    sequence->read = length;
   }
 
   // Whether a pass comes after this one, as far as can be known before its tokens are.
@@ -504,8 +516,10 @@ class Generator::Impl {
       if (!share.wants_logits) continue;
       std::vector<Sequence*> alike = {of[i]};  // that have these logits
       for (Sequence& each : active_) {
-        if (each.past != 0 || WithItsPrompt(each) != of[i]) continue;
-        CopyPositions(*of[i], of[i]->prompt(), &each);
+        // Neither is one that is read again with what it has made.
+        if (of[i]->made() > 0 || each.made() > 0 || each.past != 0 || WithItsPrompt(each) != of[i]) continue;
+        if (!cache_->Copy(of[i]->slot, each.slot, of[i]->prompt())) continue;
+        each.past = of[i]->prompt();
         alike.push_back(&each);
       }
       for (Sequence* const each : alike) RETURN_IF_ERROR(Take(callbacks, each, {row, vocabulary}).status());
@@ -561,6 +575,7 @@ class Generator::Impl {
   const models::Decoder decoder_;
   const models::ModelLayout layout_;
   const MatrixOrder order_;
+  const int64_t near_;  // 0: however long a sequence is
   GenerationPlan plan_;
   std::unique_ptr<aio::Arena> arena_;
   std::unique_ptr<aio::Engine> engine_;
@@ -606,6 +621,9 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
   const std::optional<models::Decoder> decoder = model.decoder();
   const models::ModelLayout layout = model.Layout();
   const MatrixOrder order = OrderOf(*decoder, layout);
+  // A text that grows beyond is read once more, as a prompt.
+  if (const int64_t near = decoder->function.NearPositions(); near > 0 && options->wish.positions > near)
+    options->wish.prompt = std::max(options->wish.prompt, near + 1);
   // As much as the least ring has, or as much of the budget as measuring may take.
   constexpr uint64_t kMeasuringBytes = uint64_t{32} << 20;
   ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> arena,

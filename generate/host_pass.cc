@@ -52,7 +52,7 @@ class HostPass : public PassRunner {
   absl::StatusOr<std::span<const float>> Run(const std::vector<Share>& shares) override {
     logits_ = {};  // before there are others
     const PassRows rows(shares);
-    ASSIGN_OR_RETURN(HostRows x, Embed(shares, rows));
+    ASSIGN_OR_RETURN(HostRows x, Embed(shares));
     const std::vector<int64_t> wanted = WantedRows(shares, rows.first);
     for (int64_t layer = 0; layer < shape_.layers; ++layer)
       RETURN_IF_ERROR(ComputeLayer(layer, shares, rows, &x));
@@ -68,6 +68,10 @@ class HostPass : public PassRunner {
       const auto divisor = static_cast<float>(f_.logits_divisor);
       ForElements(logits_,
                   [&](void* some, size_t n) { kernels::DivideElements(logits_.type(), some, divisor, n); });
+    }
+    if (f_.logit_cap > 0) {
+      const auto cap = static_cast<float>(f_.logit_cap);
+      ForElements(logits_, [&](void* some, size_t n) { kernels::SoftCap(logits_.type(), some, cap, n); });
     }
     if (logits_.type() != DType::kFp32) {
       ASSIGN_OR_RETURN(HostRows wide, HostRows::Of(DType::kFp32, count, logits_.columns()));
@@ -100,12 +104,14 @@ class HostPass : public PassRunner {
     });
   }
 
-  absl::StatusOr<HostRows> Embed(const std::vector<Share>& shares, const PassRows& rows) {
+  absl::StatusOr<HostRows> Embed(const std::vector<Share>& shares) {
     std::vector<int64_t> tokens, positions;
+    std::vector<bool> far;
     for (const Share& share : shares) {
       tokens.insert(tokens.end(), share.tokens.begin(), share.tokens.end());
       for (size_t t = 0; t < share.tokens.size(); ++t)
         positions.push_back(share.past + static_cast<int64_t>(t));
+      far.resize(positions.size(), share.far);
     }
     KeptTensors& kept = *parts_.kept;
     ASSIGN_OR_RETURN(HostRows x, kept.Rows(kept.tensor(0, shape_.token_table), tokens));
@@ -113,27 +119,46 @@ class HostPass : public PassRunner {
       ASSIGN_OR_RETURN(const HostRows at, kept.Rows(kept.tensor(0, shape_.position_table), positions));
       kernels::AddElements(x.type(), x.data(), at.data(), x.elements(), x.data());
     }
-    Scale(&x, f_.embedding_scale);
-    if (f_.frequencies.empty()) return x;
-    // Of all layers: angles in fp32, cosine and sine rounded to the compute type.
-    const auto half = static_cast<int64_t>(f_.frequencies.size());
-    ASSIGN_OR_RETURN(cosine_, HostRows::Of(DType::kFp32, rows.all, half));
-    ASSIGN_OR_RETURN(sine_, HostRows::Of(DType::kFp32, rows.all, half));
-    const bool narrow = x.type() == DType::kBf16;
-    const auto rounded = [narrow](float value) {
-      return narrow ? kernels::Bf16ToFloat(kernels::FloatToBf16(value)) : value;
-    };
-    for (int64_t row = 0; row < rows.all; ++row) {
-      const auto position = static_cast<float>(positions[static_cast<size_t>(row)]);
-      float* const cosine = cosine_.floats() + row * half;
-      float* const sine = sine_.floats() + row * half;
-      for (int64_t i = 0; i < half; ++i) {
-        const float angle = position * f_.frequencies[static_cast<size_t>(i)];
-        cosine[i] = rounded(std::cos(angle));
-        sine[i] = rounded(std::sin(angle));
-      }
+    const auto scale = static_cast<float>(f_.embedding_scale);
+    Scale(&x, f_.rounds_embedding_scale ? Rounded(x.type(), scale) : scale);
+    angles_.clear();
+    for (const models::Rotation& rotation : f_.rotations) {
+      ASSIGN_OR_RETURN(Angles angles, AnglesOf(rotation, positions, far, x.type()));
+      angles_.push_back(std::move(angles));
     }
     return x;
+  }
+
+  static float Rounded(DType type, float value) {
+    return type == DType::kBf16 ? kernels::Bf16ToFloat(kernels::FloatToBf16(value)) : value;
+  }
+
+  // Of all rows [rows, pairs that turn]: angles in fp32, cosine and sine rounded to the compute type.
+  struct Angles {
+    HostRows cosine, sine;
+  };
+  static absl::StatusOr<Angles> AnglesOf(const models::Rotation& rotation,
+                                         const std::vector<int64_t>& positions, const std::vector<bool>& far,
+                                         DType type) {
+    const auto rows = static_cast<int64_t>(positions.size());
+    const auto half = static_cast<int64_t>(rotation.frequencies.size());
+    const auto scale = static_cast<float>(rotation.scale);
+    Angles made;
+    ASSIGN_OR_RETURN(made.cosine, HostRows::Of(DType::kFp32, rows, half));
+    ASSIGN_OR_RETURN(made.sine, HostRows::Of(DType::kFp32, rows, half));
+    for (int64_t row = 0; row < rows; ++row) {
+      const auto position = static_cast<float>(positions[static_cast<size_t>(row)]);
+      const bool is_far = far[static_cast<size_t>(row)] && !rotation.far_frequencies.empty();
+      const std::vector<float>& frequencies = is_far ? rotation.far_frequencies : rotation.frequencies;
+      float* const cosine = made.cosine.floats() + row * half;
+      float* const sine = made.sine.floats() + row * half;
+      for (int64_t i = 0; i < half; ++i) {
+        const float angle = position * frequencies[static_cast<size_t>(i)];
+        cosine[i] = Rounded(type, std::cos(angle) * scale);
+        sine[i] = Rounded(type, std::sin(angle) * scale);
+      }
+    }
+    return made;
   }
 
   // NAME.weight and NAME.bias of the block; `out` may be `x`. Rows of x are taken in pieces of so many
@@ -151,7 +176,8 @@ class HostPass : public PassRunner {
                                     .columns = static_cast<size_t>(width),
                                     .weight = kept.vector(weight).data(),
                                     .bias = bias >= 0 ? kept.vector(bias).data() : nullptr,
-                                    .epsilon = static_cast<float>(f_.epsilon)};
+                                    .epsilon = static_cast<float>(f_.epsilon),
+                                    .from_one = f_.norms_from_one};
       if (f_.norm == models::DecoderFunction::Norm::kLayer) {
         kernels::LayerNorm(in, out->row(first));
       } else {
@@ -184,15 +210,18 @@ class HostPass : public PassRunner {
     return y;
   }
 
-  // Turns the heads of all rows, in a layer where positions do.
-  void Rotate(int64_t layer, HostRows* x) {
-    if (f_.frequencies.empty() || (!f_.turns.empty() && !f_.turns[static_cast<size_t>(layer)])) return;
-    const auto half = static_cast<int64_t>(f_.frequencies.size());
+  // Turns the first `heads` heads of all rows, in a layer where positions do.
+  void Rotate(int64_t layer, int64_t heads, HostRows* x) {
+    const int which = f_.RotationOf(layer);
+    if (which < 0) return;
+    const Angles& angles = angles_[static_cast<size_t>(which)];
+    const int64_t half = angles.cosine.columns();
+    const kernels::RotatedHeads turned = {x->type(), static_cast<size_t>(heads),
+                                          static_cast<size_t>(shape_.depth), static_cast<size_t>(half)};
     ForRows(x->rows(), x->columns(), [&](size_t begin, size_t end) {
       for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
-        kernels::RotateHeads(x->type(), x->row(row), static_cast<size_t>(x->columns() / (2 * half)),
-                             static_cast<size_t>(half), cosine_.floats() + row * half,
-                             sine_.floats() + row * half);
+        kernels::RotateHeads(turned, x->row(row), angles.cosine.floats() + row * half,
+                             angles.sine.floats() + row * half);
       }
     });
   }
@@ -231,17 +260,18 @@ class HostPass : public PassRunner {
       Columns queries{}, keys{}, values{};
       if (!f_.joined.empty()) {
         ASSIGN_OR_RETURN(q, Linear(f_.joined, normal, rows.single));
-        const size_t each = static_cast<size_t>(shape_.heads * shape_.depth) * width;
+        Rotate(layer, shape_.heads + shape_.key_heads, &q);
+        const size_t each = static_cast<size_t>(shape_.depth) * width;
         queries = {&q, 0};
-        keys = {&q, each};
-        values = {&q, 2 * each};
+        keys = {&q, static_cast<size_t>(shape_.heads) * each};
+        values = {&q, static_cast<size_t>(shape_.heads + shape_.key_heads) * each};
       } else {
         ASSIGN_OR_RETURN(q, Linear(f_.query, normal, rows.single));
         if (!f_.query_norm.empty()) RETURN_IF_ERROR(Normalize(f_.query_norm, q, &q));
-        Rotate(layer, &q);
+        Rotate(layer, shape_.heads, &q);
         ASSIGN_OR_RETURN(k, Linear(f_.key, normal, rows.single));
         if (!f_.key_norm.empty()) RETURN_IF_ERROR(Normalize(f_.key_norm, k, &k));
-        Rotate(layer, &k);
+        Rotate(layer, shape_.key_heads, &k);
         ASSIGN_OR_RETURN(v, Linear(f_.value, normal, rows.single));
         queries = {&q, 0};
         keys = {&k, 0};
@@ -261,16 +291,33 @@ class HostPass : public PassRunner {
     }
     ASSIGN_OR_RETURN(HostRows inner, Linear(f_.up, normal, rows.single));
     normal = {};
-    ForRows(inner.rows(), inner.columns(), [&](size_t begin, size_t end) {
-      const auto first = static_cast<int64_t>(begin);
-      const size_t elements = (end - begin) * static_cast<size_t>(inner.columns());
-      const bool gated = gate.rows() > 0;
-      kernels::Activate(inner.type(), f_.activation, gated ? gate.row(first) : inner.row(first),
-                        gated ? inner.row(first) : nullptr, elements, inner.row(first));
-    });
+    if (f_.gate_in_up) {
+      ASSIGN_OR_RETURN(inner, ActivateHalves(inner));
+    } else {
+      ForRows(inner.rows(), inner.columns(), [&](size_t begin, size_t end) {
+        const auto first = static_cast<int64_t>(begin);
+        const size_t elements = (end - begin) * static_cast<size_t>(inner.columns());
+        const bool gated = gate.rows() > 0;
+        kernels::Activate(inner.type(), f_.activation, gated ? gate.row(first) : inner.row(first),
+                          gated ? inner.row(first) : nullptr, elements, inner.row(first));
+      });
+    }
     gate = {};
     ASSIGN_OR_RETURN(HostRows y, Linear(f_.down, inner, rows.single));
     return AddResult(f_.inner_result_norm, &y, x);
+  }
+
+  // Of rows whose first half is the gate of the second: [rows, half of the columns].
+  absl::StatusOr<HostRows> ActivateHalves(const HostRows& both) {
+    const int64_t half = both.columns() / 2;
+    ASSIGN_OR_RETURN(HostRows inner, HostRows::Of(both.type(), both.rows(), half));
+    ForRows(inner.rows(), half, [&](size_t begin, size_t end) {
+      for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
+        kernels::Activate(both.type(), f_.activation, both.row(row), both.row(row) + inner.row_bytes(),
+                          static_cast<size_t>(half), inner.row(row));
+      }
+    });
+    return inner;
   }
 
   // A row, and the records of all positions that it sees.
@@ -296,10 +343,15 @@ class HostPass : public PassRunner {
       for (size_t t = 0; t < share.tokens.size(); ++t) {
         const int64_t row = rows.first[i] + static_cast<int64_t>(t);
         const int64_t position = share.past + static_cast<int64_t>(t);
-        std::byte* const record = records.memory + static_cast<size_t>(position) * 2 * kept_bytes;
+        const auto record_of = [&](int64_t of) {
+          return records.memory + static_cast<size_t>(of - records.first) * 2 * kept_bytes;
+        };
+        std::byte* const record = record_of(position);
         std::memcpy(record, k.row(row), kept_bytes);
         std::memcpy(record + kept_bytes, v.row(row), kept_bytes);
-        queries.push_back({row, records.memory, position + 1});
+        const int64_t window = f_.Window(layer);
+        const int64_t from = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
+        queries.push_back({row, record_of(from), position + 1 - from});
       }
       if (!on_drive) continue;
       AttendAll(layer, queries, q, &mixed);
@@ -329,8 +381,9 @@ class HostPass : public PassRunner {
           for (size_t i = begin; i < end; ++i) {
             const size_t head = i / queries.size();
             const Query& query = queries[i % queries.size()];
-            const kernels::AttentionRecords seen = {q.of->type(), query.records,
-                                                    static_cast<size_t>(query.positions), key_heads, depth};
+            const kernels::AttentionRecords seen = {
+                q.of->type(), query.records, static_cast<size_t>(query.positions),
+                key_heads,    depth,         static_cast<float>(f_.score_cap)};
             kernels::Attend(seen, q.row(query.row), heads,
                             static_cast<float>(f_.scales[static_cast<size_t>(layer)]), head, head + 1,
                             mixed->floats() + query.row * mixed->columns());
@@ -341,7 +394,7 @@ class HostPass : public PassRunner {
   const models::DecoderFunction& f_;
   const models::DecoderShape& shape_;
   ProductScratch scratch_;
-  HostRows cosine_, sine_;  // [rows, pairs of a head]
+  std::vector<Angles> angles_;  // by rotation
   HostRows logits_;
   int block_ = 0;
 };

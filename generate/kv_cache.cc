@@ -32,8 +32,37 @@ int64_t CacheGeometry::page_records() const {
   return static_cast<int64_t>(whole * ((kLeastPageBytes + bytes - 1) / bytes));
 }
 
-uint64_t CacheGeometry::host_bytes(int64_t positions) const {
+int64_t CacheGeometry::host_positions(int64_t layer, int64_t positions) const {
+  const int64_t window = Window(layer);
+  return window > 0 ? std::min(positions, 2 * window + kMostPassPositions) : positions;
+}
+
+int64_t CacheGeometry::read_positions(int64_t layer, int64_t positions) const {
+  const int64_t window = Window(layer);
+  return window > 0 ? std::min(positions, window + page_records() + kMostPassPositions) : positions;
+}
+
+uint64_t CacheGeometry::device_bytes(int64_t positions) const {
   return Padded(static_cast<uint64_t>(positions) * record_bytes) * static_cast<uint64_t>(layers);
+}
+
+uint64_t CacheGeometry::host_bytes(int64_t positions) const {
+  if (windows.empty()) return device_bytes(positions);
+  uint64_t bytes = 0;
+  for (int64_t layer = 0; layer < layers; ++layer)
+    bytes += Padded(static_cast<uint64_t>(host_positions(layer, positions)) * record_bytes);
+  return bytes;
+}
+
+uint64_t CacheGeometry::pass_bytes(int64_t positions) const {
+  if (windows.empty()) return file_bytes(positions);
+  const int64_t page = page_records();
+  uint64_t bytes = 0;
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    const int64_t window = Window(layer), pages = positions / page;
+    bytes += static_cast<uint64_t>(window > 0 ? std::min(pages, window / page + 1) : pages) * page_bytes();
+  }
+  return bytes;
 }
 
 uint64_t CacheGeometry::file_bytes(int64_t positions) const {
@@ -57,7 +86,7 @@ std::unique_ptr<KvCache> KvCache::OnDevice(const CacheGeometry& geometry, std::s
   std::unique_ptr<KvCache> cache(new KvCache(geometry));
   cache->on_device_ = true;
   cache->slot_positions_ = positions;
-  const uint64_t bytes = geometry.host_bytes(positions);
+  const uint64_t bytes = geometry.device_bytes(positions);
   for (uint64_t at = 0; at + bytes <= memory.size(); at += bytes) {
     Slot& slot = cache->slots_.emplace_back();
     slot.positions = positions;
@@ -111,6 +140,7 @@ std::optional<int> KvCache::Take(int64_t positions) {
   free->positions = positions;
   free->host = *std::move(region);
   free->records = free->host.data();
+  free->first.assign(static_cast<size_t>(geometry_.layers), 0);
   host_used_ += bytes;
   return static_cast<int>(free - slots_.begin());
 }
@@ -124,10 +154,53 @@ void KvCache::Give(int slot) {
   given.host.Release();
 }
 
-std::byte* KvCache::Records(int slot, int64_t layer) const {
-  const Slot& of = slots_[static_cast<size_t>(slot)];
-  const uint64_t layer_bytes = geometry_.host_bytes(of.positions) / static_cast<uint64_t>(geometry_.layers);
-  return of.records + layer_bytes * static_cast<uint64_t>(layer);
+std::byte* KvCache::LayerOf(const Slot& slot, int64_t layer) const {
+  std::byte* memory = slot.records;
+  for (int64_t before = 0; before < layer; ++before)
+    memory += Padded(static_cast<uint64_t>(geometry_.host_positions(before, slot.positions)) *
+                     geometry_.record_bytes);
+  return memory;
+}
+
+bool KvCache::Copy(int from, int to, int64_t positions) {
+  const Slot& source = slots_[static_cast<size_t>(from)];
+  Slot& target = slots_[static_cast<size_t>(to)];
+  const auto needed = [&](int64_t layer) {
+    const int64_t window = geometry_.Window(layer);
+    return window > 0 ? std::max<int64_t>(0, positions + 1 - window) : 0;
+  };
+  for (int64_t layer = 0; layer < geometry_.layers; ++layer) {
+    if (source.first[static_cast<size_t>(layer)] > needed(layer)) return false;
+  }
+  for (int64_t layer = 0; layer < geometry_.layers; ++layer) {
+    const int64_t first = needed(layer), behind = first - source.first[static_cast<size_t>(layer)];
+    std::memcpy(LayerOf(target, layer),
+                LayerOf(source, layer) + static_cast<uint64_t>(behind) * geometry_.record_bytes,
+                static_cast<uint64_t>(positions - first) * geometry_.record_bytes);
+    target.first[static_cast<size_t>(layer)] = first;
+  }
+  return true;
+}
+
+CacheRecords KvCache::Records(int slot, int64_t layer, int64_t past, int64_t count) {
+  Slot& of = slots_[static_cast<size_t>(slot)];
+  const auto bytes_of = [&](int64_t positions) {
+    return Padded(static_cast<uint64_t>(positions) * geometry_.record_bytes);
+  };
+  if (on_device_ || geometry_.windows.empty())
+    return {of.records + bytes_of(of.positions) * static_cast<uint64_t>(layer), 0};
+  std::byte* const memory = LayerOf(of, layer);
+  int64_t& first = of.first[static_cast<size_t>(layer)];
+  if (past < first) first = 0;  // it is read once more
+  const int64_t room = geometry_.host_positions(layer, of.positions);
+  if (past + count - first > room) {
+    const int64_t seen = std::min(past - first, geometry_.Window(layer) - 1);
+    const auto bytes = [&](int64_t n) { return static_cast<size_t>(n) * geometry_.record_bytes; };
+    std::memmove(memory, memory + bytes(past - seen - first), bytes(seen));
+    first = past - seen;
+  }
+  PENSTOCK_CHECK(past + count - first <= room, "a pass appends more positions than its cache has room for");
+  return {memory, first};
 }
 
 uint64_t KvCache::OffsetOf(int slot, int64_t layer, int64_t position) const {
@@ -143,18 +216,20 @@ std::byte* KvCache::Tail(int slot, int64_t layer) const {
 }
 
 CacheRead KvCache::ReadOf(int slot, int64_t layer, int64_t past, int64_t count) const {
-  const auto all = static_cast<uint64_t>(past + count);
-  return {slot, layer, past, count, Padded(all * geometry_.record_bytes)};
+  const int64_t window = geometry_.Window(layer), page = geometry_.page_records();
+  const int64_t first = window > 0 ? std::max<int64_t>(0, past + 1 - window) / page * page : 0;
+  const auto all = static_cast<uint64_t>(past + count - first);
+  return {slot, layer, past, count, first, Padded(all * geometry_.record_bytes)};
 }
 
 absl::StatusOr<bool> KvCache::StartRead(const CacheRead& read, std::byte* memory, aio::Request* request) {
   const int64_t whole = read.past / geometry_.page_records() * geometry_.page_records();
-  if (whole == 0) return false;
+  if (whole == read.first) return false;
   for (Write& write : writes_) {
     if (write.slot == read.slot && write.layer == read.layer) RETURN_IF_ERROR(Settle(&write));
   }
-  const uint64_t bytes = static_cast<uint64_t>(whole) * geometry_.record_bytes;
-  request->PrepareRead(*file_, OffsetOf(read.slot, read.layer, 0), memory, bytes);
+  const uint64_t bytes = static_cast<uint64_t>(whole - read.first) * geometry_.record_bytes;
+  request->PrepareRead(*file_, OffsetOf(read.slot, read.layer, read.first), memory, bytes);
   request->set_priority(aio::Priority::kPrefetch);
   RETURN_IF_ERROR(engine_->Submit(request));
   read_bytes_ += bytes;
@@ -163,8 +238,8 @@ absl::StatusOr<bool> KvCache::StartRead(const CacheRead& read, std::byte* memory
 
 void KvCache::Complete(const CacheRead& read, std::byte* memory) const {
   const int64_t whole = read.past / geometry_.page_records() * geometry_.page_records();
-  std::memcpy(memory + static_cast<uint64_t>(whole) * geometry_.record_bytes, Tail(read.slot, read.layer),
-              static_cast<uint64_t>(read.past - whole) * geometry_.record_bytes);
+  std::memcpy(memory + static_cast<uint64_t>(whole - read.first) * geometry_.record_bytes,
+              Tail(read.slot, read.layer), static_cast<uint64_t>(read.past - whole) * geometry_.record_bytes);
 }
 
 absl::Status KvCache::Settle(Write* write) {
@@ -177,7 +252,7 @@ absl::Status KvCache::Keep(const CacheRead& read, const std::byte* memory) {
   const int64_t page = geometry_.page_records(), all = read.past + read.count;
   const int64_t from = read.past / page * page, whole = all / page * page;
   const auto at = [&](int64_t position) {
-    return memory + static_cast<uint64_t>(position) * geometry_.record_bytes;
+    return memory + static_cast<uint64_t>(position - read.first) * geometry_.record_bytes;
   };
   const auto run = static_cast<int64_t>(WriteBytes(geometry_) / geometry_.record_bytes);
   for (int64_t first = from; first < whole; first += run)

@@ -6,8 +6,11 @@
 // tens of KiB; the positions behind the last whole page, the tail, stay in memory. Attention sees the same
 // run of records wherever they live, so that it has the same bits.
 //
-// Host, device: records = cache->Records(slot, layer); append there; attend.
-// Drive:  StartRead the whole pages to memory that has room for all positions (CacheRead::bytes); when that
+// A layer that looks back over a window needs no records behind it: in host memory it has room for the window
+// twice, and what is in it moves up when that is full; from the drive the pages of the window are read.
+//
+// Host, device: records = cache->Records(slot, layer, past, count); append there; attend.
+// Drive:  StartRead the pages to memory that has room for all that comes (CacheRead::bytes); when that
 // is
 //         finished, Complete puts the tail behind them; append there; attend; Keep what was appended.
 //
@@ -32,14 +35,27 @@
 
 namespace penstock::generate {
 
+// Positions that a pass appends to a sequence, at most.
+inline constexpr int64_t kMostPassPositions = 512;
+
 struct CacheGeometry {
   int64_t layers = 0;
   uint64_t record_bytes = 0;  // of one position in one layer: 2 * key heads * depth * size of an element
+  std::vector<int64_t> windows = {};  // by layer: positions that it looks at; 0: all; empty: all
 
   int64_t page_records() const;  // in one page, whose bytes are a multiple of 4096
   uint64_t page_bytes() const { return static_cast<uint64_t>(page_records()) * record_bytes; }
-  // Bytes of a sequence of `positions`: in host memory; in the file; in memory beside the file.
+  int64_t Window(int64_t layer) const { return windows.empty() ? 0 : windows[static_cast<size_t>(layer)]; }
+  // Positions of such a sequence that have room in a layer's host memory.
+  int64_t host_positions(int64_t layer, int64_t positions) const;
+  // Positions of a layer that the drive's pages bring for one pass at most, and what they are joined by.
+  int64_t read_positions(int64_t layer, int64_t positions) const;
+
+  // Bytes of a sequence of `positions`: in a device's memory; in host memory; in the file, of all layers and
+  // of those pages that a pass reads; in memory beside the file.
+  uint64_t device_bytes(int64_t positions) const;
   uint64_t host_bytes(int64_t positions) const;
+  uint64_t pass_bytes(int64_t positions) const;
   uint64_t file_bytes(int64_t positions) const;
   uint64_t tail_bytes() const;
 };
@@ -50,7 +66,14 @@ struct CacheRead {
   int64_t layer = 0;
   int64_t past = 0;    // positions that are there
   int64_t count = 0;   // positions that come
+  int64_t first = 0;   // position that memory begins with
   uint64_t bytes = 0;  // of memory: a multiple of 4096
+};
+
+// Where a layer's records are: that of position p at memory + (p - first) * record_bytes.
+struct CacheRecords {
+  std::byte* memory = nullptr;
+  int64_t first = 0;
 };
 
 class KvCache {
@@ -81,8 +104,13 @@ class KvCache {
   std::optional<int> Take(int64_t positions);
   void Give(int slot);
 
-  // Host, device.
-  std::byte* Records(int slot, int64_t layer) const;
+  // Host, device. With room for `count` positions behind the `past` ones, and among these all that are looked
+  // at. `past` grows from call to call, or begins again with 0.
+  CacheRecords Records(int slot, int64_t layer, int64_t past, int64_t count);
+
+  // Host. Gives a slot without records what it needs of another one's first `positions`; false, and nothing
+  // is given: that one has no longer what a window looks at.
+  bool Copy(int from, int to, int64_t positions);
 
   // Drive.
   CacheRead ReadOf(int slot, int64_t layer, int64_t past, int64_t count) const;
@@ -100,6 +128,7 @@ class KvCache {
     int64_t positions = 0;
     std::byte* records = nullptr;
     aio::Region host;
+    std::vector<int64_t> first;  // by layer: the position that its memory begins with
   };
   struct Write {
     aio::Request request;
@@ -110,6 +139,7 @@ class KvCache {
   };
 
   explicit KvCache(const CacheGeometry& geometry) : geometry_(geometry) {}
+  std::byte* LayerOf(const Slot& slot, int64_t layer) const;  // its memory; host
   uint64_t OffsetOf(int slot, int64_t layer, int64_t position) const;
   std::byte* Tail(int slot, int64_t layer) const;
   absl::Status Settle(Write* write);

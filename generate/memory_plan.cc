@@ -17,7 +17,7 @@ namespace {
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kPages = 2 * kMiB;  // that an arena is rounded to
 constexpr uint64_t kComfortableRing = 64 * kMiB;
-constexpr int64_t kMostPromptRows = 512;  // beyond which processors, not drives, bound a pass
+constexpr int64_t kMostPromptRows = kMostPassPositions;  // beyond which processors, not drives, bound a pass
 constexpr int64_t kMostBatch = 256;
 constexpr uint64_t kTensorSlack = 4 * kMiB;
 
@@ -36,12 +36,12 @@ uint64_t RowBytes(const GenerationSizes& s) {
   const uint64_t mixed = U(d.heads * d.depth), kept = U(d.key_heads * d.depth);
   const uint64_t norm = 3 * e * U(d.width) + 12 * U(d.width);
   const uint64_t attend = e * (4 * U(d.width) + 5 * mixed + 6 * kept) + 4 * (mixed + U(d.width));
-  const uint64_t inner = e * 5 * (U(d.width) + U(d.inner));
+  const uint64_t inner = e * 5 * (U(d.width) + U(d.inner));  // in one matrix or in two
   return 2 * e * U(d.width) + std::max({norm, attend, inner});
 }
 uint64_t WidestRow(const GenerationSizes& s) {
   const models::DecoderShape& d = s.decoder;
-  return U(std::max({d.width, d.inner, d.heads * d.depth + 2 * d.key_heads * d.depth}));
+  return U(std::max({d.width, d.inner, d.inner_rows, d.heads * d.depth + 2 * d.key_heads * d.depth}));
 }
 uint64_t LogitsBytes(const GenerationSizes& s, int64_t decoded) {
   const models::DecoderShape& d = s.decoder;
@@ -59,12 +59,14 @@ uint64_t TensorBytes(const GenerationSizes& s, int64_t decoded, int64_t prompted
           ? rows * 4 * (U(RoundUp(static_cast<int64_t>(widest), 32)) + U(s.largest_packed_rows))
           : 0;
   const auto many = static_cast<size_t>(prompted);
-  const uint64_t turned = prompted > 0
-                              ? kernels::ManyRowsScratch(
-                                    many, static_cast<size_t>(std::max(s.largest_part_rows, s.decoder.inner)))
-                              : 0;
+  const uint64_t turned =
+      prompted > 0
+          ? kernels::ManyRowsScratch(
+                many,
+                static_cast<size_t>(std::max({s.largest_part_rows, s.decoder.inner, s.decoder.inner_rows})))
+          : 0;
   const uint64_t product = 8 * U(decoded) * widest + packed + turned;
-  const uint64_t angles = 4 * U(decoded + prompted) * U(s.decoder.depth);
+  const uint64_t angles = 4 * U(decoded + prompted) * U(s.decoder.depth) * U(s.decoder.rotations);
   return (U(decoded + prompted) * RowBytes(s) + product + angles + LogitsBytes(s, decoded)) * 9 / 8 +
          s.kept_bytes + kTensorSlack;
 }
@@ -75,8 +77,9 @@ uint64_t LibTorchBytes(const GenerationSizes& s, const GenerationWish& wish, int
   const models::DecoderShape& d = s.decoder;
   const uint64_t e = U(s.element_bytes);
   const uint64_t mixed = U(d.heads * d.depth), kept = U(d.key_heads * d.depth);
-  const uint64_t product = 8 * U(decoded) * WidestRow(s) + 2 * e * U(std::min(kChunkRows, prompted)) *
-                                                               U(std::max(s.largest_part_rows, d.inner));
+  const uint64_t product =
+      8 * U(decoded) * WidestRow(s) +
+      2 * e * U(std::min(kChunkRows, prompted)) * U(std::max({s.largest_part_rows, d.inner, d.inner_rows}));
   const uint64_t attending = U(std::min(kAttentionRows, std::max<int64_t>(prompted, 1)));
   const uint64_t wide = 4;  // scores may be in fp32
   const uint64_t attention = U(wish.positions) * (attending * U(d.heads) * 3 * wide + 2 * kept * (e + wide)) +
@@ -132,7 +135,9 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
   plan.prompt_rows = prompt_rows;
   plan.ring_bytes = ring;
   plan.scratch_bytes = s.scratch_bytes;
-  const uint64_t cache = U(plan.batch) * s.cache.host_bytes(wish.positions);
+  const uint64_t cache =
+      U(plan.batch) * (candidate.place == CachePlace::kDevice ? s.cache.device_bytes(wish.positions)
+                                                              : s.cache.host_bytes(wish.positions));
   if (plan.cache == CachePlace::kHost) plan.cache_bytes = cache;
   if (plan.cache == CachePlace::kDrive)
     plan.cache_bytes = U(plan.batch) * s.cache.tail_bytes() + KvCache::StagingBytes(s.cache);
@@ -206,7 +211,7 @@ void ChooseAllResident(const GenerationSizes& s, const GenerationWish& wish, Gen
 
 void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPlan* plan) {
   plan->cache_pass_bytes =
-      plan->cache == CachePlace::kDrive ? U(plan->batch) * s.cache.file_bytes(wish.positions) : 0;
+      plan->cache == CachePlace::kDrive ? U(plan->batch) * s.cache.pass_bytes(wish.positions) : 0;
   const double drive =
       static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
   const int64_t rows = RowsThatDecode(*plan, wish);
@@ -228,6 +233,14 @@ bool Fits(const GenerationPlan& plan, const GenerationWish& wish) {
          (!plan.device.has_value() || plan.device->total_bytes <= wish.device->budget_bytes);
 }
 
+// Positions that a cache on a drive brings of a layer at once, at most.
+int64_t LongestRead(const GenerationSizes& s, const GenerationWish& wish) {
+  int64_t longest = 0;
+  for (int64_t layer = 0; layer < std::max<int64_t>(s.cache.layers, 1); ++layer)
+    longest = std::max(longest, s.cache.read_positions(layer, wish.positions));
+  return longest;
+}
+
 // Whether more rows of prompts take at most a quarter of what computes them has.
 bool IsModest(const GenerationPlan& more, const GenerationPlan& least, const GenerationWish& wish) {
   if (more.device.has_value() &&
@@ -240,7 +253,7 @@ bool IsModest(const GenerationPlan& more, const GenerationPlan& least, const Gen
 std::optional<GenerationPlan> PlanExactly(const GenerationSizes& s, const GenerationWish& wish,
                                           const Candidate& candidate) {
   const uint64_t cache_item = candidate.place == CachePlace::kDrive
-                                  ? (U(wish.positions) * s.cache.record_bytes + 4095) / 4096 * 4096
+                                  ? (U(LongestRead(s, wish)) * s.cache.record_bytes + 4095) / 4096 * 4096
                                   : 0;
   // With one place held in its middle, the next finds room at its end or its beginning.
   const uint64_t least_ring = 3 * std::max(LargestUnit(s), cache_item);

@@ -254,12 +254,15 @@ absl::Status PassRunner::ForParts(
 }
 
 absl::StatusOr<PassRunner::Records> PassRunner::TakeRecords(const Share& share, int64_t layer) {
-  if (!parts_.cache->on_drive())
-    return Records{.memory = parts_.cache->Records(share.slot, layer), .item = {}};
+  if (!parts_.cache->on_drive()) {
+    const CacheRecords records =
+        parts_.cache->Records(share.slot, layer, share.past, static_cast<int64_t>(share.tokens.size()));
+    return Records{.memory = records.memory, .first = records.first, .item = {}};
+  }
   ASSIGN_OR_RETURN(const StreamItem item, parts_.stream->Next());
   PENSTOCK_CHECK(item.is_cache && item.cache.slot == share.slot && item.cache.layer == layer,
                  "records come in the order of their use");
-  return Records{.memory = item.memory, .item = item};
+  return Records{.memory = item.memory, .first = item.cache.first, .item = item};
 }
 
 absl::Status PassRunner::KeepRecords(const Records& records) {

@@ -43,6 +43,7 @@ struct Share {
       tokens;  // of the next positions; where it decodes the next, and those drafted behind it
   bool decodes = false;
   bool wants_logits = false;  // of its last position; where it decodes, of each
+  bool far = false;           // its sequence is longer than DecoderFunction::NearPositions
 };
 
 // The matrices that a pass uses, in the order of use: numbers of layout.tensors.
@@ -138,7 +139,8 @@ class PassRunner {
   // A layer's keys and values of a share: where the cache keeps them in memory, or as the stream brings them.
   struct Records {
     std::byte* memory = nullptr;
-    StreamItem item;  // where the cache is on a drive
+    int64_t first = 0;  // position that memory begins with
+    StreamItem item;    // where the cache is on a drive
   };
   absl::StatusOr<Records> TakeRecords(const Share& share, int64_t layer);
   // After those of this pass's positions are in them.

@@ -13,6 +13,7 @@ void Attend(const AttentionRecords& records, const void* queries, size_t heads, 
                                                        .key_heads = records.key_heads,
                                                        .depth = records.depth,
                                                        .scale = scale,
+                                                       .cap = records.cap,
                                                        .first = first,
                                                        .end = end,
                                                        .out = out});

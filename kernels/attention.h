@@ -5,7 +5,8 @@
 //
 // Definition. A record has the keys of all key heads and then their values; all is widened to fp32, exactly.
 // Query head h looks at key head h / (heads / key_heads). For each query head, in fp32:
-//   scores   s[p] = scale * (q . key[p]), the product row by row as kernels/product.h has it
+//   scores   s[p] = scale * (q . key[p]), the product row by row as kernels/product.h has it; with a cap
+//            s[p] = cap * tanh(s[p] / cap), as SoftCap of kernels/layer.h has it
 //   blocks   of 64 positions, in order; m is the largest score so far, and a the factor
 //            exp(m of before - m), in the first block 0 (Milakov and Gimelshein 2018, "Online normalizer
 //            calculation for softmax")
@@ -34,6 +35,7 @@ struct AttentionRecords {
   const void* data;  // the record of position 0; each has 2 * key_heads * depth elements
   size_t positions;  // at least one
   size_t key_heads, depth;
+  float cap = 0;  // of scores (soft-capping); 0: none
 };
 
 // `queries`: [heads, depth], of which those that look at key heads [first, end) are computed, into the same

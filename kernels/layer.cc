@@ -29,6 +29,7 @@ NormArguments ArgumentsOf(const NormRows& in, void* out) {
           .rows = in.rows,
           .columns = in.columns,
           .epsilon = in.epsilon,
+          .from_one = in.from_one,
           .out = out};
 }
 
@@ -42,8 +43,9 @@ void LayerNorm(const NormRows& in, void* out) {
   Kernels().layer_norm[static_cast<size_t>(in.type)](ArgumentsOf(in, out));
 }
 
-void RotateHeads(DType type, void* x, size_t heads, size_t half, const float* cosine, const float* sine) {
-  Kernels().rotate_heads[static_cast<size_t>(type)](x, heads, half, cosine, sine);
+void RotateHeads(const RotatedHeads& of, void* x, const float* cosine, const float* sine) {
+  Kernels().rotate_heads[static_cast<size_t>(of.type)](
+      {.x = x, .heads = of.heads, .depth = of.depth, .half = of.half, .cosine = cosine, .sine = sine});
 }
 
 void Activate(DType type, Activation activation, const void* x, const void* times, size_t n, void* out) {
@@ -63,6 +65,10 @@ void ScaleElements(DType type, void* x, float factor, size_t n) {
 
 void DivideElements(DType type, void* x, float divisor, size_t n) {
   for (size_t i = 0; i < n; ++i) Put(type, Widened(type, x, i) / divisor, x, i);
+}
+
+void SoftCap(DType type, void* x, float cap, size_t n) {
+  Kernels().soft_cap[static_cast<size_t>(type)](x, cap, n);
 }
 
 void AddElements(DType type, const void* a, const void* b, size_t n, void* out) {

@@ -37,15 +37,22 @@ struct NormRows {
   const void* weight;
   const void* bias;  // null for RootMeanSquareNorm
   float epsilon;
+  bool from_one = false;  // of RootMeanSquareNorm: the weight is what is added to 1
 };
-// x / sqrt(mean of x^2 + epsilon), rounded to the type; that times the weight (Zhang and Sennrich 2019).
+// x / sqrt(mean of x^2 + epsilon), rounded to the type; that times the weight (Zhang and Sennrich 2019). With
+// `from_one` it is not rounded before it is multiplied by 1 + the weight, as Gemma has it.
 void RootMeanSquareNorm(const NormRows& in, void* out);
 // fma((x - mean) / sqrt(mean of (x - mean)^2 + epsilon), weight, bias) (Ba et al. 2016).
 void LayerNorm(const NormRows& in, void* out);
 
-// Turns the pairs (j, j + half) of each head of a token, in place, by angles of which cosine and sine [half]
-// are of the type already: every product is rounded, and so is their sum (Su et al. 2021).
-void RotateHeads(DType type, void* x, size_t heads, size_t half, const float* cosine, const float* sine);
+// Heads of a token, of `depth` elements each, of which the first 2 * half turn.
+struct RotatedHeads {
+  DType type;
+  size_t heads, depth, half;
+};
+// Turns the pairs (j, j + half) of each head, in place, by angles of which cosine and sine [half] are of the
+// type already: every product is rounded, and so is their sum (Su et al. 2021).
+void RotateHeads(const RotatedHeads& of, void* x, const float* cosine, const float* sine);
 
 // activation(x), and where `times` is not null the rounded result times it.
 void Activate(DType type, Activation activation, const void* x, const void* times, size_t n, void* out);
@@ -53,6 +60,9 @@ void Activate(DType type, Activation activation, const void* x, const void* time
 void AddElements(DType type, const void* a, const void* b, size_t n, void* out);
 void ScaleElements(DType type, void* x, float factor, size_t n);    // x = x * factor
 void DivideElements(DType type, void* x, float divisor, size_t n);  // x = x / divisor
+// x = cap * tanh(x / cap), each of the three steps rounded to the type. tanh is within 2 units in the last
+// place of fp32.
+void SoftCap(DType type, void* x, float cap, size_t n);
 
 }  // namespace penstock::kernels
 

@@ -32,14 +32,23 @@ inline constexpr int64_t kWholeLength = 256;
 // than kWholeLength: differentiable once. The memory that it takes grows with the length, but for a step down
 // at kWholeLength.
 //
+// With a window, only where j > i - window. With a cap, scores are cap * tanh(score / cap) (soft-capping).
+//
 // `dropout` 0 draws nothing. Above, every probability is set to 0 with that chance and the rest grow by
 // 1 / (1 - dropout); what fell out is kept for backward, a byte for each position that a row may see.
-at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                           double dropout = 0);
+struct AttentionForm {
+  double scale = 1;
+  double dropout = 0;
+  int64_t window = 0;  // 0: none
+  double cap = 0;      // 0: none
+};
+at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           const AttentionForm& form);
 
 // The same of the last positions alone, without gradients: q is [heads, rows, depth] of the last `rows` of
 // the positions that k and v [key heads, seen, depth] have, in any strides; the result [heads, rows, depth].
-at::Tensor AttentionOfLast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale);
+at::Tensor AttentionOfLast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           const AttentionForm& form);
 
 }  // namespace penstock::models
 

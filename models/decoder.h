@@ -9,9 +9,10 @@
 //     n = norm(x)
 //     x = x + residual_scale * norm(down * (activation(gate n) * up n, or activation(up n) where there is no
 //     gate))
-//   logits = head * norm(x) / logits_divisor
+//   logits = soft_cap(head * norm(x) / logits_divisor)
 //
-// where a norm that has no name is none.
+// where a norm that has no name is none. A layer with a window looks at the last positions alone, its own
+// included.
 //
 // Between any two of these a value is rounded to the compute type, as transformers has it.
 #ifndef PENSTOCK_MODELS_DECODER_H_
@@ -26,9 +27,19 @@
 
 namespace penstock::models {
 
+// By which angles positions turn the pairs of a head's elements: frequency times position.
+struct Rotation {
+  std::vector<float> frequencies;      // of the pairs that turn, which are the first of a head
+  std::vector<float> far_frequencies;  // instead, in sequences of more than `near_positions`; empty: the same
+  int64_t near_positions = 0;
+  double scale = 1;  // of cosine and sine
+};
+
 // Numbers of a decoder. Layer i is block 1 + i of the model's description.
 struct DecoderShape {
   int64_t layers = 0, width = 0, inner = 0, vocab = 0;
+  int64_t inner_rows = 0;  // of the matrix before `inner`: twice as many where it is two in one
+  int64_t rotations = 1;   // DecoderFunction::rotations, at least 1
   int64_t heads = 0, key_heads = 0, depth = 0;  // of attention
   std::string token_table;                      // in block 0; a row for each token
   std::string position_table;                   // in block 0; empty: the model has none
@@ -43,6 +54,7 @@ struct DecoderFunction {
   enum class Norm : uint8_t { kRootMeanSquare, kLayer };
   Norm norm = Norm::kLayer;
   double epsilon = 1e-5;
+  bool norms_from_one = false;                        // what is published of a norm's weights is added to 1
   std::string attention_norm, attention_result_norm;  // of what attention takes, and gives; empty: none
   std::string inner_norm, inner_result_norm;          // the same of what is between
   std::string last_norm;                              // in the block of the head
@@ -52,11 +64,28 @@ struct DecoderFunction {
   std::string output;
   std::string gate;  // empty: none
   std::string up, down;
+  bool gate_in_up = false;  // the first half of what `up` gives is the gate
   kernels::Activation activation = kernels::Activation::kGelu;
-  std::vector<double> scales;      // of the scores, by layer
-  std::vector<float> frequencies;  // by which positions turn the pairs of a head; empty: they do not
-  std::vector<bool> turns;         // by layer: whether they do there; empty: in all
+  std::vector<double> scales;    // of the scores, by layer
+  std::vector<int64_t> windows;  // by layer: positions that it looks at; 0: all before it; empty: all
+  std::vector<Rotation> rotations;
+  std::vector<int> rotation;  // by layer: of `rotations`; -1: positions turn nothing there; empty: in all
   double embedding_scale = 1, residual_scale = 1, logits_divisor = 1;
+  bool rounds_embedding_scale = false;  // to the compute type, before it multiplies
+  double score_cap = 0, logit_cap = 0;  // soft caps: cap * tanh(x / cap); 0: none
+
+  int64_t Window(int64_t layer) const { return windows.empty() ? 0 : windows[static_cast<size_t>(layer)]; }
+  // -1: none.
+  int RotationOf(int64_t layer) const {
+    return rotation.empty() ? static_cast<int>(rotations.size()) - 1 : rotation[static_cast<size_t>(layer)];
+  }
+  // Above 0: a sequence that grows beyond so many positions is turned by other frequencies, all of it.
+  int64_t NearPositions() const {
+    for (const Rotation& each : rotations) {
+      if (!each.far_frequencies.empty()) return each.near_positions;
+    }
+    return 0;
+  }
 };
 
 struct Decoder {

@@ -27,6 +27,29 @@ double StageProducts::BackwardFlops(int64_t sequences, int64_t length) const {
   return 2 * ForwardFlops(sequences, length) - frozen;
 }
 
+namespace {
+
+// What reads text in a model that also looks at images.
+absl::StatusOr<std::shared_ptr<const LanguageModel>> TextOfGemma3(const nlohmann::json& json,
+                                                                  std::vector<std::string>* notes) {
+  if (!json.contains("text_config") || !json["text_config"].is_object())
+    return absl::InvalidArgumentError("model: gemma3 without an object text_config");
+  nlohmann::json text = json["text_config"];
+  if (text.value("model_type", nlohmann::json("gemma3_text")) != "gemma3_text")
+    return absl::InvalidArgumentError("model: text_config of a gemma3 is of another model_type");
+  text["model_type"] = "gemma3_text";
+  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"}) {
+    if (json.contains(key)) text[key] = json[key];
+  }
+  // Whether the head is the embedding is said of the whole; its text part has no head of its own.
+  text["tie_word_embeddings"] = json.value("tie_word_embeddings", nlohmann::json(true));
+  if (notes != nullptr)
+    notes->emplace_back("model: of gemma3 what reads and writes text is served, images are not");
+  return ModelFromJson(text, notes);
+}
+
+}  // namespace
+
 absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohmann::json& json,
                                                                    std::vector<std::string>* notes) {
   if (json.is_object() && json.contains(kLoraKey)) {
@@ -45,10 +68,12 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohman
     ASSIGN_OR_RETURN(const LlamaConfig config, LlamaConfigFromJson(json, notes));
     return DescribeLlama(config);
   }
+  if (type == "gemma3") return TextOfGemma3(json, notes);
   if (!type.is_null() && type != "gpt2") {
     return absl::InvalidArgumentError(
         absl::StrCat("model: model_type is ", zero::ShowValue(type),
-                     ", none of gpt2, llama, mistral, qwen2, qwen3, smollm3, granite, olmo2"));
+                     ", none of gpt2, llama, mistral, qwen2, qwen3, smollm3, granite, olmo2, phi3, "
+                     "gemma2, gemma3, gemma3_text"));
   }
   ASSIGN_OR_RETURN(const GptConfig config, GptConfigFromJson(json, notes));
   return DescribeGpt(config);

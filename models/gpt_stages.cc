@@ -89,9 +89,9 @@ torch::Tensor TrainedLayer(const GptConfig& config, const DescribedModule& block
       return qkv.select(2, i).transpose(1, 2).reshape({batch * heads, length, depth});
     };
     const double dropout = block.is_training() ? config.attention_dropout : 0;
-    const torch::Tensor mixed =
-        CausalAttention(head(0), head(1), head(2), config.AttentionScale(index), dropout)
-            .view({batch, heads, length, depth});
+    const torch::Tensor mixed = CausalAttention(head(0), head(1), head(2),
+                                                {.scale = config.AttentionScale(index), .dropout = dropout})
+                                    .view({batch, heads, length, depth});
     return mixed.to(x.scalar_type()).transpose(1, 2).reshape({batch, length, width});
   };
   return Layer(config, block, x, attend, [&](const torch::Tensor& t) {
@@ -117,7 +117,7 @@ void AddTiledHead(const GptConfig& config, const VocabularyCut& cut, Head head, 
     return Norm(block, "ln_f", x, config.epsilon);
   };
   AddLastNorm(cut.tiles(), norm, head, model);
-  AddHeadTiles(cut, "wte", /*block=*/0, head, model);
+  AddHeadTiles(cut, "wte", /*block=*/0, head, /*cap=*/0, model);
 }
 
 void AddHead(const GptConfig& config, Head head, zero::Model* model) {
@@ -147,11 +147,11 @@ class GptDecoder : public TensorDecoder {
     return AtPositions(tokens, positions, tokens.scalar_type());
   }
   torch::Tensor Layer(int64_t layer, BlockAccess& block, const torch::Tensor& x,
-                      const torch::Tensor& /*positions*/) const override {
+                      const RowPlaces& /*places*/) const override {
     const auto attend = [&](const torch::Tensor& joined) {
       const torch::Tensor qkv = joined.view({x.size(0), 3, config_.heads, config_.width / config_.heads});
-      return block.Attend(qkv.select(1, 0), qkv.select(1, 1), qkv.select(1, 2), config_.AttentionScale(layer),
-                          config_.attention_in_fp32);
+      return block.Attend(qkv.select(1, 0), qkv.select(1, 1), qkv.select(1, 2),
+                          {.scale = config_.AttentionScale(layer)}, config_.attention_in_fp32);
     };
     return models::Layer(config_, block, x, attend, [](const torch::Tensor& t) { return t; });
   }

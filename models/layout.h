@@ -77,6 +77,9 @@ struct PublishedTensor {
 struct ModelLayout {
   std::string prefix;                    // of names; published files may leave it out
   std::vector<std::string> passed_over;  // endings of names that old files have beside the weights: constants
+  // Where files are of a model that has this one as a part: what their names begin with instead of the
+  // prefix, and the beginnings of the names of its other parts.
+  std::vector<std::string> wrapped_prefixes, other_parts;
   std::vector<PublishedTensor>
       tensors;  // in the order of blocks and offsets; the input embedding is the first
   std::vector<int64_t> block_elements;  // of each block's run, padding included

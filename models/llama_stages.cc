@@ -19,55 +19,73 @@ namespace {
 using torch::Tensor;
 
 struct Function {
+  explicit Function(const LlamaConfig& of) : config(of), rotations(of.Rotations()) {}
   LlamaConfig config;
-  std::vector<float> frequencies;
+  std::vector<Rotation> rotations;
 };
 
-// In fp32, whatever the type of x; the weight is applied to the rounded result, as in transformers.
-Tensor Normalize(const Tensor& x, const Tensor& weight, double epsilon) {
+// In fp32, whatever the type of x; the weight is applied to the rounded result, or where it counts from 1
+// before that is rounded, as in transformers.
+Tensor Normalize(const LlamaConfig& c, const Tensor& x, const Tensor& weight) {
   const Tensor wide = x.to(torch::kFloat32);
-  const Tensor scale = torch::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + epsilon);
+  const Tensor scale = torch::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + c.epsilon);
+  if (c.norms_from_one) return (wide * scale * (1 + weight.to(torch::kFloat32))).to(x.scalar_type());
   return weight * (wide * scale).to(x.scalar_type());
 }
 
-// Cosine and sine of the angles of each position [n]: [n, 1, depth / 2], of x's type.
-std::pair<Tensor, Tensor> Angles(const std::vector<float>& frequencies, const Tensor& positions,
-                                 const Tensor& x) {
-  const auto pairs = static_cast<int64_t>(frequencies.size());
-  Tensor each = torch::empty({1, pairs}, torch::kFloat32);
+// [1, pairs], where x is.
+Tensor Frequencies(const std::vector<float>& frequencies, const Tensor& x) {
+  Tensor each = torch::empty({1, static_cast<int64_t>(frequencies.size())}, torch::kFloat32);
   std::copy(frequencies.begin(), frequencies.end(), each.data_ptr<float>());
   // A few bytes, which CUDA takes at once: nothing waits for what a device computes.
-  const Tensor there = each.to(x.device(), torch::kFloat32, /*non_blocking=*/true);
-  const Tensor angles = positions.to(torch::kFloat32).unsqueeze(1) * there;
-  return {angles.cos().unsqueeze(1).to(x.scalar_type()), angles.sin().unsqueeze(1).to(x.scalar_type())};
+  return each.to(x.device(), torch::kFloat32, /*non_blocking=*/true);
 }
 
-// x: [..., n, heads, depth]. The halves of a head are the pairs' first and second elements.
+// Cosine and sine of the angles of each position [n]: [n, 1, pairs], of x's type.
+std::pair<Tensor, Tensor> Angles(const Rotation& rotation, const RowPlaces& places, const Tensor& x) {
+  Tensor each = Frequencies(rotation.frequencies, x);
+  if (places.far.defined() && !rotation.far_frequencies.empty())
+    each = torch::where(places.far, Frequencies(rotation.far_frequencies, x), each);
+  const Tensor angles = places.positions.to(torch::kFloat32).unsqueeze(1) * each;
+  const auto made = [&](const Tensor& of) {
+    return (rotation.scale == 1 ? of : of * rotation.scale).unsqueeze(1).to(x.scalar_type());
+  };
+  return {made(angles.cos()), made(angles.sin())};
+}
+
+// x: [..., n, heads, depth]. The halves of what turns of a head are the pairs' first and second elements.
 Tensor Turn(const Tensor& x, const std::pair<Tensor, Tensor>& angles) {
-  const int64_t half = x.size(-1) / 2;
-  const Tensor a = x.narrow(-1, 0, half), b = x.narrow(-1, half, half);
   const auto& [cosine, sine] = angles;
-  return torch::cat({a * cosine - b * sine, b * cosine + a * sine}, -1);
+  const int64_t half = cosine.size(-1), left = x.size(-1) - 2 * half;
+  const Tensor a = x.narrow(-1, 0, half), b = x.narrow(-1, half, half);
+  const Tensor first = a * cosine - b * sine, second = b * cosine + a * sine;
+  if (left == 0) return torch::cat({first, second}, -1);
+  return torch::cat({first, second, x.narrow(-1, 2 * half, left)}, -1);
 }
 
 // One layer, in training and in generation. `block` has the weights, in the order of their description.
 // `arrange` is applied to queries, keys and values [..., heads, depth]; `attend` makes [..., heads * depth]
 // of the three.
 template <typename Block, typename Arrange, typename Attend>
-Tensor Attention(const Function& f, int64_t layer, Block& block, const Tensor& x, const Tensor& positions,
+Tensor Attention(const Function& f, int64_t layer, Block& block, const Tensor& x, const RowPlaces& places,
                  Arrange arrange, Attend attend) {
   const LlamaConfig& c = f.config;
   using QkNorm = LlamaConfig::QkNorm;
   std::pair<Tensor, Tensor> angles;
-  if (c.Turns(layer)) angles = Angles(f.frequencies, positions, x);
+  if (c.Turns(layer)) angles = Angles(f.rotations[static_cast<size_t>(c.RotationOf(layer))], places, x);
+  // Matrices may come one by one: each is asked for in a statement of its own.
+  Tensor joined;
+  if (c.joined) joined = block.Linear("self_attn.qkv_proj", x);
+  int64_t taken = 0;
   const auto heads = [&](const char* projection, int64_t count, const char* norm) {
     std::vector<int64_t> sizes = x.sizes().vec();
     sizes.back() = count;
     sizes.push_back(c.depth);
-    Tensor y = block.Linear(projection, x);
-    if (norm != nullptr && c.qk_norm == QkNorm::kOfAll) y = Normalize(y, block.Get(norm), c.epsilon);
-    y = y.view(sizes);
-    if (norm != nullptr && c.qk_norm == QkNorm::kOfHeads) y = Normalize(y, block.Get(norm), c.epsilon);
+    Tensor y = c.joined ? joined.narrow(-1, taken, count * c.depth) : block.Linear(projection, x);
+    taken += count * c.depth;
+    if (norm != nullptr && c.qk_norm == QkNorm::kOfAll) y = Normalize(c, y, block.Get(norm));
+    y = c.joined ? y.reshape(sizes) : y.view(sizes);
+    if (norm != nullptr && c.qk_norm == QkNorm::kOfHeads) y = Normalize(c, y, block.Get(norm));
     if (norm != nullptr && c.Turns(layer)) y = Turn(y, angles);
     return arrange(y);
   };
@@ -77,24 +95,45 @@ Tensor Attention(const Function& f, int64_t layer, Block& block, const Tensor& x
   return block.Linear("self_attn.o_proj", attend(q, k, v));
 }
 
+// Activation of the gate, times what is beside it.
+template <typename Block>
+Tensor Gated(const LlamaConfig& c, Block& block, const Tensor& z) {
+  const auto activate = [&](const Tensor& gate) {
+    return c.tangent_gelu ? torch::gelu(gate, "tanh") : torch::silu(gate);
+  };
+  if (c.joined) {
+    const Tensor both = block.Linear("mlp.gate_up_proj", z);
+    return activate(both.narrow(-1, 0, c.inner)) * both.narrow(-1, c.inner, c.inner);
+  }
+  const Tensor gate = activate(block.Linear("mlp.gate_proj", z));
+  return gate * block.Linear("mlp.up_proj", z);
+}
+
+// What comes from the embedding, scaled.
+Tensor Scaled(const LlamaConfig& c, const Tensor& embedded) {
+  if (c.scales_embedding) {
+    // The factor is of the compute type, too.
+    const auto factor = torch::tensor(c.EmbeddingScale(), torch::kFloat32).to(embedded.scalar_type());
+    return embedded * factor.item<double>();
+  }
+  return c.embedding_multiplier == 1 ? embedded : embedded * c.embedding_multiplier;
+}
+
 template <typename Block, typename Arrange, typename Attend>
-Tensor Layer(const Function& f, int64_t layer, Block& block, const Tensor& before, const Tensor& positions,
+Tensor Layer(const Function& f, int64_t layer, Block& block, const Tensor& before, const RowPlaces& places,
              Arrange arrange, Attend attend) {
   const LlamaConfig& c = f.config;
-  const auto normal = [&](const char* name, const Tensor& of) {
-    return Normalize(of, block.Get(name), c.epsilon);
-  };
+  const auto normal = [&](const char* name, const Tensor& of) { return Normalize(c, of, block.Get(name)); };
   const auto scaled = [](const Tensor& of, double factor) { return factor == 1 ? of : of * factor; };
-  const Tensor x = layer == 0 ? scaled(before, c.embedding_multiplier) : before;
-  const Tensor input = c.norms_results ? x : normal("input_layernorm.weight", x);
-  Tensor mixed = Attention(f, layer, block, input, positions, arrange, attend);
+  const Tensor x = layer == 0 ? Scaled(c, before) : before;
+  const Tensor input = c.norms_inputs ? normal("input_layernorm.weight", x) : x;
+  Tensor mixed = Attention(f, layer, block, input, places, arrange, attend);
   if (c.norms_results) mixed = normal("post_attention_layernorm.weight", mixed);
   const Tensor y = x + scaled(mixed, c.residual_multiplier);
-  const Tensor z = c.norms_results ? y : normal("post_attention_layernorm.weight", y);
-  // Matrices may come one by one: each is asked for in a statement of its own.
-  Tensor gated = torch::silu(block.Linear("mlp.gate_proj", z));
-  gated = gated * block.Linear("mlp.up_proj", z);
-  Tensor result = block.Linear("mlp.down_proj", gated);
+  const char* const inner =
+      c.norms_results ? "pre_feedforward_layernorm.weight" : "post_attention_layernorm.weight";
+  const Tensor z = c.norms_inputs ? normal(inner, y) : y;
+  Tensor result = block.Linear("mlp.down_proj", Gated(c, block, z));
   if (c.norms_results) result = normal("post_feedforward_layernorm.weight", result);
   return y + scaled(result, c.residual_multiplier);
 }
@@ -103,17 +142,20 @@ Tensor Layer(const Function& f, int64_t layer, Block& block, const Tensor& befor
 Tensor TrainedLayer(const Function& f, int64_t layer, const DescribedModule& block, const Tensor& x) {
   const LlamaConfig& c = f.config;
   const int64_t batch = x.size(0), length = x.size(1);
-  const Tensor positions = torch::arange(length, x.options().dtype(torch::kFloat32));
+  RowPlaces places{torch::arange(length, x.options().dtype(torch::kFloat32)), {}};
+  if (const int64_t near = f.rotations.front().near_positions; near > 0 && length > near)
+    places.far = torch::ones({length, 1}, x.options().dtype(torch::kBool));
   const auto arrange = [&](const Tensor& y) {
     return y.transpose(1, 2).reshape({batch * y.size(2), length, c.depth});
   };
   const auto attend = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
     const double dropout = block.is_training() ? c.attention_dropout : 0;
-    const Tensor mixed =
-        CausalAttention(q, k, v, c.AttentionScale(), dropout).view({batch, c.heads, length, c.depth});
+    const AttentionForm form = {
+        .scale = c.AttentionScale(), .dropout = dropout, .window = c.Window(layer), .cap = c.score_cap};
+    const Tensor mixed = CausalAttention(q, k, v, form).view({batch, c.heads, length, c.depth});
     return mixed.transpose(1, 2).reshape({batch, length, c.heads * c.depth});
   };
-  return Layer(f, layer, block, x, positions, arrange, attend);
+  return Layer(f, layer, block, x, places, arrange, attend);
 }
 
 // The padding token's embedding is not learned, as in transformers; -1: there is none.
@@ -133,23 +175,25 @@ Tensor Embed(const DescribedModule& block, const Tensor& ids, int64_t padding) {
 
 template <typename Block>
 Tensor Logits(const LlamaConfig& c, Block& block, const Tensor& x) {
-  const Tensor normal = Normalize(x, block.Get("norm.weight"), c.epsilon);
+  const Tensor normal = Normalize(c, x, block.Get("norm.weight"));
   Tensor logits = block.Linear(c.tied ? "embed_tokens" : "lm_head", normal);
   if (c.logits_scaling != 1) logits = logits / c.logits_scaling;
+  if (c.logit_cap > 0) logits = torch::tanh(logits / c.logit_cap) * c.logit_cap;
   return logits.to(torch::kFloat32);
 }
 
 class LlamaDecoder : public TensorDecoder {
  public:
-  explicit LlamaDecoder(const LlamaConfig& config)
-      : function_{config, config.rope.Frequencies(config.depth)} {}
+  explicit LlamaDecoder(const LlamaConfig& config) : function_(config) {}
 
   Tensor Embed(const Tensor& tokens, const Tensor& /*positions*/) const override { return tokens; }
-  Tensor Layer(int64_t layer, BlockAccess& block, const Tensor& x, const Tensor& positions) const override {
+  Tensor Layer(int64_t layer, BlockAccess& block, const Tensor& x, const RowPlaces& places) const override {
+    const LlamaConfig& c = function_.config;
+    const AttentionForm form = {.scale = c.AttentionScale(), .window = c.Window(layer), .cap = c.score_cap};
     return models::Layer(
-        function_, layer, block, x, positions, [](const Tensor& y) { return y; },
+        function_, layer, block, x, places, [](const Tensor& y) { return y; },
         [&](const Tensor& q, const Tensor& k, const Tensor& v) {
-          return block.Attend(q, k, v, function_.config.AttentionScale(), /*wide=*/false);
+          return block.Attend(q, k, v, form, /*wide=*/false);
         });
   }
   Tensor Logits(BlockAccess& block, const Tensor& x) const override {
@@ -165,7 +209,7 @@ class LlamaDecoder : public TensorDecoder {
 zero::Model MakeLlama(const LlamaConfig& config, Head head) {
   zero::Model model;
   model.identity = config.ToJson();
-  const auto f = std::make_shared<const Function>(Function{config, config.rope.Frequencies(config.depth)});
+  const auto f = std::make_shared<const Function>(config);
   for (const BlockDescription& block : BlocksOfLlama(config)) AddBlock(block, &model);
   const VocabularyCut cut(config.vocab, config.tile_rows);
   const LlamaBlocks blocks(config);
@@ -187,13 +231,14 @@ zero::Model MakeLlama(const LlamaConfig& config, Head head) {
   }
   if (cut.tiles() > 1) {
     const auto norm = [f](const DescribedModule& block, const Tensor& x) {
-      const Tensor normal = Normalize(x, block.Get("norm.weight"), f->config.epsilon);
+      const Tensor normal = Normalize(f->config, x, block.Get("norm.weight"));
       // A product with tiles is one with x: its logits are divided in advance.
       const double divisor = f->config.logits_scaling;
       return divisor == 1 ? normal : normal.to(torch::kFloat32) / divisor;
     };
     AddLastNorm(blocks.norm, norm, head, &model);
-    AddHeadTiles(cut, config.tied ? embedding : "lm_head.weight", blocks.head, head, &model);
+    AddHeadTiles(cut, config.tied ? embedding : "lm_head.weight", blocks.head, head, config.logit_cap,
+                 &model);
   } else if (head == Head::kLoss) {
     model.AddStage("loss", blocks.head,
                    [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch& batch) {

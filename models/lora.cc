@@ -187,6 +187,8 @@ class AdaptedModel : public LanguageModel {
     ModelLayout layout = LayoutOf(Blocks());
     layout.prefix = of_base.prefix;
     layout.passed_over = of_base.passed_over;
+    layout.wrapped_prefixes = of_base.wrapped_prefixes;
+    layout.other_parts = of_base.other_parts;
     return layout;
   }
   nlohmann::json ToJson() const override {

@@ -3,7 +3,7 @@
 // has the weights only while they are used.
 //
 //   x = decoder->Embed(rows of the token table, rows of the position table);
-//   for each layer: x = decoder->Layer(i, layer_access, x, positions);
+//   for each layer: x = decoder->Layer(i, layer_access, x, places);
 //   logits = decoder->Logits(head_access, x);
 //
 // `x` is [rows, width]: one row for each token, of any number of sequences, side by side.
@@ -16,6 +16,8 @@
 
 #include <cstdint>
 #include <string_view>
+
+#include "models/causal_attention.h"
 
 namespace penstock::models {
 
@@ -30,8 +32,16 @@ class BlockAccess {
   virtual at::Tensor Linear(std::string_view name, const at::Tensor& x) = 0;
   // Keeps k and v [rows, key heads, depth] with the earlier ones of their sequences, and attends: q is
   // [rows, heads, depth], the result [rows, heads * depth]. `wide`: scores and sums in fp32.
-  virtual at::Tensor Attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                            bool wide) = 0;
+  virtual at::Tensor Attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const AttentionForm& form, bool wide) = 0;
+};
+
+// Where the rows of a pass are in their sequences.
+struct RowPlaces {
+  at::Tensor positions;  // [rows], int64
+  // [rows, 1], bool: whether a row's sequence is longer than DecoderFunction::NearPositions. Undefined: none
+  // is.
+  at::Tensor far;
 };
 
 class TensorDecoder {
@@ -40,9 +50,8 @@ class TensorDecoder {
 
   // `tokens`, `positions`: [rows, width] of the tables; `positions` undefined where the model has none.
   virtual at::Tensor Embed(const at::Tensor& tokens, const at::Tensor& positions) const = 0;
-  // `positions`: [rows], int64, of each row in its sequence.
   virtual at::Tensor Layer(int64_t layer, BlockAccess& block, const at::Tensor& x,
-                           const at::Tensor& positions) const = 0;
+                           const RowPlaces& places) const = 0;
   // fp32 [rows, vocab].
   virtual at::Tensor Logits(BlockAccess& block, const at::Tensor& x) const = 0;
 };

@@ -38,6 +38,11 @@ struct SelectedRows : torch::autograd::Function<SelectedRows> {
   }
 };
 
+Tensor LogitsOf(const Tensor& tile, const Tensor& x, double cap) {
+  const Tensor logits = torch::linear(x.to(tile.scalar_type()), tile);
+  return (cap > 0 ? torch::tanh(logits / cap) * cap : logits).to(torch::kFloat32);
+}
+
 Tensor IsInTile(const Tensor& local, const Tensor& tile) {
   return local.ge(0).logical_and(local.lt(tile.size(0)));
 }
@@ -67,16 +72,16 @@ void AddLastNorm(int block, LastNorm norm, Head head, zero::Model* model) {
       });
 }
 
-void AddHeadTiles(const VocabularyCut& cut, const std::string& matrix, int block, Head head,
+void AddHeadTiles(const VocabularyCut& cut, const std::string& matrix, int block, Head head, double cap,
                   zero::Model* model) {
   const bool gives_loss = head == Head::kLoss;
   for (int tile = 0; tile < cut.tiles(); ++tile) {
     const bool last = tile + 1 == cut.tiles();
-    const zero::ValuesFunction compute = [matrix, first = cut.first(tile), last, gives_loss](
+    const zero::ValuesFunction compute = [matrix, first = cut.first(tile), last, gives_loss, cap](
                                              zero::StageCall& call, const zero::Values& in) -> zero::Values {
       const Tensor rows = call.module<DescribedModule>().Get(matrix);
-      if (!gives_loss) return AppendLogits(rows, last, in);
-      zero::Values seen = LogitsOfTile(rows, first, call.batch().targets, in);
+      if (!gives_loss) return AppendLogits(rows, last, in, cap);
+      zero::Values seen = LogitsOfTile(rows, first, call.batch().targets, in, cap);
       if (!last) return seen;
       return {MeanLoss(seen, call.batch().targets)};
     };
@@ -97,9 +102,10 @@ Tensor EmbedTile(const Tensor& tile, int64_t first, const Tensor& ids, int64_t p
   return all.index_copy(0, here, rows).view(sizes);
 }
 
-zero::Values LogitsOfTile(const Tensor& tile, int64_t first, const Tensor& targets, const zero::Values& in) {
+zero::Values LogitsOfTile(const Tensor& tile, int64_t first, const Tensor& targets, const zero::Values& in,
+                          double cap) {
   const Tensor& x = in[0];
-  const Tensor logits = torch::linear(x.to(tile.scalar_type()), tile).to(torch::kFloat32);
+  const Tensor logits = LogitsOf(tile, x, cap);
   Tensor largest, sum, own;
   {
     torch::NoGradGuard constant;  // it cancels out
@@ -118,8 +124,8 @@ zero::Values LogitsOfTile(const Tensor& tile, int64_t first, const Tensor& targe
   return {x, largest, sum, own};
 }
 
-zero::Values AppendLogits(const Tensor& tile, bool last, const zero::Values& in) {
-  Tensor logits = torch::linear(in[0].to(tile.scalar_type()), tile).to(torch::kFloat32);
+zero::Values AppendLogits(const Tensor& tile, bool last, const zero::Values& in, double cap) {
+  Tensor logits = LogitsOf(tile, in[0], cap);
   if (in.size() > 1) logits = torch::cat({in[1], logits}, -1);
   if (last) return {logits};
   return {in[0], logits};

@@ -33,8 +33,8 @@ void AddEmbeddingTiles(const VocabularyCut& cut, const std::string& matrix, int6
 // "norm", of all positions or the last ones, whose result is what all tiles of the head take;
 using LastNorm = std::function<at::Tensor(const DescribedModule& block, const at::Tensor& x)>;
 void AddLastNorm(int block, LastNorm norm, Head head, zero::Model* model);
-// and the head's, of `block` and those behind it.
-void AddHeadTiles(const VocabularyCut& cut, const std::string& matrix, int block, Head head,
+// and the head's, of `block` and those behind it. With a cap, logits are cap * tanh(logit / cap); 0: none.
+void AddHeadTiles(const VocabularyCut& cut, const std::string& matrix, int block, Head head, double cap,
                   zero::Model* model);
 
 // ---- What they compute.
@@ -48,9 +48,9 @@ at::Tensor EmbedTile(const at::Tensor& tile, int64_t first, const at::Tensor& id
 // `in`: {x}, or what the tile before returned. x: [n, width] in fp32, of which the product is made in the
 // tile's type. Targets that are no token's, as -100, are passed over.
 zero::Values LogitsOfTile(const at::Tensor& tile, int64_t first, const at::Tensor& targets,
-                          const zero::Values& in);
+                          const zero::Values& in, double cap = 0);
 // Without targets: {x, logits} of the tiles so far, of the last tile all logits [n, vocabulary] alone.
-zero::Values AppendLogits(const at::Tensor& tile, bool last, const zero::Values& in);
+zero::Values AppendLogits(const at::Tensor& tile, bool last, const zero::Values& in, double cap = 0);
 
 // The mean over the targets, of what the last tile returned.
 at::Tensor MeanLoss(const zero::Values& seen, const at::Tensor& targets);

@@ -158,12 +158,17 @@ std::optional<kernels::WeightCode> WeightImport::CodeOf(size_t i) const {
 }
 
 std::string WeightImport::WithoutPrefix(const std::string& name) const {
+  for (const std::string& prefix : layout_.wrapped_prefixes) {
+    if (absl::StartsWith(name, prefix)) return name.substr(prefix.size());
+  }
   return std::string(absl::StripPrefix(name, layout_.prefix));
 }
 
 bool WeightImport::IsPassedOver(const std::string& name) const {
   return std::any_of(layout_.passed_over.begin(), layout_.passed_over.end(),
-                     [&](const std::string& ending) { return absl::EndsWith(name, ending); });
+                     [&](const std::string& ending) { return absl::EndsWith(name, ending); }) ||
+         std::any_of(layout_.other_parts.begin(), layout_.other_parts.end(),
+                     [&](const std::string& part) { return absl::StartsWith(name, part); });
 }
 
 absl::Status WeightImport::TakeFp8(const PublishedTensor& tensor, const Sources& there, Source* source,

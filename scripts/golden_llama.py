@@ -1,4 +1,4 @@
-"""Writes tests/golden/llama.json and llama_variants.json; scripts/golden-llama says what with. The same releases write the same bytes."""
+"""Writes tests/golden/llama.json, llama_variants.json and llama_windows.json; scripts/golden-llama says what with. The same releases write the same bytes."""
 import json
 import os
 import sys
@@ -42,6 +42,38 @@ VARIANTS = [
     ("granite", {"logits_scaling": 0.5, "attention_bias": True, "mlp_bias": True}),
     ("olmo2", {"num_key_value_heads": 1, "rope_theta": 500000.0}),
     ("olmo2", {"tie_word_embeddings": True, "attention_bias": True, "rms_norm_eps": 1e-6}),
+]
+
+
+# Windows that are shorter than the sequences, other rotary positions, and the families that have them.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
+GEMMA = {"head_dim": 4, "sliding_window": 6, "query_pre_attn_scalar": 5, "bos_token_id": 1, "eos_token_id": 2}
+WINDOWS = [
+    ("mistral", {"sliding_window": 5}),
+    ("mistral", {"sliding_window": 1, "num_key_value_heads": 1}),
+    ("mistral", {"sliding_window": 40, "max_position_embeddings": 400}, 1, 300),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 3}),
+    ("qwen3", {"head_dim": 4, "use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 6, "pad_token_id": None}),
+    ("llama", {"rope_theta": 50.0, "rope_scaling": YARN}),
+    ("llama", {"rope_theta": 50.0, "tie_word_embeddings": True, "head_dim": 8,
+               "rope_scaling": {**YARN, "beta_fast": 4.0, "beta_slow": 0.5, "mscale": 1.2, "mscale_all_dim": 0.5, "truncate": False}}),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.25, "original_max_position_embeddings": 32}}),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64, **FACTORS}}),
+    ("phi3", {"pad_token_id": None}),
+    ("phi3", {"pad_token_id": 3, "sliding_window": 5, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    # The sequences grow beyond the original context.
+    ("phi3", {"pad_token_id": None, "original_max_position_embeddings": 10, "rope_scaling": {"type": "longrope", **FACTORS}}),
+    ("phi3", {"pad_token_id": None, "original_max_position_embeddings": 10, "hidden_size": 32, "partial_rotary_factor": 0.5,
+              "rope_scaling": {"type": "su", "attention_factor": 1.5, "original_max_position_embeddings": 10, **FACTORS}}),
+    ("gemma2", {**GEMMA, "num_hidden_layers": 3}),
+    ("gemma2", {**GEMMA, "attention_bias": True, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "pad_token_id": 3}),
+    ("gemma2", {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": None, "sliding_window": 40, "max_position_embeddings": 400}, 1, 300),
+    ("gemma3_text", {**GEMMA, "num_hidden_layers": 7}, 2, 18, 1),
+    ("gemma3_text", {**GEMMA, "head_dim": 8, "sliding_window_pattern": 2, "rope_theta": 300.0, "rope_local_base_freq": 20.0, "final_logit_softcapping": 3.0,
+                     "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
 ]
 
 
@@ -123,5 +155,7 @@ def write(name, cases, classes):
 
 write("llama.json", [case(*c) for c in CASES],
       (transformers.LlamaConfig, transformers.MistralConfig, transformers.Qwen2Config, transformers.Qwen3Config))
+write("llama_windows.json", [case(*c, **({} if len(c) > 4 else {"steps": 8})) for c in WINDOWS],
+      (transformers.Phi3Config, transformers.Gemma2Config, transformers.Gemma3TextConfig))
 write("llama_variants.json", [case(*c, steps=8) for c in VARIANTS],
       (transformers.SmolLM3Config, transformers.GraniteConfig, transformers.Olmo2Config))

@@ -25,6 +25,21 @@ inline F ExpOfNegative(F x) {
   return FromBits(Select(IsNan(bits), bits, Bits(power)));
 }
 
+// tanh(x): of magnitudes below 0.625 a polynomial (Cephes, tanhf), else (1 - e) / (1 + e) with e = exp(-2
+// |x|).
+inline F HyperbolicTangent(F x) {
+  const I sign = And(Bits(x), SetI(0x80000000u));
+  const F size = FromBits(Magnitude(Bits(x)));
+  const F square = Mul(x, x);
+  F p = Set(-5.70498872745e-3f);
+  for (const float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
+    p = Fma(p, square, Set(c));
+  const F small = Fma(Mul(p, square), x, x);
+  const F e = ExpOfNegative(Mul(size, Set(-2)));
+  const F large = FromBits(Or(Bits(Div(Sub(Set(1), e), Add(Set(1), e))), sign));
+  return FromBits(Select(GreaterS(Bits(Set(0.625f)), Bits(size)), Bits(small), Bits(large)));
+}
+
 // Of `count` positions, whose keys lie `record` elements apart.
 template <int kType, size_t kAtOnce>
 inline void Scores(const void* query, const unsigned char* keys, size_t record_bytes, size_t depth,
@@ -57,6 +72,12 @@ inline void AttendHead(const AttentionArguments& a, size_t head) {
       Scores<kType, 4>(query, keys + p * record_bytes, record_bytes, a.depth, a.scale, powers + p);
     for (; p < count; ++p)
       Scores<kType, 1>(query, keys + p * record_bytes, record_bytes, a.depth, a.scale, powers + p);
+    if (a.cap > 0) {
+      ForVectors(count, [&]<bool kTail>(size_t i, size_t n) {
+        const F tangent = HyperbolicTangent(Div(LoadF<kTail>(powers + i, n), Set(a.cap)));
+        StoreF<kTail>(powers + i, Mul(tangent, Set(a.cap)), n);
+      });
+    }
     const float before = most;
     if (first == 0) most = powers[0];
     for (p = 0; p < count; ++p) most = powers[p] > most ? powers[p] : most;

@@ -44,9 +44,10 @@ void RootNorm(const NormArguments& a) {
     unsigned char* const out = RowOf<kType>(a.out, row, a.columns);
     const F scale = InverseDeviation<kType>(x, a.columns, Set(0), a.epsilon);
     ForVectors(a.columns, [&]<bool kTail>(size_t i, size_t n) {
-      const F normal = RoundedTo<kType>(Mul(Element<kType>::template Load<kTail>(x, i, n), scale));
+      const F normal = Mul(Element<kType>::template Load<kTail>(x, i, n), scale);
       const F weight = Element<kType>::template Load<kTail>(a.weight, i, n);
-      Element<kType>::template Store<kTail>(out, i, Mul(weight, normal), n);
+      const F product = a.from_one ? Mul(normal, Add(Set(1), weight)) : Mul(weight, RoundedTo<kType>(normal));
+      Element<kType>::template Store<kTail>(out, i, product, n);
     });
   }
 }
@@ -72,18 +73,18 @@ void LayerNormRows(const NormArguments& a) {
 }
 
 template <int kType>
-void Rotate(void* x, size_t heads, size_t half, const float* cosine, const float* sine) {
-  for (size_t head = 0; head < heads; ++head) {
-    unsigned char* const first = RowOf<kType>(x, 2 * head, half);
-    unsigned char* const second = RowOf<kType>(x, 2 * head + 1, half);
-    ForVectors(half, [&]<bool kTail>(size_t i, size_t n) {
-      const F a = Element<kType>::template Load<kTail>(first, i, n);
-      const F b = Element<kType>::template Load<kTail>(second, i, n);
-      const F c = LoadF<kTail>(cosine + i, n), s = LoadF<kTail>(sine + i, n);
+void Rotate(const HeadsArguments& a) {
+  for (size_t head = 0; head < a.heads; ++head) {
+    unsigned char* const first = RowOf<kType>(a.x, head, a.depth);
+    unsigned char* const second = RowOf<kType>(first, 1, a.half);
+    ForVectors(a.half, [&]<bool kTail>(size_t i, size_t n) {
+      const F x = Element<kType>::template Load<kTail>(first, i, n);
+      const F y = Element<kType>::template Load<kTail>(second, i, n);
+      const F c = LoadF<kTail>(a.cosine + i, n), s = LoadF<kTail>(a.sine + i, n);
       Element<kType>::template Store<kTail>(first, i,
-                                            Sub(RoundedTo<kType>(Mul(a, c)), RoundedTo<kType>(Mul(b, s))), n);
+                                            Sub(RoundedTo<kType>(Mul(x, c)), RoundedTo<kType>(Mul(y, s))), n);
       Element<kType>::template Store<kTail>(second, i,
-                                            Add(RoundedTo<kType>(Mul(b, c)), RoundedTo<kType>(Mul(a, s))), n);
+                                            Add(RoundedTo<kType>(Mul(y, c)), RoundedTo<kType>(Mul(x, s))), n);
     });
   }
 }
@@ -128,6 +129,15 @@ void ActivateElements(const void* x, const void* times, size_t n, void* out) {
     if (times != nullptr)
       value = Mul(RoundedTo<kType>(value), Element<kType>::template Load<kTail>(times, i, count));
     Element<kType>::template Store<kTail>(out, i, value, count);
+  });
+}
+
+template <int kType>
+void SoftCapAll(void* x, float cap, size_t n) {
+  ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
+    const F part = RoundedTo<kType>(Div(Element<kType>::template Load<kTail>(x, i, count), Set(cap)));
+    const F tangent = RoundedTo<kType>(HyperbolicTangent(part));
+    Element<kType>::template Store<kTail>(x, i, Mul(tangent, Set(cap)), count);
   });
 }
 

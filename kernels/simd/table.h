@@ -66,7 +66,15 @@ struct NormArguments {
   const void* bias;
   size_t rows, columns;
   float epsilon;
+  bool from_one;
   void* out;
+};
+
+struct HeadsArguments {
+  void* x;
+  size_t heads, depth, half;
+  const float* cosine;
+  const float* sine;
 };
 
 // Of kernels/attention.h.
@@ -75,7 +83,7 @@ struct AttentionArguments {
   size_t heads;
   const void* records;
   size_t positions, key_heads, depth;
-  float scale;
+  float scale, cap;
   size_t first, end;
   float* out;
 };
@@ -139,9 +147,10 @@ struct KernelTable {
   // Of kernels/layer.h; [Activation] without the last one. Of fp32 and bf16.
   void (*root_norm[2])(const NormArguments& arguments);
   void (*layer_norm[2])(const NormArguments& arguments);
-  void (*rotate_heads[2])(void* x, size_t heads, size_t half, const float* cosine, const float* sine);
+  void (*rotate_heads[2])(const HeadsArguments& arguments);
   void (*activate[2][5])(const void* x, const void* times, size_t n, void* out);
   void (*add_elements[2])(const void* a, const void* b, size_t n, void* out);
+  void (*soft_cap[2])(void* x, float cap, size_t n);
 
   UpdateFn update[kOptimizers][kParamTypes][kDTypes][kDirectStateTypes];
   LambMomentsFn lamb_moments[kDTypes][kDirectStateTypes];

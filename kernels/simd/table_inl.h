@@ -65,6 +65,7 @@ constexpr KernelTable kTable = {
                  {ActivateElements<1, 0>, ActivateElements<1, 1>, ActivateElements<1, 2>,
                   ActivateElements<1, 3>, ActivateElements<1, 4>}},
     .add_elements = {AddAll<0>, AddAll<1>},
+    .soft_cap = {SoftCapAll<0>, SoftCapAll<1>},
     .update = {PENSTOCK_UPDATES(Adam), PENSTOCK_UPDATES(Adagrad), PENSTOCK_UPDATES(Lion),
                PENSTOCK_UPDATES(Sgd)},
     .lamb_moments = {{LambMoments<0, 0>, LambMoments<0, 1>},

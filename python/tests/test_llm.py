@@ -26,6 +26,11 @@ def tiny(family):
         "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
         "granite": ("GraniteConfig", "GraniteForCausalLM"),
         "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+        "mistral": ("MistralConfig", "MistralForCausalLM"),
+        "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+        "phi3-longrope": ("Phi3Config", "Phi3ForCausalLM"),
+        "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+        "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
     }[family]
     if not hasattr(transformers, config):
         pytest.skip(f"this transformers has no {config}")
@@ -33,8 +38,19 @@ def tiny(family):
         "qwen3": {"head_dim": 16},
         "smollm3": {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 3},
         "granite": {"embedding_multiplier": 6.0, "residual_multiplier": 0.25, "attention_multiplier": 0.125, "logits_scaling": 5.0},
+        "mistral": {"sliding_window": 24},
+        "phi3": {"pad_token_id": None, "sliding_window": 17},
+        # Two of the prompts grow beyond the original context, and one begins there.
+        "phi3-longrope": {
+            "pad_token_id": None, "original_max_position_embeddings": 50,
+            "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 50, "short_factor": [1.0 + i / 9 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]},
+        },
+        "gemma2": {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0},
+        "gemma3": {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 20},
     }.get(family, {})
-    return getattr(transformers, model)(getattr(transformers, config)(**{**LLAMA, **more}, tie_word_embeddings=family == "qwen2"))
+    made = getattr(transformers, config)(**{**LLAMA, **more}, tie_word_embeddings=family in ("qwen2", "gemma2", "gemma3"))
+    made._attn_implementation = "eager"
+    return getattr(transformers, model)(made)
 
 
 def written(directory, family="llama", dtype=torch.float32):
@@ -59,7 +75,7 @@ def greedy(model, prompt, count):
     return tokens[len(prompt):]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "smollm3", "granite", "olmo2"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "mistral", "phi3", "phi3-longrope", "gemma2", "gemma3"])
 def test_greedy_tokens_are_those_of_transformers(directory, family):
     model = written(directory, family)
     prompts = [[1, 2, 3], [250, 7], [9] * 40, list(range(3, 150))]

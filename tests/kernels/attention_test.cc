@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/layer.h"
 #include "tests/kernels/kernel_testing.h"
 
 namespace penstock::kernels {
@@ -13,6 +14,7 @@ struct Case {
   size_t heads, key_heads, depth, positions;
   float scale;
   Values kind = Values::kNormal;
+  float cap = 0;
 };
 
 // What an element of `type` holds after `value` was put there, and its bytes.
@@ -80,6 +82,7 @@ std::vector<float> Definition(const Case& c, const Input& in) {
                               : std::fmaf(0, 0, lanes[d % 16]);
         }
         e[p] = c.scale * SumOfSixteen(lanes);
+        if (c.cap > 0) SoftCap(DType::kFp32, &e[p], c.cap, 1);
       }
       const float before = most;
       if (first == 0) most = e[0];
@@ -111,8 +114,8 @@ void ExpectDefinition(const Case& c) {
     Misaligned<float> out(std::vector<float>(expected.size(), 7.0f), 12);
     for (size_t head = 0; head < c.key_heads; ++head) {  // each by itself, the last first
       const size_t first = c.key_heads - 1 - head;
-      Attend({c.type, records.data(), c.positions, c.key_heads, c.depth}, queries.data(), c.heads, c.scale,
-             first, first + 1, out.data());
+      Attend({c.type, records.data(), c.positions, c.key_heads, c.depth, c.cap}, queries.data(), c.heads,
+             c.scale, first, first + 1, out.data());
     }
     ASSERT_TRUE(out.GuardsIntact());
     ASSERT_TRUE(SameFloats(out.Get(), expected))
@@ -128,6 +131,7 @@ TEST(AttentionTest, EveryLevelHasTheBitsOfTheDefinition) {
       for (const size_t depth : {1, 16, 24, 33, 64}) {
         ExpectDefinition({type, 4, 2, depth, positions, 0.3f});
         ExpectDefinition({type, 3, 3, depth, positions, 4.0f});
+        ExpectDefinition({type, 4, 2, depth, positions, 2.0f, Values::kNormal, 5.0f});
       }
     }
     for (const Values kind : AllValues()) ExpectDefinition({type, 2, 1, 20, 70, 0.5f, kind});

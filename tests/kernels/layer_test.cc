@@ -83,6 +83,46 @@ TEST(LayerTest, NormsAreThoseOfTheRowsAtEveryLevel) {
   }
 }
 
+TEST(LayerTest, ANormWhoseWeightsCountFromOneIsRoundedOnce) {
+  for (const DType type : kTypes) {
+    for (const size_t n : kLengths) {
+      const Elements x(type, Random(n, Values::kNormal, n)), weight(type, Random(n, Values::kNormal, 2));
+      const NormRows in = {type, x.bytes.data(), 1, n, weight.bytes.data(), nullptr, 1e-5F, true};
+      const auto out = AtEveryLevel(type, n, [&](void* to) { RootMeanSquareNorm(in, to); });
+      double squares = 0;
+      for (const float value : x.wide) squares += static_cast<double>(value) * value;
+      const double deviation = std::sqrt(squares / static_cast<double>(n) + 1e-5);
+      for (size_t i = 0; i < n; ++i) {
+        // Half a unit of bf16's last place is 2^-8 at most.
+        const double exact = (1.0 + weight.wide[i]) * x.wide[i] / deviation;
+        EXPECT_NEAR(out[i], exact, std::fabs(exact) * (type == DType::kFp32 ? 1e-6 : 0x1p-8 + 1e-6));
+      }
+    }
+  }
+}
+
+TEST(LayerTest, SoftCapsAreTangentsAtEveryLevel) {
+  std::vector<float> values = Random(400, Values::kNormal, 1);
+  for (size_t i = 0; i < values.size(); ++i) values[i] *= i % 3 == 0 ? 1 : i % 3 == 1 ? 60 : 1e-3F;
+  values.insert(values.end(), {0.0F, 31.2F, 31.3F, -31.2F, 1e30F, -1e30F, 1e-30F});
+  for (const DType type : kTypes) {
+    for (const float cap : {1.0F, 30.0F, 50.0F}) {
+      const Elements x(type, values);
+      const auto out = AtEveryLevel(type, values.size(), [&](void* to) {
+        std::memcpy(to, x.bytes.data(), x.bytes.size());
+        SoftCap(type, to, cap, values.size());
+      });
+      for (size_t i = 0; i < values.size(); ++i) {
+        const double exact = cap * std::tanh(static_cast<double>(x.wide[i]) / cap);
+        EXPECT_NEAR(out[i], exact, std::fabs(exact) * (type == DType::kFp32 ? 3e-7 : 7e-3));
+      }
+    }
+  }
+  float nan = std::numeric_limits<float>::quiet_NaN();
+  SoftCap(DType::kFp32, &nan, 30, 1);
+  EXPECT_TRUE(std::isnan(nan));
+}
+
 TEST(LayerTest, ANormInPlaceIsTheSame) {
   const Elements weight(DType::kBf16, Random(40, Values::kNormal, 1));
   Elements x(DType::kBf16, Random(80, Values::kNormal, 2));
@@ -149,9 +189,10 @@ TEST(LayerTest, AValueThatIsNoNumberStaysNone) {
 
 TEST(LayerTest, HeadsAreTurnedByTheirAngles) {
   for (const DType type : kTypes) {
-    for (const size_t half : {1, 3, 16, 24, 64}) {
+    for (const auto& [half, depth] : std::vector<std::pair<size_t, size_t>>{
+             {1, 2}, {3, 6}, {16, 32}, {24, 48}, {64, 128}, {1, 3}, {12, 32}, {16, 49}}) {
       constexpr size_t kHeads = 3;
-      const Elements x(type, Random(kHeads * 2 * half, Values::kNormal, half));
+      const Elements x(type, Random(kHeads * depth, Values::kNormal, half));
       std::vector<float> cosine, sine;
       for (size_t i = 0; i < half; ++i) {
         const auto angle = static_cast<float>(i + 1);
@@ -161,15 +202,16 @@ TEST(LayerTest, HeadsAreTurnedByTheirAngles) {
       }
       const auto turned = AtEveryLevel(type, x.wide.size(), [&](void* out) {
         std::memcpy(out, x.bytes.data(), x.bytes.size());
-        RotateHeads(type, out, kHeads, half, cosine.data(), sine.data());
+        RotateHeads({type, kHeads, depth, half}, out, cosine.data(), sine.data());
       });
       for (size_t h = 0; h < kHeads; ++h) {
         for (size_t i = 0; i < half; ++i) {
-          const size_t first = 2 * h * half + i, second = first + half;
+          const size_t first = h * depth + i, second = first + half;
           const double a = x.wide[first], b = x.wide[second], c = cosine[i], s = sine[i];
           ExpectNear(type, turned[first], a * c - b * s, std::fabs(a) + std::fabs(b));
           ExpectNear(type, turned[second], b * c + a * s, std::fabs(a) + std::fabs(b));
         }
+        for (size_t i = 2 * half; i < depth; ++i) EXPECT_EQ(turned[h * depth + i], x.wide[h * depth + i]);
       }
     }
   }

@@ -26,7 +26,7 @@ Tensor InOnePiece(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 Tensor InBlocks(const Tensor& q, const Tensor& k, const Tensor& v) {
-  return CausalAttention(q, k, v, 1 / std::sqrt(static_cast<double>(q.size(2))));
+  return CausalAttention(q, k, v, {.scale = 1 / std::sqrt(static_cast<double>(q.size(2)))});
 }
 
 struct Results {
@@ -86,6 +86,42 @@ TEST(CausalAttention, GroupsOfQueriesShareTheirKeys) {
   }
 }
 
+// Windows and caps, with and without groups, over and under the length that is one piece.
+TEST(CausalAttention, LooksBackOverAWindowUnderACap) {
+  for (const auto& [window, cap] : std::vector<std::pair<int64_t, double>>{
+           {1, 0}, {5, 0}, {kQueryRows, 0}, {kQueryRows + 7, 0}, {1000, 0}, {0, 2}, {30, 0.5}}) {
+    for (const int64_t length : {int64_t{7}, kWholeLength, kWholeLength + 1, 3 * kQueryRows + 1}) {
+      SCOPED_TRACE(testing::Message() << window << " of " << length << " under " << cap);
+      torch::manual_seed(length);
+      std::vector<Tensor> inputs;
+      for (const int64_t heads : {4, 2, 2, 4})
+        inputs.push_back(torch::randn({heads, length, 8}, torch::kFloat64));
+      const auto ours = [w = window, c = cap](const Tensor& q, const Tensor& k, const Tensor& v) {
+        return CausalAttention(q, k, v, {.scale = 0.7, .window = w, .cap = c});
+      };
+      const auto formula = [w = window, c = cap](const Tensor& q, const Tensor& k, const Tensor& v) {
+        Tensor scores = torch::bmm(q, k.repeat_interleave(2, 0).transpose(1, 2)) * 0.7;
+        if (c > 0) scores = torch::tanh(scores / c) * c;
+        const Tensor places = torch::arange(q.size(1));
+        const Tensor behind = places.unsqueeze(1) - places.unsqueeze(0);
+        Tensor hidden = behind < 0;
+        if (w > 0) hidden = hidden | (behind >= w);
+        scores = scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
+        return torch::bmm(torch::softmax(scores, -1), v.repeat_interleave(2, 0));
+      };
+      const Results made = Differentiate(ours, inputs, inputs[3], torch::kFloat64);
+      const Results exact = Differentiate(formula, inputs, inputs[3], torch::kFloat64);
+      EXPECT_TRUE(torch::allclose(made.out, exact.out, 1e-12, 1e-12));
+      for (size_t i = 0; i < 3; ++i)
+        EXPECT_TRUE(torch::allclose(made.gradients[i], exact.gradients[i], 1e-11, 1e-11)) << i;
+      const int64_t last = std::min<int64_t>(length, 40);
+      const Tensor end = AttentionOfLast(inputs[0].narrow(1, length - last, last), inputs[1], inputs[2],
+                                         {.scale = 0.7, .window = window, .cap = cap});
+      EXPECT_TRUE(torch::allclose(end, exact.out.narrow(1, length - last, last), 1e-12, 1e-12));
+    }
+  }
+}
+
 // With the same probabilities dropped the same results, forward and backward; and the share that is asked
 // for.
 TEST(CausalAttention, DropsOutTheSameForwardAndBackward) {
@@ -96,14 +132,14 @@ TEST(CausalAttention, DropsOutTheSameForwardAndBackward) {
     // What is dropped, found by values that are a unit matrix: the result is the probabilities.
     torch::manual_seed(3);
     const Tensor unit = torch::eye(length, torch::kFloat64).expand({3, length, length}).contiguous();
-    const Tensor thinned = CausalAttention(inputs[0], inputs[1], unit, 0.25, kDropout);
-    const Tensor whole = CausalAttention(inputs[0], inputs[1], unit, 0.25);
+    const Tensor thinned = CausalAttention(inputs[0], inputs[1], unit, {.scale = 0.25, .dropout = kDropout});
+    const Tensor whole = CausalAttention(inputs[0], inputs[1], unit, {.scale = 0.25});
     const Tensor kept = (thinned != 0).to(torch::kFloat64);
     EXPECT_NEAR((kept.sum() / (whole != 0).sum()).item<double>(), 1 - kDropout, 0.01);
     EXPECT_TRUE(torch::allclose(thinned, whole * kept / (1 - kDropout), 1e-12, 1e-15));
     const auto blocks = [](const Tensor& q, const Tensor& k, const Tensor& v) {
       torch::manual_seed(3);
-      return CausalAttention(q, k, v, 0.25, kDropout);
+      return CausalAttention(q, k, v, {.scale = 0.25, .dropout = kDropout});
     };
     const auto formula = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
       const Tensor future = torch::ones({length, length}, torch::kBool).triu_(1);

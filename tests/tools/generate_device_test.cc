@@ -168,7 +168,7 @@ class GenerateOnDeviceTest : public testing_support::GeneratingTest {
 TEST_F(GenerateOnDeviceTest, TokensAreThoseOfTheHostForEveryBudgetAndPlace) {
   const std::vector<Asked> asked = ManyPrompts();
   int number = 0;
-  for (const auto& config : {GptConfigOf(), LlamaConfigOf()}) {
+  for (const auto& config : {GptConfigOf(), LlamaConfigOf(), testing_support::WindowsConfigOf()}) {
     SCOPED_TRACE(config.dump());
     const std::string directory = dir_ + "/same" + std::to_string(number++);
     tools::testing_support::WriteModel(directory, config);

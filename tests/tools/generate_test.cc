@@ -22,10 +22,12 @@ namespace {
 using nlohmann::json;
 using testing::HasSubstr;
 using testing_support::Asked;
+using testing_support::FarConfigOf;
 using testing_support::GptConfigOf;
 using testing_support::kMiB;
 using testing_support::LlamaConfigOf;
 using testing_support::ManyPrompts;
+using testing_support::WindowsConfigOf;
 using tools::testing_support::Formula;
 using tools::testing_support::GoldenLlamas;
 
@@ -102,7 +104,7 @@ TEST_F(GenerateTest, GreedyTokensAreThoseOfTransformers) {
 TEST_F(GenerateTest, TokensDependOnNeitherBudgetNorResidencyNorPlaceNorBatch) {
   const std::vector<Asked> asked = ManyPrompts();
   int number = 0;
-  for (const json& config : {GptConfigOf(), LlamaConfigOf()}) {
+  for (const json& config : {GptConfigOf(), LlamaConfigOf(), WindowsConfigOf(), FarConfigOf()}) {
     SCOPED_TRACE(config.dump());
     const std::string directory = dir_ + "/same" + std::to_string(number++);
     tools::testing_support::WriteModel(directory, config);
@@ -142,7 +144,7 @@ TEST_F(GenerateTest, PassesOfManyRowsTakeNoMoreOfTensorsThanIsPlanned) {
     each.tokens = 3;
     for (int64_t i = 0; i < 400; ++i) each.prompt.push_back((i * 7) % 300);
   }
-  json gpt = GptConfigOf(), llama = LlamaConfigOf(), qwen = LlamaConfigOf();
+  json gpt = GptConfigOf(), llama = LlamaConfigOf(), qwen = LlamaConfigOf(), phi = LlamaConfigOf();
   gpt.update({{"n_embd", 768}, {"n_layer", 2}, {"activation_function", "quick_gelu"}});
   llama.update({{"hidden_size", 768}, {"intermediate_size", 2048}, {"num_hidden_layers", 2}});
   qwen.update({{"model_type", "qwen3"},
@@ -152,8 +154,13 @@ TEST_F(GenerateTest, PassesOfManyRowsTakeNoMoreOfTensorsThanIsPlanned) {
                {"num_attention_heads", 16},
                {"num_key_value_heads", 16},
                {"head_dim", 64}});
+  phi.update({{"model_type", "phi3"},
+              {"hidden_size", 512},
+              {"intermediate_size", 2048},
+              {"num_hidden_layers", 2},
+              {"num_attention_heads", 8}});
   int number = 0;
-  for (const json& config : {gpt, llama, qwen}) {
+  for (const json& config : {gpt, llama, qwen, phi}) {
     for (const swap::Dtype dtype : {swap::Dtype::kF32, swap::Dtype::kBf16}) {
       SCOPED_TRACE(config.dump());
       const std::string directory = dir_ + "/wide" + std::to_string(number++);
@@ -228,7 +235,7 @@ TEST_F(GenerateTest, DraftedTokensMakeTheSameTextsInFewerPasses) {
   std::vector<Asked> asked = ManyPrompts();
   for (Asked& each : asked) each.tokens += 40;  // long enough to go in circles
   int number = 0;
-  for (const json& config : {GptConfigOf(), LlamaConfigOf()}) {
+  for (const json& config : {GptConfigOf(), LlamaConfigOf(), WindowsConfigOf()}) {
     SCOPED_TRACE(config.dump());
     const std::string directory = dir_ + "/drafted" + std::to_string(number++);
     tools::testing_support::WriteModel(directory, config);
@@ -263,11 +270,10 @@ TEST_F(GenerateTest, DraftedTokensMakeTheSameTextsInFewerPasses) {
   EXPECT_THAT(PlanGeneration(sizes, wish).status().message(), HasSubstr("needs keys and values in memory"));
 }
 
-TEST_F(GenerateTest, GptMakesTheTokensOfTheWholeModel) {
-  const json config = GptConfigOf();
-  tools::testing_support::WriteModel(dir_ + "/gpt", config);
+// The likeliest tokens behind a prompt, by the whole model in LibTorch, without a cache.
+std::vector<int64_t> WholeModelsTokens(const json& config, const Asked& asked) {
   const auto model = models::ModelFromJson(config);
-  ASSERT_TRUE(model.ok());
+  EXPECT_TRUE(model.ok()) << model.status();
   const zero::Model whole = models::MakeModel(**model, models::Head::kLastLogits);
   const models::ModelLayout layout = (*model)->Layout();
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
@@ -284,9 +290,8 @@ TEST_F(GenerateTest, GptMakesTheTokensOfTheWholeModel) {
     }
     modules.back()->eval();
   }
-  const Asked asked{{5, 17, 250, 3, 99}, 20};
   std::vector<int64_t> tokens = asked.prompt;
-  while (tokens.size() < 25) {
+  while (tokens.size() < asked.prompt.size() + static_cast<size_t>(asked.tokens)) {
     zero::TensorBatch batch = tools::ExampleBatch(1, static_cast<int64_t>(tokens.size()));
     std::copy(tokens.begin(), tokens.end(), batch.inputs.data_ptr<int64_t>());
     torch::Tensor x = batch.inputs;
@@ -294,9 +299,75 @@ TEST_F(GenerateTest, GptMakesTheTokensOfTheWholeModel) {
       x = stage.forward(*modules[static_cast<size_t>(stage.block)], x, batch);
     tokens.push_back(x[0].argmax().item<int64_t>());
   }
+  return {tokens.begin() + static_cast<std::ptrdiff_t>(asked.prompt.size()), tokens.end()};
+}
+
+TEST_F(GenerateTest, GptMakesTheTokensOfTheWholeModel) {
+  const json config = GptConfigOf();
+  tools::testing_support::WriteModel(dir_ + "/gpt", config);
+  const Asked asked{{5, 17, 250, 3, 99}, 20};
   const auto generator = Make(dir_ + "/gpt", {asked}, {.budget = 64 * kMiB});
   ASSERT_NE(generator, nullptr);
-  EXPECT_EQ(Texts(generator.get(), {asked}).front(), std::vector<int64_t>(tokens.begin() + 5, tokens.end()));
+  EXPECT_EQ(Texts(generator.get(), {asked}).front(), WholeModelsTokens(config, asked));
+}
+
+// A prompt of many pieces, far longer than the windows, wherever its keys are; and another that was there
+// before in the same places.
+TEST_F(GenerateTest, LayersWithAWindowKeepAndReadNoMoreThanTheyLookAt) {
+  json config = WindowsConfigOf();
+  config["max_position_embeddings"] = 4096;
+  const std::string directory = dir_ + "/windows";
+  tools::testing_support::WriteModel(directory, config);
+  std::vector<Asked> asked(3);
+  for (size_t i = 0; i < asked.size(); ++i) {
+    asked[i].tokens = 6;
+    for (int64_t at = 0; at < static_cast<int64_t>(i == 1 ? 700 : 1700); ++at)
+      asked[i].prompt.push_back((at * at + 7 * at + static_cast<int64_t>(i)) % 300);
+  }
+  std::vector<std::vector<int64_t>> expected;
+  for (const Asked& each : asked) expected.push_back(WholeModelsTokens(config, each));
+  constexpr uint64_t kRecord = 2 * 2 * 24 * 4, kPositions = 1706;
+  for (const int64_t batch : {1, 3}) {
+    for (const CachePlace place : {CachePlace::kHost, CachePlace::kDrive}) {
+      const auto generator = Make(directory, asked, {.batch = batch, .cache = place});
+      ASSERT_NE(generator, nullptr);
+      EXPECT_EQ(Texts(generator.get(), asked), expected)
+          << batch << " on drive " << (place == CachePlace::kDrive);
+      const GenerationPlan& plan = generator->plan();
+      const uint64_t one_layer = static_cast<uint64_t>(batch) * kPositions * kRecord;
+      if (place == CachePlace::kHost) {  // two of three layers keep 560 positions
+        EXPECT_LT(plan.cache_bytes, 2 * one_layer);
+        EXPECT_GT(plan.cache_bytes, one_layer);
+      } else {
+        EXPECT_LT(plan.cache_pass_bytes, 2 * one_layer);
+      }
+    }
+  }
+}
+
+// Drafted tokens, and texts that grow beyond what other frequencies turn: as the whole model has them.
+TEST_F(GenerateTest, ATextThatGrowsFarIsTheWholeModels) {
+  const json config = FarConfigOf();
+  tools::testing_support::WriteModel(dir_ + "/far", config);
+  std::vector<Asked> asked;
+  for (const int64_t length : {1, 95, 99, 100, 101, 150}) {
+    Asked each{{}, 12};
+    for (int64_t i = 0; i < length; ++i) each.prompt.push_back((i * 5 + length) % 300);
+    asked.push_back(each);
+  }
+  std::vector<std::vector<int64_t>> expected;
+  for (const Asked& each : asked) expected.push_back(WholeModelsTokens(config, each));
+  for (const int64_t drafted : {0, 5}) {
+    const auto generator =
+        Make(dir_ + "/far", asked, {.batch = 2, .cache = CachePlace::kHost, .drafted = drafted});
+    ASSERT_NE(generator, nullptr);
+    EXPECT_EQ(Texts(generator.get(), asked), expected) << drafted;
+  }
+  const auto lean = Make(dir_ + "/far", {{{1, 2}, 200}}, {.batch = 1, .cache = CachePlace::kHost});
+  ASSERT_NE(lean, nullptr);
+  const auto least = Make(dir_ + "/far", {{{1, 2}, 200}}, {lean->plan().least_bytes, 1, CachePlace::kHost});
+  ASSERT_NE(least, nullptr);
+  EXPECT_EQ(Texts(least.get(), {{{1, 2}, 200}}), Texts(lean.get(), {{{1, 2}, 200}}));
 }
 
 TEST(PlanTest, ABudgetThatIsTooSmallIsRefusedWithTheLeastThatWorks) {

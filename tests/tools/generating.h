@@ -151,6 +151,29 @@ inline nlohmann::json LlamaConfigOf() {
           {"tie_word_embeddings", true}};
 }
 
+// Windows in two of three layers, which have positions of their own; soft caps, and norms of all kinds.
+inline nlohmann::json WindowsConfigOf() {
+  nlohmann::json config = LlamaConfigOf();
+  config.update({{"model_type", "gemma3_text"},
+                 {"head_dim", 24},
+                 {"sliding_window", 24},
+                 {"sliding_window_pattern", 2},
+                 {"query_pre_attn_scalar", 20},
+                 {"final_logit_softcapping", 9.0}});
+  return config;
+}
+// Matrices that are several in one, and sequences of more than 100 positions that are turned by other
+// frequencies.
+inline nlohmann::json FarConfigOf() {
+  nlohmann::json config = LlamaConfigOf();
+  config.update(
+      {{"model_type", "phi3"}, {"original_max_position_embeddings", 100}, {"partial_rotary_factor", 0.5}});
+  config["rope_scaling"] = {{"type", "longrope"},
+                            {"short_factor", {1.0, 1.1, 1.2, 1.3, 1.4, 1.5}},
+                            {"long_factor", {2.0, 3.0, 4.0, 5.0, 6.0, 7.0}}};
+  return config;
+}
+
 inline std::vector<Asked> ManyPrompts() {
   std::mt19937_64 random(11);
   std::vector<Asked> asked;

@@ -35,12 +35,14 @@ inline nlohmann::json Golden(const std::string& name) {
   return golden;
 }
 
-// All of Llama's family: cases and keys of both files.
+// All of Llama's family: cases and keys of all files.
 inline nlohmann::json GoldenLlamas() {
   nlohmann::json all = Golden("llama.json");
-  const nlohmann::json variants = Golden("llama_variants.json");
-  for (const nlohmann::json& each : variants["cases"]) all["cases"].push_back(each);
-  all["keys"].update(variants["keys"]);
+  for (const char* name : {"llama_variants.json", "llama_windows.json"}) {
+    const nlohmann::json more = Golden(name);
+    for (const nlohmann::json& each : more["cases"]) all["cases"].push_back(each);
+    all["keys"].update(more["keys"]);
+  }
   return all;
 }
 

@@ -154,10 +154,9 @@ TEST_F(CliTest, AModelsFunctionIsKeptFromTrainingToExport) {
       R"({"model_type": "mamba", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 8, "vocab_size": 256})");
   const Ran refused = Run(made + Arguments{"--overwrite"});
   EXPECT_EQ(refused.code, 2);
-  EXPECT_THAT(
-      refused.err,
-      HasSubstr(
-          "model_type is \"mamba\", none of gpt2, llama, mistral, qwen2, qwen3, smollm3, granite, olmo2"));
+  EXPECT_THAT(refused.err, HasSubstr("model_type is \"mamba\", none of gpt2, llama, mistral, qwen2, qwen3, "
+                                     "smollm3, granite, olmo2, phi3, gemma2, "
+                                     "gemma3, gemma3_text"));
 }
 
 // A flag wins over the config: --lr is the rate that a scheduler goes by, and takes the place of one that
