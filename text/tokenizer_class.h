@@ -1,5 +1,5 @@
 // The classes of transformers 5 that make normalizer and pre-tokenizer of their own, whatever tokenizer.json
-// says: here tokenizer.json is followed, as by `tokenizers` and transformers 4, and a difference is told.
+// says: here tokenizer.json is followed, as by `tokenizers` and transformers 4, and a difference is reported.
 #ifndef PENSTOCK_TEXT_TOKENIZER_CLASS_H_
 #define PENSTOCK_TEXT_TOKENIZER_CLASS_H_
 
