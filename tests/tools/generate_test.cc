@@ -206,6 +206,34 @@ TEST_F(GenerateTest, TextsOfOnePromptUnderWayTogetherComputeItOnce) {
   EXPECT_EQ(Texts(on_drive.get(), asked), expected);
 }
 
+// Where layers keep a window alone, and where a text that grows is turned by other frequencies.
+TEST_F(GenerateTest, TextsOfOnePromptAreTheSameWhereKeysAreWindowsOrTurnedAnew) {
+  json windows = WindowsConfigOf();
+  windows["max_position_embeddings"] = 4096;
+  int number = 0;
+  for (const json& config : {windows, FarConfigOf()}) {
+    SCOPED_TRACE(config.dump());
+    const std::string directory = dir_ + "/shared" + std::to_string(number++);
+    tools::testing_support::WriteModel(directory, config);
+    std::vector<Asked> asked;
+    for (const int64_t length : number == 1 ? std::vector<int64_t>{700, 20} : std::vector<int64_t>{97, 300}) {
+      std::vector<int64_t> prompt;
+      for (int64_t i = 0; i < length; ++i) prompt.push_back((i * i + 3 * i) % 300);
+      for (const int64_t tokens : {9, 9, 2, 9, 9, 1}) asked.push_back({prompt, tokens});
+    }
+    const models::SamplingOptions sampling{.temperature = 1.5};
+    const auto alone = Make(directory, asked, {.batch = 1, .cache = CachePlace::kHost}, sampling);
+    const auto expected = Texts(alone.get(), asked);
+    for (const int64_t batch : {4, 12}) {
+      const auto together = Make(directory, asked, {.batch = batch, .cache = CachePlace::kHost}, sampling);
+      EXPECT_EQ(Texts(together.get(), asked), expected) << batch;
+      const auto lean =
+          Make(directory, asked, {together->plan().least_bytes, batch, CachePlace::kHost}, sampling);
+      EXPECT_EQ(Texts(lean.get(), asked), expected) << batch;
+    }
+  }
+}
+
 TEST(PromptLookupTest, FindsWhatFollowedTheLongestMatchOfTheEnd) {
   std::mt19937_64 random(5);
   size_t found = 0;
