@@ -58,7 +58,10 @@ def _logprobs(made: Any, first: int = 0) -> List[TokenLogprob]:
     def of(token: int, data: bytes, logprob: float, begins: int, top: List[TokenLogprob]) -> TokenLogprob:
         return TokenLogprob(token, logprob, data, top, begins)
 
-    return [of(token, data, logprob, begins, [of(*each, begins, []) for each in top]) for token, data, logprob, begins, top in made.logprobs(first)]
+    return [
+        of(token, data, logprob, begins, [of(other, its_data, its_logprob, begins, []) for other, its_data, its_logprob in top])
+        for token, data, logprob, begins, top in made.logprobs(first)
+    ]
 
 
 @dataclass(frozen=True)
