@@ -158,7 +158,7 @@ TEST_F(FlagsTest, OneFileForTwoThings) {
 
 TEST_F(FlagsTest, DirectoriesThatCannotHoldState) {
   std::vector<Case> cases = {
-      {Train(text_ + "/below"), 2, {text_ + "/below", "Not a directory"}},
+      {Train(text_ + "/below"), 2, {text_ + "/below", text_ + ": it is not a directory"}},
       {{"verify", dir_ + "/nothing"}, 1, {dir_ + "/nothing"}},
       {{"inspect", dir_}, 1, {dir_}},
       {{"export", dir_, dir_ + "/out.safetensors"}, 1, {dir_}},
