@@ -521,9 +521,10 @@ def test_who_connects_and_asks_nothing_keeps_nobody_out(model):
 
 
 def test_a_request_under_way_keeps_its_connection(model, llm):
-    expected = llm.generate("The sea", max_tokens=300)[0].text
+    tokens = 3000  # long enough to be seen on its way
+    expected = llm.generate("The sea", max_tokens=tokens)[0].text
     with Server(model, files=256) as server, contextlib.ExitStack() as held:
-        body = dict(model=server.name, prompt="The sea", max_tokens=300, temperature=0)
+        body = dict(model=server.name, prompt="The sea", max_tokens=tokens, temperature=0)
         with server.raw(body) as connection:
             server.settles(lambda server: server.metric("texts_running"), 1)
             for _ in range(600):
