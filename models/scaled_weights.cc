@@ -18,13 +18,13 @@ using Fp8Table = std::array<float, 256>;
 const Fp8Table& Fp8Values() {
   static const Fp8Table table = [] {
     Fp8Table values{};
-    for (int i = 0; i < 128; ++i) {
-      const int exponent = i >> 3, mantissa = i & 7;
+    for (size_t i = 0; i < 128; ++i) {
+      const int exponent = static_cast<int>(i) >> 3, mantissa = static_cast<int>(i) & 7;
       const float value = i == 127        ? std::numeric_limits<float>::quiet_NaN()
                           : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
                                           : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
-      values[static_cast<size_t>(i)] = value;
-      values[static_cast<size_t>(i + 128)] = -value;
+      values[i] = value;
+      values[i + 128] = -value;
     }
     return values;
   }();

@@ -141,7 +141,7 @@ TEST_F(RunsTest, APlaceThatCannotHoldTheLastStepIsRefusedBeforeTheTraining) {
   for (const Ran& ran : RunAll(arguments)) {
     EXPECT_EQ(ran.code, 2) << ran.err;
     EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
-    EXPECT_THAT(ran.err, HasSubstr("give another --checkpoint-dir"));
+    EXPECT_THAT(ran.err, AllOf(HasSubstr("--checkpoint-dir"), HasSubstr("give another")));
   }
   std::filesystem::remove_all(tmpfs);
 }
