@@ -25,7 +25,8 @@ struct SelectedRows : torch::autograd::Function<SelectedRows> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list gradients) {
-    const Tensor numbers = context->get_saved_variables()[0], of_rows = gradients[0];
+    const Tensor numbers = context->get_saved_variables()[0];
+    const Tensor& of_rows = gradients[0];
     Tensor gradient = torch::zeros(context->saved_data["shape"].toIntVector(), of_rows.options());
     const Tensor learned = numbers.ne(context->saved_data["padding"].toInt()).nonzero().squeeze(1);
     if (learned.numel() > 0) {
