@@ -183,7 +183,7 @@ constexpr auto kTop = std::to_array<Setting>({
     Needless("disable_python_gc", KeyType::kBool, "there is no Python"),
     Needless("monitor_config", KeyType::kObject, kOwnReports),
     Object("tensorboard"),
-    Object("wandb"),
+    Object("wandb").OfRank(),
     Ignored("comet", KeyType::kObject, kCometsClient),
     Object("csv_monitor"),
     Ignored(

@@ -180,10 +180,11 @@ TEST(Settings, WhatHasNoEffectSomewhereIsNamedThere) {
   }
 }
 
-TEST(Settings, RanksMayDifferInPlacesAndMemoryAlone) {
+TEST(Settings, RanksMayDifferInPlacesMemoryAndWhoTellsWandbAlone) {
   auto config = nlohmann::ordered_json::parse(
       R"({"gradient_clipping": 1, "tensorboard": {"output_path": "a", "enabled": true},
     "csv_monitor": false, "penstock": {"state_dirs": ["a"], "host_memory": 5, "order": "auto"},
+    "wandb": {"enabled": true},
     "zero_optimization": {"offload_optimizer": {"nvme_path": "b", "device": "nvme"}, "offload_param": null}})");
   RemoveWhatRanksMayDifferIn(&config);
   EXPECT_EQ(config,
