@@ -76,7 +76,9 @@ std::span<const float> TextSampler::Processed(std::span<const float> logits, con
       processed_[static_cast<size_t>(token)] += static_cast<float>(bias);
   }
   if (penalizes) {
-    const std::vector<float> unpenalized = processed_;  // each once, however often it was there
+    if (!o.logit_bias.empty()) biased_ = processed_;
+    // Each once, however often it was there.
+    const std::span<const float> unpenalized = o.logit_bias.empty() ? logits : biased_;
     const auto penalty = static_cast<float>(o.repetition_penalty);
     for (const int64_t token : before.tokens) {
       const float logit = unpenalized[static_cast<size_t>(token)];

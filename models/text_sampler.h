@@ -67,7 +67,7 @@ class TextSampler {
   const SamplingOptions options_;
   std::mt19937_64 random_;
   std::vector<int64_t> order_;
-  std::vector<float> processed_;
+  std::vector<float> processed_, biased_;
   std::vector<double> weights_;
 };
 
