@@ -273,7 +273,7 @@ struct ParsedConfig {
 absl::StatusOr<ParsedConfig> ParseConfig(std::string_view json_text);
 absl::StatusOr<ParsedConfig> ParseConfigJson(const nlohmann::ordered_json& config);
 
-// Reads at most 16 MiB from a regular file and parses it; errors begin with the path. A file that cannot be
+// Reads at most 1 MiB from a regular file and parses it; errors begin with the path. A file that cannot be
 // read is kInvalidArgument too: to the user it is a wrong word on the command line.
 absl::StatusOr<ParsedConfig> LoadConfig(const std::string& path);
 

@@ -1,18 +1,17 @@
 #include "run/resolve.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <utility>
 
 #include "absl/status/status.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "run/elasticity.h"
 #include "run/settings.h"
 #include "run/unused_keys.h"
 #include "zero/compute/tile_format.h"
-#include "zero/config/mode_names.h"
 
 namespace penstock::run {
 namespace {

@@ -22,7 +22,6 @@
 #include "run/settings.h"
 #include "zero/compute/tile_format.h"
 #include "zero/config/config_json.h"
-#include "zero/config/mode_names.h"
 
 namespace nb = nanobind;
 
