@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
     if name == "optim":
         return importlib.import_module(".optim", __name__)
     if name in ("Engine", "initialize"):
-        return getattr(importlib.import_module("._engine._engine", __name__), name)
+        return getattr(importlib.import_module("._engine._initialize" if name == "initialize" else "._engine._engine", __name__), name)
     if name in ("Plan", "plan"):
         return getattr(importlib.import_module("._engine._plan", __name__), name)
     if name == "init_on_disk":

@@ -27,8 +27,9 @@ from torch import nn
 from . import _core
 from ._buffers import truth
 from ._data_loader import DeepSpeedDataLoader, sampler_of
-from ._engine._engine import NO_OPTIMIZER, Engine
-from ._engine._engine import initialize as _initialize
+from ._engine._engine import Engine
+from ._engine._initialize import NO_OPTIMIZER
+from ._engine._initialize import initialize as _initialize
 from ._engine._in_memory import InMemory
 from ._engine._on_disk import init_on_disk
 from ._engine._optimizer import ConfigScheduler

@@ -309,7 +309,7 @@ def test_forwards_that_nobody_holds_cost_nothing(tmp_path):
     with make(net(), tmp_path, gradient_accumulation_steps=3) as engine:
         for batch in steps[0] * 4:
             engine(**batch)  # in training mode, and nothing is made of it
-        assert len(engine._accumulation._forwards) <= 1
+        assert len(engine._training._accumulation._forwards) <= 1
         with pytest.raises(RuntimeError, match="without a backward"):
             engine.optimizer.step()
         assert train(engine, steps)[0] > 0

@@ -123,7 +123,7 @@ def test_layers_that_a_function_may_call_in_its_backward_are_resident_and_part_o
     torch.manual_seed(0)
     with make(RevNet(), tmp_path) as engine:
         step(engine, batches(1)[0])
-        resident = [name for block in engine._blocks if block.resident for name, _ in block.parameters]
+        resident = [name for block in engine._given.blocks if block.resident for name, _ in block.parameters]
         assert [name for name in resident if name.startswith("layers.")] and not [name for name in resident if name.startswith("head")]
 
 

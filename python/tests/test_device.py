@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import penstock  # noqa: E402
 from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
 from late_cuda import CheckedCore, Late, checked  # noqa: E402
-from penstock._engine import _device, _engine, _weights  # noqa: E402
+from penstock._engine import _device, _preparation, _weights  # noqa: E402
 from penstock._engine._device import DeviceMemory, choose_device  # noqa: E402
 
 # Products of a GPU have other last bits than those that plain PyTorch makes there with whole batches of kernels.
@@ -22,11 +22,11 @@ BOUND = 2e-5
 def cuda(monkeypatch):
     """A stand-in that finds out what is not in order."""
     late = Late(monkeypatch)
-    core = _engine._core.TrainingEngine
+    core = _preparation._core.TrainingEngine
     monkeypatch.setattr(_device, "cuda_of", lambda device: late)
-    monkeypatch.setattr(_engine, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(_preparation, "has_own_memory", lambda device: True)
     monkeypatch.setattr(_weights, "DeviceMemory", checked(DeviceMemory, late))
-    monkeypatch.setattr(_engine._core, "TrainingEngine", lambda *arguments: CheckedCore(core(*arguments), late))
+    monkeypatch.setattr(_preparation._core, "TrainingEngine", lambda *arguments: CheckedCore(core(*arguments), late))
     yield late
     late.synchronize()
     assert late.wrong == []
@@ -39,7 +39,7 @@ def device(request, monkeypatch):
         request.getfixturevalue("cuda")
         return torch.device("cpu")
     if request.param == "apart":
-        monkeypatch.setattr(_engine, "has_own_memory", lambda device: True)
+        monkeypatch.setattr(_preparation, "has_own_memory", lambda device: True)
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU here")
@@ -386,7 +386,7 @@ def test_memory_is_unregistered_before_an_engine_that_came_to_nothing_unmaps_it(
 
     with make(net(), tmp_path / "tried", device="cpu") as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(*((_engine._parameters, "write") if fails == "write" else (_engine, "Runtime")), full)
+            patch.setattr(*((_preparation._parameters, "write") if fails == "write" else (_preparation, "Runtime")), full)
             with pytest.raises(OSError, match="no space left"):
                 engine(**data[0])
         assert cuda.registered == {}
@@ -455,9 +455,9 @@ def test_bytes_that_are_copied(tmp_path, device):
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with make(model, tmp_path, device=device) as engine:
         step(engine, data[0])
-        before = engine._runtime.device_report()
+        before = engine._run.runtime.device_report()
         step(engine, data[1])
-        after = engine._runtime.device_report()
+        after = engine._run.runtime.device_report()
         report = engine.report()
     assert report["device"] == device.type
     # Forward and backward of each block; the tied one has two uses in each. Padding between parameters comes on top.

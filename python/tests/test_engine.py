@@ -1066,7 +1066,7 @@ from engine_models import batches, net
 engine = penstock.initialize(model=net(), state_dir={directory!r}, gradient_accumulation_steps=2)[0]
 data = batches(2)
 engine.train_batch(data)
-runtime = engine._runtime
+runtime = engine._run.runtime
 runtime.begin(True, engine.optimizer.rates(), 2)
 threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:

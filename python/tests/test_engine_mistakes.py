@@ -381,9 +381,9 @@ def test_a_monitor_that_cannot_be_opened_leaves_the_model_its_values(tmp_path, k
 
 
 def test_ctrl_c_while_the_state_is_made_comes_when_it_is(tmp_path, monkeypatch):
-    from penstock._engine import _engine
+    from penstock._engine import _preparation
 
-    real = _engine.Weights
+    real = _preparation.Weights
 
     def interrupted(*arguments):
         signal.raise_signal(signal.SIGINT)
@@ -392,7 +392,7 @@ def test_ctrl_c_while_the_state_is_made_comes_when_it_is(tmp_path, monkeypatch):
     data = batches(2)
     expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
     with make(net(), tmp_path) as engine:
-        monkeypatch.setattr(_engine, "Weights", interrupted)
+        monkeypatch.setattr(_preparation, "Weights", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(engine, data[0])
         monkeypatch.undo()

@@ -182,7 +182,7 @@ def test_a_checkpoint_that_could_not_be_replaced_stands(tmp_path, monkeypatch):
         step(engine, batches(1)[0])
         path = engine.save_checkpoint(tmp_path / "kept", client_state={"which": 1})
         engine.wait_for_checkpoint()
-        real, calls = engine._core, []
+        real, calls = engine._run.core, []
 
         class Full:
             def __getattr__(self, name):
@@ -192,10 +192,10 @@ def test_a_checkpoint_that_could_not_be_replaced_stands(tmp_path, monkeypatch):
                 calls.append(parent)
                 raise OSError(28, "No space left on device", parent)
 
-        engine._core = Full()
+        engine._run.core = Full()
         with pytest.raises(OSError, match="No space"):
             engine.save_checkpoint(tmp_path / "kept", client_state={"which": 2})
-        engine._core = real
+        engine._run.core = real
         assert len(calls) == 1
     other = make(net(seed=5), tmp_path / "other")
     with other:

@@ -648,7 +648,7 @@ def test_layers_that_are_dropped_at_random_have_their_place(tmp_path):
     with on_drive(seeded(Drops, 1), tmp_path, resume=True) as engine:
         torch.manual_seed(5)  # others are dropped
         engine(inputs(1)[0])
-        assert not any(block.resident for block in engine._blocks)
+        assert not any(block.resident for block in engine._given.blocks)
 
 
 def test_what_is_in_memory_for_the_pass_is_in_the_plan(tmp_path):

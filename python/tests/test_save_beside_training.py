@@ -209,7 +209,7 @@ FULL = """
         try:
             engine.save_checkpoint(where + "/" + directory)
         finally:
-            engine._core.settle_checkpoint()  # its files were made under the limit
+            engine._run.core.settle_checkpoint()  # its files were made under the limit
             full(False)
 """
 

@@ -177,17 +177,17 @@ def test_a_directory_of_another_run_is_refused_in_a_line(tmp_path):
 def test_what_cannot_be_written_is_told_once_and_made_up_for(tmp_path):
     with make(net(), tmp_path / "run", config=configuration(tmp_path)) as engine:
         run(engine, batches(1))
-        real = engine._watch._monitors
+        real = engine._run.watch._monitors
 
         class Full:
             def append(self, entry):
                 raise OSError(28, "No space left on device")
 
-        engine._watch._monitors = Full()
+        engine._run.watch._monitors = Full()
         with pytest.warns(UserWarning, match="No space") as told:
             run(engine, batches(4))
         assert len(told) == 1 and engine.global_steps == 5
-        engine._watch._monitors = real
+        engine._run.watch._monitors = real
         run(engine, batches(1))
     assert len(lines(tmp_path)) - 1 == 6
 

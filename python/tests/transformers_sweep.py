@@ -135,8 +135,8 @@ def check(name: str, directory: str, gentle: bool = False) -> Dict[str, Any]:
             engine = penstock.initialize(model=model, optimizer=optimizer, state_dir=directory, progress=False)[0]
             with engine:
                 found = trained(engine, engine.backward, engine, batch)
-                about["blocks"] = len(engine._blocks)
-                about["resident"] = sum(each.numel() for block in engine._blocks if block.resident for _, each in block.parameters)
+                about["blocks"] = len(engine._given.blocks)
+                about["resident"] = sum(each.numel() for block in engine._given.blocks if block.resident for _, each in block.parameters)
             notes = [str(each.message) for each in caught if "penstock" in str(each.filename)]
     except Exception as error:  # noqa: B902
         refused = "penstock" in type(error).__module__ or isinstance(error, (ValueError, TypeError)) and "penstock" in traceback.format_exc()[-600:]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import weakref
 from typing import Any, Iterator, Optional
 
@@ -20,21 +21,21 @@ _PATIENCE = 2.0  # seconds that a killed process may take to end
 _IN_USE = "checkpoints go to a directory that is in use by another process, which writes its own there: let that one end, or give another directory"
 
 
-# By engine: the directory of the checkpoint that it copied last.
+# By CheckpointCopy, of each engine: the directory of the one that it copied last.
 _directories: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
 
-def begun(engine: Any, directory: str) -> None:
-    """The engine copies a checkpoint into this directory from now on."""
-    _directories[engine] = os.path.realpath(directory)
+def begun(copy: Any, directory: str) -> None:
+    """A checkpoint is copied into this directory from now on."""
+    _directories[copy] = os.path.realpath(directory)
 
 
 def settle(path: str) -> None:
     """Blocks until no engine of this process, of one rank, copies a checkpoint into the directory, or one in it. Each engine raises its error itself."""
     real = os.path.realpath(path)
-    for engine, directory in list(_directories.items()):
-        if engine.world_size == 1 and (real == directory or os.path.dirname(real) == directory):
-            engine._settle_checkpoint()
+    for copy, directory in list(_directories.items()):
+        if real == directory or os.path.dirname(real) == directory:
+            copy.settle()
 
 
 def newest(directory: str) -> Optional[str]:
@@ -46,6 +47,20 @@ def newest(directory: str) -> Optional[str]:
         return None
     check_tag(tag, f"{path} names")
     return tag
+
+
+def is_tag(tag: Any) -> bool:
+    """Whether a checkpoint may have it for a name within its directory."""
+    if not isinstance(tag, str) or not tag or tag.startswith("."):
+        return False
+    if len(os.fsencode(tag)) > 200:  # names of 255 bytes are all that file systems take, and temporary ones are longer
+        return False
+    return "/" not in tag and "\0" not in tag and tag not in (LATEST, "latest_universal")
+
+
+def is_own(tag: Any) -> bool:
+    """Whether save_checkpoint gives such names itself."""
+    return isinstance(tag, str) and re.fullmatch(r"step-\d{8}", tag) is not None
 
 
 def check_tag(tag: str, what: str) -> None:

@@ -74,6 +74,26 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
     return result
 
 
+def optimizer_of(described: Optional[Dict[str, Any]], parameters: List[Any]) -> torch.optim.Optimizer:
+    """The torch optimizer that a configuration describes, by ``describe``'s names; None: AdamW with torch's defaults."""
+    if described is None:
+        return torch.optim.AdamW(parameters)
+    options = {name: value for name, value in described.items() if name != "type"}
+    if "beta1" in options:
+        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    if described["type"] == "Lion":
+        return _Groups("Lion", parameters, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, **options})
+    return getattr(torch.optim, described["type"])(parameters, **options)  # type: ignore[no-any-return]
+
+
+class _Groups(torch.optim.Optimizer):
+    """Groups and values of an optimizer that torch has not."""
+
+    def __init__(self, kind: str, parameters: List[Any], defaults: Dict[str, Any]) -> None:
+        super().__init__(parameters, defaults)
+        self.__class__ = type(kind, (_Groups,), {})
+
+
 def zeros_change(described: Dict[str, Any], groups: List[Dict[str, Any]]) -> bool:
     """Whether an update by a gradient of zeros may change a weight, or what later updates do."""
     counts = described["type"] not in ("SGD", "Adagrad") or any(described.get(option) for option in ("momentum", "lr_decay"))

@@ -20,7 +20,7 @@ from .._files import write_text
 from ._blocks import Block, find_blocks
 from ._handed_over import check_types, described_blocks, described_stages, options_of, resident_bytes
 from ._device import choose_device
-from ._optimizer import describe
+from ._optimizer import describe, optimizer_of
 from ._settings import DTYPES, PathLike, Settings
 from ._trace import Traced, Use, settled, trace, with_other_modes
 from ._tree import counted, map_tensors
@@ -243,16 +243,14 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 def _optimizer_of(given: Any, settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    from ._engine import _optimizer_of as of_description
-
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if given is None:
-        return of_description(settings.optimizer, parameters)
+        return optimizer_of(settings.optimizer, parameters)
     if not isinstance(given, torch.optim.Optimizer):
         return given(parameters)  # type: ignore[no-any-return]
     described = describe(given)
     options = {name: value for name, value in given.defaults.items() if name != "params"}
-    made = of_description({"type": described["type"], "lr": described["lr"]}, parameters)
+    made = optimizer_of({"type": described["type"], "lr": described["lr"]}, parameters)
     for group in made.param_groups:
         group.update(options)
     return made

@@ -1,0 +1,170 @@
+"""The first forward of a model, which shows the order of its blocks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ._given import Given
+from ._modules import move_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._run import Run
+from ._trace import Use, settled, trace, with_other_modes
+from ._tree import counted, map_tensors, tensors_of
+from ._weights import hide_copies, show_copies
+
+
+@dataclass(frozen=True)
+class Shown:
+    """By the first forward."""
+
+    uses: Sequence[Use]
+    changing: Sequence[nn.Module]  # their attributes are changed by a forward
+    input_gradients: bool  # wanted of what went into the model
+
+
+class FirstForward:
+    """Takes the place of the module's forward until it has been called once. Owns the functions that it replaces.
+
+    prepare: takes the parameters over, for the forward itself to follow. Where it raises, the next forward is the first one.
+    """
+
+    def __init__(self, given: Given, run: Run, prepare: Callable[[Shown], None]) -> None:
+        self._given = given
+        self._module = given.module
+        self._run = run
+        self._prepare = prepare
+        self._input_gradients = False
+        self._all_of_it: Sequence[Tuple[nn.Module, Any]] = []
+
+    def wait(self) -> None:
+        """Replaces the module's forward: the next call is taken for the first forward."""
+
+        def first_forward(*args: Any, **kwargs: Any) -> Any:
+            self.look(args, kwargs)
+            return self._module(*args, **kwargs)
+
+        self._previous_forward = replace_forward(self._module, first_forward)
+        every = {id(parameter) for parameter in self._module.parameters()}
+        self._all_of_it = [
+            (part, replace_forward(part, self._first_forward_of(part)))
+            for part in self._module.modules()
+            if part is not self._module
+            and {id(parameter) for parameter in part.parameters()} == every
+            and type(part).forward is not nn.Module.forward
+        ]
+
+    # Of a module that has all parameters, and generates without the model's forward, as peft's does.
+    def _first_forward_of(self, part: nn.Module) -> Callable[..., Any]:
+        def first_forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                self.look(args, kwargs, lambda: _apart_for(part, args, kwargs))
+                return part(*args, **kwargs)
+            return previous(*args, **kwargs)
+
+        previous = part.forward
+        return first_forward
+
+    def stop(self) -> None:
+        """The module has its own forward again."""
+        restore_forward(self._module, self._previous_forward)
+        for part, previous in self._all_of_it:
+            restore_forward(part, previous)
+        self._all_of_it = []
+
+    def look(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], call: Optional[Callable[[], Any]] = None) -> None:
+        """Finds the order of the blocks, and hands the parameters over to the engine. call: instead of module(*args, **kwargs)."""
+        module, device = self._module, self._given.settings.device
+        self.stop()
+        for parameter in module.parameters():
+            show_copies(parameter)  # of a closed engine, whose NaN pass through the forward that is traced
+        try:
+            self._given.look_at_parameters()
+            switch_off_checkpointing(module.modules())
+            if module.training:
+                kwargs = without_cache(module.forward, kwargs)
+            move_buffers(module, device)
+            with self._inputs_of_the_models_type():
+                forward = call or (lambda: _apart_for(module, args, kwargs))
+                once_more = functools.partial(trace, module, self._given.blocks, forward, device)
+                traced = with_other_modes(module, self._given.blocks, once_more(), once_more)
+                flops = self._flops_of(forward) if self._given.settings.flops_profiler["enabled"] else None
+            self._given.blocks, uses = settled(module, self._given.blocks, traced)
+            self._prepare(Shown(uses, traced.changing, self._input_gradients))
+            if flops is not None and self._run.watch is not None:
+                self._run.watch.counts_flops(*flops)
+        except BaseException:
+            if not self._run.begun:
+                for name, parameter in module.named_parameters() if self._given.values_are_gone else ():
+                    hide_copies(parameter, name, _closed_value)
+                move_buffers(module, torch.device("cpu"))
+                self.wait()
+            raise
+
+    # Of the first forward: (matrix products' FLOPs, tokens or samples); None where torch does not count.
+    def _flops_of(self, forward: Callable[[], Any]) -> Optional[Tuple[float, int]]:
+        try:
+            from torch.utils.flop_counter import FlopCounterMode
+        except ImportError:
+            warnings.warn("flops_profiler: this torch counts no FLOPs (2.1 and newer do)", stacklevel=2)
+            return None
+        units = []
+        own = self._module.forward
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            tokens, samples = counted(args, kwargs)
+            units.append(tokens or samples)
+            return own(*args, **kwargs)
+
+        previous = replace_forward(self._module, counting)
+        try:
+            with FlopCounterMode(display=False) as counter:
+                trace(self._module, self._given.blocks, forward, self._given.settings.device)
+        finally:
+            restore_forward(self._module, previous)
+        return float(counter.get_total_flops()), sum(units)
+
+    # As later forwards take them in (Runtime._taken_in). A model of several types does what it does with them.
+    @contextmanager
+    def _inputs_of_the_models_type(self) -> Iterator[None]:
+        types = set(self._given.dtypes.values())
+        cast_to = types.pop() if len(types) == 1 and self._given.settings.dtype != "fp32" else None
+        own = self._module.forward
+
+        def taken_in(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self._given.settings.device, tensor.dtype if cast_to is None or not tensor.is_floating_point() else cast_to)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._input_gradients |= any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
+            args, kwargs = map_tensors((args, kwargs), taken_in)
+            return own(*args, **kwargs)
+
+        previous = replace_forward(self._module, forward)
+        try:
+            yield
+        finally:
+            restore_forward(self._module, previous)
+
+
+# What a model's forward may change, as generate()'s cache of keys and values: tracing changes a copy, since the forward itself follows.
+def _apart(given: Any) -> Any:
+    if given is None or isinstance(given, (torch.Tensor, nn.Module, str, bytes, int, float, list, tuple, dict)):
+        return given
+    try:
+        return copy.deepcopy(given)
+    except Exception:  # noqa: B902 - it is as its owner made it
+        return given
+
+
+def _apart_for(module: nn.Module, args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return module(*(_apart(each) for each in args), **{name: _apart(each) for name, each in kwargs.items()})
+
+
+def _closed_value(_: nn.Parameter, __: bool) -> torch.Tensor:
+    raise RuntimeError("this model's engine was closed, and its values went with it")

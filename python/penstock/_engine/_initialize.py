@@ -1,0 +1,142 @@
+"""``penstock.initialize``: arguments and configuration to an engine."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import nn
+
+from .._buffers import truth, whole_number
+from .._data_loader import DeepSpeedDataLoader
+from ._device import choose_device
+from ._engine import Engine
+from ._optimizer import EngineOptimizer, optimizer_of
+from ._ranks import world_size
+from ._settings import PathLike, Settings
+
+#: For initialize: the engine evaluates and generates only, whatever requires a gradient.
+NO_OPTIMIZER: Any = object()
+
+
+def initialize(
+    model: Optional[nn.Module] = None,
+    config: Any = None,
+    optimizer: Union[torch.optim.Optimizer, Callable[[Any], torch.optim.Optimizer], None] = None,
+    model_parameters: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    config_params: Any = None,
+    state_dir: Union[None, PathLike, Sequence[PathLike]] = None,
+    host_memory: Union[None, int, str] = None,
+    dtype: Any = None,
+    offload: Optional[str] = None,
+    gradient_accumulation_steps: Optional[int] = None,
+    forwards_per_step: Optional[int] = None,
+    gradient_clipping: Optional[float] = None,
+    blocks: Optional[Sequence[str]] = None,
+    resume: Union[bool, str] = False,
+    overwrite: bool = False,
+    seed: int = 1,
+    device: Union[None, str, int, torch.device] = None,
+    progress: Optional[bool] = None,
+    ranks: Optional[bool] = None,
+    rank_timeout: float = 30.0,
+    training_data: Any = None,
+    collate_fn: Any = None,
+    **unknown: Any,
+) -> Tuple[Engine, EngineOptimizer, Optional[DeepSpeedDataLoader], Any]:
+    """An engine for an unmodified torch module, after ``deepspeed.initialize``.
+
+    model: with its values, in host memory; what is on a GPU is taken from there.
+    config: a DeepSpeed configuration, as a dictionary or the path of a JSON file. What it gives and the engine does otherwise is a
+        warning; what it cannot do is a ValueError. Arguments win over it.
+    optimizer: a new torch.optim.AdamW, Adam, SGD or Adagrad (or a function from parameters to one): its groups and values are taken.
+        Without it, the configuration's; without that, AdamW with torch's defaults. None is needed where no parameter requires a
+        gradient: the engine evaluates and generates only.
+    model_parameters: parameters, or groups of them, for the configuration's optimizer; the default is all that require gradients.
+    lr_scheduler: of ``engine.optimizer``, or a function that makes one of it; ``engine.step()`` makes its steps.
+    state_dir: a directory, or one for each drive, for weights and states; made where it is missing. Several share the bytes of a new
+        run: in proportion to the measured speed of their drives, or to the weights of ["DIR=WEIGHT", ...]. Also
+        ``"penstock": {"state_dirs": [...]}`` in the configuration, in place of nvme_path.
+    host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
+        activations comes on top. Default: as much as it likes; of a model of which nothing trains, half of what is free.
+    dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).
+    offload: "nvme", "cpu" or "none": where weights and states live. Default: what the configuration's offload blocks say; "nvme" where
+        there is a directory for them.
+    gradient_accumulation_steps: micro-batches of a step, given all to ``engine.train_batch``, or one by one.
+    forwards_per_step: of the model, where a loss is made of several (a pair of answers, two views of an image). Default: one for
+        each micro-batch; more are noticed as they come, and computed twice.
+    gradient_clipping: the largest global norm of a step's gradients; 0 for no bound. Default: the configuration's, else 0.
+    blocks: names of modules that are fetched as one; parameters of none of them stay in memory for a whole pass. By default blocks are
+        found. Also ``"penstock": {"blocks": [...]}`` in the configuration, and ``forwards_per_step`` likewise.
+    resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
+    overwrite: what ``state_dir`` holds may be replaced.
+    seed: of what the engine itself draws: the rounding of 8-bit states.
+    device: that computes forward and backward: "cuda", "cuda:1", "cpu". Default: the GPU where torch has one, as with DeepSpeed; with
+        torchrun each process has its own.
+    progress: a line on stderr, or in a notebook's cell, with step, loss, tokens and bytes a second. Default: where a terminal or a
+        notebook shows it, and no bar of tqdm is open.
+    ranks: False: this process trains by itself, whatever others there are. Default: the processes of torch.distributed's process
+        group train together, which is made of torchrun's environment where there is none and WORLD_SIZE is above 1.
+    rank_timeout: seconds that one of them may give no sign of life; ten times as long may pass until all have come to their first
+        forward.
+
+    Returns (engine, engine.optimizer, None, the scheduler), as DeepSpeed does.
+    """
+    if model is None:
+        raise TypeError("initialize needs model=")
+    for name in ("args", "mpu"):
+        if unknown.pop(name, None) is not None:
+            raise ValueError(f"{name} is not served: config= says the configuration, and there is no parallelism but that of batches")
+    if unknown:
+        misspelt = min(unknown)
+        near = difflib.get_close_matches(misspelt, inspect.signature(initialize).parameters, 1)
+        raise TypeError(f"initialize has no argument {misspelt!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+    if not rank_timeout >= 1:
+        raise ValueError(f"rank_timeout is {rank_timeout}: a second, or more")
+    world = world_size(ranks)
+    keywords = {
+        "state_dir": state_dir,
+        "host_memory": host_memory,
+        "dtype": dtype,
+        "offload": offload,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "forwards_per_step": forwards_per_step,
+        "gradient_clipping": gradient_clipping,
+        "blocks": blocks,
+    }
+    settings = Settings(config if config is not None else config_params, keywords, world)
+    settings.device = choose_device(device)
+    settings.progress = None if progress is None else truth(progress, "progress")
+    overwrite = truth(overwrite, "overwrite")
+    if resume != "auto":
+        resume = truth(resume, "resume (or 'auto')")
+    seed = whole_number(seed, "seed", 0, 2**63 - 1)
+    settings.rank_timeout = rank_timeout
+    for note in settings.notes:
+        warnings.warn(note, stacklevel=2)
+    parameters = model_parameters
+    if parameters is None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = list(parameters)
+    was_given = optimizer is not None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        settings.has_no_optimizer = optimizer is NO_OPTIMIZER
+        if settings.has_no_optimizer or not any(parameter.requires_grad for parameter in model.parameters()):
+            settings.nothing_trains = True
+            optimizer = torch.optim.SGD(list(model.parameters()), lr=0.0)  # groups alone: it makes no step
+        elif optimizer is not None:
+            optimizer = optimizer(parameters)
+        else:
+            optimizer = optimizer_of(settings.optimizer, parameters)
+    loader = None
+    if training_data is not None:
+        if not settings.micro_batch_size:
+            raise ValueError("training_data= is loaded in batches of the configuration's train_micro_batch_size_per_gpu, and there is none")
+        loader = DeepSpeedDataLoader(training_data, settings.micro_batch_size, pin_memory=True, collate_fn=collate_fn, data_parallel_world_size=world)
+    engine = Engine(model, settings, optimizer, lr_scheduler, settings.blocks, resume, overwrite, seed, was_given)
+    return engine, engine.optimizer, loader, engine.lr_scheduler

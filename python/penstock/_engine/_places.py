@@ -1,0 +1,102 @@
+"""The state directories of an engine, and the run that they hold."""
+
+from __future__ import annotations
+
+import os
+from typing import List, Set, Union
+
+from .. import _core
+from ._run import Run
+from ._settings import Settings
+
+_held: Set[str] = set()  # real paths of the state directories of this process's engines
+
+
+class Places:
+    """Of one engine. Owns what may be done with the run in its directories: resume it, or replace it."""
+
+    def __init__(self, settings: Settings, run: Run, resume: Union[bool, str], overwrite: bool) -> None:
+        """resume: "auto" resumes where the directories hold a run."""
+        self._settings = settings
+        self._run = run
+        self._resume = resume
+        self._overwrite = overwrite
+        self._made = False
+        self._mine: Set[str] = set()
+
+    def made(self, whether: bool) -> None:
+        """whether: the run in the directories is of an attempt of this engine that failed, and may be replaced."""
+        self._made = whether
+
+    def start_over(self) -> None:
+        """The run in the directories is not resumed any more."""
+        self._resume = False
+
+    @property
+    def may_replace(self) -> bool:
+        return self._overwrite or self._made
+
+    def check_begun(self) -> None:
+        """RuntimeError: the run that this engine has begun may not be replaced."""
+        dirs = self._settings.state_dirs
+        if dirs and not self._overwrite:
+            raise RuntimeError(
+                f"the engine has begun a run in {dirs[0]}, which the checkpoint would replace: that takes overwrite=True of "
+                "initialize; or load it before the first forward"
+            )
+
+    def goes_on(self) -> bool:
+        """Whether the first forward will resume a run. OSError: the directories cannot be read."""
+        dirs = self._settings.state_dirs
+        return bool(self._resume) and bool(dirs) and not self._made and _core.ranks_of(dirs) > 0
+
+    def hold(self) -> None:
+        """Reserves the directories within this process, until ``let_go``."""
+        self._mine = {os.path.realpath(directory) for directory in self.own()}
+        _held.update(self._mine)
+
+    def let_go(self) -> None:
+        _held.difference_update(self._mine)
+        self._mine = set()
+
+    def check_free(self) -> None:
+        """RuntimeError: another engine of this process has reserved the directories."""
+        if not _held.isdisjoint(map(os.path.realpath, self.own())):
+            raise RuntimeError(f"an engine of this process has {self._settings.state_dirs[0]}: close() that one first")
+
+    def own(self) -> List[str]:
+        """The directories of this rank's part of the state."""
+        dirs = self._settings.state_dirs
+        return list(_core.rank_directories(dirs, self._run.ranks.rank)) if self._run.ranks.world > 1 else dirs
+
+    def may_resume(self) -> bool:
+        """Whether the run in the directories is resumed. ValueError: some ranks hold one, and others none."""
+        if self._resume != "auto":
+            return bool(self._resume)
+        every = self.runs()
+        for rank, theirs in enumerate(every):
+            if theirs != every[0]:
+                raise ValueError(
+                    f"resume='auto': rank {rank} has {theirs} in its part of {self._settings.state_dirs[0]}, rank 0 has {every[0]}: bring "
+                    "what is missing back, go on from a checkpoint in another state_dir, or start over (overwrite=True, without resume)"
+                )
+        return every[0] == "a run"
+
+    def runs(self) -> List[str]:
+        """By rank: "a run" or "no run", as its directories hold."""
+        mine = bool(self._settings.state_dirs) and _core.holds_run(self.own())
+        return self._run.ranks.texts("whether a run is there", "a run" if mine else "no run")
+
+    def check_ranks(self) -> None:
+        """ValueError: the run in the directories is of another number of ranks: it is neither resumed nor replaced."""
+        dirs, world = self._settings.state_dirs, self._run.ranks.world
+        there = _core.ranks_of(dirs) if dirs else 0
+        known = self._run.ranks.texts("the number of ranks", str(there))
+        for theirs in map(int, known):
+            if theirs in (0, world):
+                continue
+            of = "one rank" if theirs == 1 else f"{theirs} ranks"
+            raise ValueError(
+                f"{dirs[0]} holds a run of {of}, and there {'is one' if world == 1 else f'are {world}'}: go on with as many, or in another "
+                "state_dir with engine.load_checkpoint, which takes this directory, or a checkpoint, of any number of ranks"
+            )

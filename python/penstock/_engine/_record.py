@@ -1,0 +1,184 @@
+"""What every commit of a run keeps beside weights and states."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any, Dict, Mapping, Optional
+
+import torch
+
+from ._accumulation import Accumulation
+from ._given import Given
+from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
+from ._json import decode, encode
+from ._modules import counts_no_versions
+from ._random import RandomState, restore_text
+from ._run import Run
+
+MOST_BUFFERS = 24 << 10  # bytes, in every commit
+MOST_KEPT = 56 << 10  # with all else; the store takes 64 KiB (swap/format.h)
+
+
+def is_kept(value: Any) -> bool:
+    """Whether commits keep this value of a scheduler's state. Functions belong to the program."""
+    try:
+        encode(value)
+    except TypeError:
+        return False
+    return True
+
+
+class Record:
+    """Steps, samples, bytes written, random numbers, groups, the scheduler, changed buffers, and the caller's ``client_state``.
+
+    Owns all of these but groups and scheduler. ``describe`` hands them to the core, whose next commit has them.
+    """
+
+    def __init__(self, given: Given, run: Run, accumulation: Accumulation) -> None:
+        self._given = given
+        self._run = run
+        self._accumulation = accumulation
+        self.identity = identity_of(given.described, given.torch_optimizer.param_groups, given.settings, given.scheduler)
+        #: Kept with every commit, and there again after a resume: anything that is JSON.
+        self.client_state: Dict[str, Any] = {}
+        self.steps = 0  # of the run, as far as this process knows
+        self.skipped_steps = 0
+        self.watched: Optional[Dict[str, Any]] = None  # what monitors get of the last step
+        self._samples_before = 0  # this process
+        self._written_before = 0  # likewise: bytes, by all ranks
+        self._written_here = 0
+        self._random = ""
+        self._told_of_buffers = False
+        self._kept_buffers: Optional[Dict[str, torch.Tensor]] = None  # as the last step left them
+        self._partly_written = False  # values of a program, of which the drive has some
+
+    @property
+    def samples(self) -> int:
+        """Samples that the run has trained on."""
+        return self._samples_before if self._run.watch is None else self._run.watch.samples
+
+    def written_bytes(self) -> int:
+        """Bytes that all ranks have written to drives since the run began."""
+        return self._written_before + self._written_here
+
+    def stepped(self, result: Mapping[str, Any]) -> None:
+        """Takes over the result of a step that the core has made."""
+        self.steps = result["step"]
+        self.skipped_steps += bool(result["skipped"])
+        self._written_here = int(result.get("written_bytes", 0))
+        self._random = RandomState.now().text()
+
+    def start_over(self) -> None:
+        """Another run takes the place of this one."""
+        self._written_here, self._kept_buffers = 0, None
+
+    def has_written(self, least: int) -> None:
+        """At least these bytes were written before the run began."""
+        self._written_before = max(self._written_before, least)
+
+    def describe(self) -> None:
+        """The next commit says: torch's random state as the step left it, the rest as it is when the next pass begins, since schedulers of
+        others make their steps in between.
+        """
+        self._run.core.describe(self.steps, self.text())
+
+    def commit(self) -> None:
+        """The last step is applied and committed when this returns."""
+        self.describe()
+        self._run.core.flush()
+
+    def mark_partly_written(self, whether: bool) -> None:
+        """Commits that the state is of two, or of one again."""
+        if self._run.begun:
+            self._partly_written = whether
+            self._run.ready()
+            self.commit()
+
+    def text(self) -> str:
+        """The record as JSON. ValueError, TypeError: a part of it cannot be kept."""
+        if self._run.gathered:
+            raise RuntimeError("a forward within engine.gathered(write_back=True): what was changed is the engine's when that is over")
+        kept: Dict[str, Any] = {
+            "client": self.client_state,
+            "skipped": self.skipped_steps,
+            "lr": [float(group["lr"]) for group in self._given.optimizer.param_groups],
+            "groups": [values_of(group) for group in self._given.optimizer.param_groups],
+            "given": self.identity,
+            "torch_rng": self._random,
+            "ranks": [self._run.ranks.rank, self._run.ranks.world],
+            "watched": self.watched,
+            "samples": self.samples,
+            "written": self.written_bytes(),
+        }
+        if self._partly_written:
+            kept["partly_written"] = True
+        if self._given.scheduler is not None:
+            state = self._given.scheduler.state_dict()
+            kept["scheduler"] = {name: value for name, value in state.items() if is_kept(value)}
+        # A step is what is gone on from: what forwards of the next one have changed by now comes with them again.
+        if not self._accumulation.under_way or self._kept_buffers is None:
+            self._kept_buffers = {name: buffer.detach().clone() for name, buffer in self.changed_buffers().items()}
+        kept["buffers"] = self._kept_buffers
+        if self._told_of_buffers:
+            kept["large_buffers"] = True
+        text = json.dumps(encode(kept), allow_nan=False)
+        if len(text) > MOST_KEPT:
+            raise ValueError(
+                f"client_state, the scheduler's state and buffers that change take {len(text)} bytes, and a commit has room for {MOST_KEPT}: "
+                "keep what is large in a file of your own"
+            )
+        return text
+
+    def changed_buffers(self) -> Dict[str, torch.Tensor]:
+        """Persistent buffers that training changes (running means): a state_dict has them, and so has a commit."""
+        changed = {}
+        for name, (module, short, first, version) in self._run.buffers.items():
+            buffer = module._buffers[short]
+            if buffer is not None and (buffer is not first or buffer._version != version or counts_no_versions(module)):
+                changed[name] = buffer
+        size = sum(buffer.numel() * buffer.element_size() for buffer in changed.values())
+        if size > MOST_BUFFERS:
+            if not self._told_of_buffers:
+                self._told_of_buffers = True
+                warnings.warn(f"{size} bytes of buffers change: too much for every commit; save model.state_dict() yourself", stacklevel=2)
+            return {}
+        if changed and self._run.ranks.world > 1:
+            raise RuntimeError(
+                f"{next(iter(changed))} is changed by training, as BatchNorm's statistics are: ranks would change it each in its own way. "
+                "Train with one process, or use a layer without (LayerNorm, GroupNorm, BatchNorm with track_running_stats=False)"
+            )
+        return changed
+
+    def restore(self, where: str, takes_scheduler: bool) -> None:
+        """Takes over the record of the commit that the run begins with. where: its place, for errors. RuntimeError: the commit mixes two states."""
+        info = self._run.info()
+        self.steps = info["step"]
+        kept = decode(json.loads(self._run.core.description())) or {}
+        if kept.get("partly_written"):
+            raise RuntimeError(
+                f"{where} holds values of two states: its process ended within load_state_dict (or "
+                "engine.gathered(write_back=True)). Go on from a checkpoint of before, or begin anew with overwrite=True"
+            )
+        for name, value in kept.get("buffers", {}).items():
+            module, short, _, _ = self._run.buffers[name]
+            with torch.no_grad():
+                module._buffers[short].copy_(value)  # type: ignore[union-attr]
+        self.client_state = kept.get("client", {})
+        self.skipped_steps = kept.get("skipped", 0)
+        self.watched = kept.get("watched")
+        self._samples_before = kept.get("samples", 0)
+        self._written_before = kept.get("written", 0)
+        given = kept.get("given")
+        if takes_scheduler and self._given.scheduler is not None and kept.get("scheduler") is not None and same_scheduler(given, self.identity):
+            self._given.scheduler.load_state_dict(kept["scheduler"])
+        groups_go_on(self._given.optimizer.param_groups, kept.get("lr", []), kept.get("groups", []), given, self.identity)
+        told = changes(given, self.identity)
+        if told:
+            warnings.warn(f"resume: {'; '.join(told)}", stacklevel=2)
+        self._random = kept.get("torch_rng", "")
+        if self._random:
+            restore_text(self._random)
+            if kept.get("ranks", [0, 1]) != [self._run.ranks.rank, self._run.ranks.world] and self._run.ranks.rank > 0:
+                # Of another number of ranks there is one state, and each wants numbers of its own.
+                torch.manual_seed(int(torch.randint(2**62, ()).item()) + self._run.ranks.rank)

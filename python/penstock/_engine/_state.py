@@ -1,0 +1,167 @@
+"""Weights, moments and gradients as the caller reads and writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from contextlib import contextmanager
+from typing import Any, Iterator, List, Optional, Sequence
+
+import torch
+from torch import nn
+
+from ._given import Given
+from ._on_disk import tensors_on_disk
+from ._record import Record
+from ._run import Run
+from ._training import Training
+from ._weights import OUTSIDE
+
+
+class State:
+    """Owns the parameters that are gathered for looking at, until the next forward. Between steps, but where it is said."""
+
+    def __init__(self, given: Given, run: Run, record: Record, training: Training) -> None:
+        self._given = given
+        self._run = run
+        self._record = record
+        self._training = training
+        self._looked_at: List[nn.Parameter] = []  # those that are gathered, and not to be written back
+
+    def before_pass(self) -> None:
+        """A forward begins, which fetches its own values: what is gathered for looking at has them no more."""
+        if self._looked_at:
+            self._end_of_looking()
+        self._record.describe()
+
+    def _end_of_looking(self) -> None:
+        looked_at, self._looked_at = self._looked_at, []
+        self._run.gathered = False
+        self._run.weights.take_back(looked_at)
+        self._run.ready().values_were_here()
+
+    def read_state(self, parameter: nn.Parameter, kind: str = "parameter") -> torch.Tensor:
+        """One parameter's fp32 master, "first moment", "second moment" or "gradient" (of the last step, before clipping).
+
+        Between backward and ``step()`` the gradient is that of the step to come, whose update is made by reading it; ``step()`` must
+        follow. Over several ranks all of them call it, and each gets the whole of it.
+        """
+        self._run.ready()
+        if kind == "gradient":
+            self._training.make_early()
+        if not self._run.gathered:
+            self._record.describe()
+        value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        self._run.core.read(self._run.names[id(parameter)], kind, value.data_ptr(), value.numel() * 4)
+        return value
+
+    def write_state(self, parameter: nn.Parameter, value: torch.Tensor, kind: str = "parameter") -> None:
+        """Writes it, and commits that. Over several ranks all of them call it, with the same value."""
+        self._run.ready().check_trains()
+        if tuple(value.shape) != tuple(parameter.shape):
+            raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
+        value = value.detach().to("cpu", torch.float32).contiguous()
+        self._run.core.write(self._run.names[id(parameter)], kind, value.data_ptr(), list(value.shape))
+
+    @contextmanager
+    def gathered(self, parameters: Optional[Sequence[nn.Parameter]] = None, write_back: bool = False, source: int = 0) -> Iterator[None]:
+        """All of these parameters (default: all) have their values, in the dtype that they came in, up to the next forward at the latest.
+
+        write_back: what was changed within is written to the engine at the end. They must fit into memory. Over several ranks all of
+        them come here; what rank ``source`` has changed is written.
+        """
+        runtime = self._run.ready()
+        if runtime.is_inside and not write_back:
+            with runtime.fetched(list(parameters or [each for _, each in self._given.parameters()])):
+                yield
+            return
+        if runtime.is_open:
+            raise RuntimeError("a step is open: its weights are gathered between step() and the next forward")
+        if write_back:
+            runtime.check_trains()
+        wanted = list(parameters) if parameters is not None else [each for _, each in self._given.parameters()]
+        read = []
+        if self._run.gathered:
+            raise RuntimeError("engine.gathered() within itself")
+        for parameter in wanted:
+            value = self._as_it_came_in(parameter)
+            read.append(value.clone() if write_back else value)
+            self._run.weights.lend(parameter, value)
+        self._run.gathered = True
+        if not write_back:
+            self._looked_at = wanted
+        try:
+            yield
+            if write_back:
+                self._run.gathered = False
+                changed = [not torch.equal(parameter.data, before) for parameter, before in zip(wanted, read)]
+                changed = json.loads(self._run.ranks.texts("which values were changed", json.dumps(changed))[source])
+                self._write_back([parameter for parameter, whether in zip(wanted, changed) if whether], source)
+        finally:
+            if write_back:
+                self._run.gathered = False
+                self._run.weights.take_back(wanted)
+                runtime.values_were_here()
+            elif self._looked_at is wanted:
+                self._end_of_looking()
+
+    # Each is a commit: between the first and the last of them commits say that the state is neither the old nor the new one.
+    def _write_back(self, parameters: Sequence[nn.Parameter], source: int) -> None:
+        if len(parameters) > 1:
+            self._record.mark_partly_written(True)
+        for parameter in parameters:
+            value = parameter.data.contiguous()
+            self._run.ranks.share(value, source)
+            self.write_state(parameter, value)
+        if len(parameters) > 1:
+            self._record.mark_partly_written(False)
+
+    def value_of(self, parameter: nn.Parameter) -> Optional[torch.Tensor]:
+        """As it came in; None where the parameter has it just now."""
+        return self.copy_of(parameter) if self._run.weights.is_hidden(parameter) else None
+
+    def copy_of(self, parameter: nn.Parameter, wants_graph: bool = False) -> torch.Tensor:
+        """As it came in. RuntimeError: a step is open."""
+        runtime = self._run.ready()
+        if runtime.is_open:
+            name = next(name for name, each in self._given.parameters() if each is parameter)
+            if wants_graph or runtime.is_inside:
+                raise RuntimeError(OUTSIDE.format(name))
+            raise RuntimeError(f"a step is open: {name} is read between step() and the next forward")
+        return self._as_it_came_in(parameter)
+
+    def _as_it_came_in(self, parameter: nn.Parameter) -> torch.Tensor:
+        return self.read_state(parameter).to(self._given.dtypes[id(parameter)])
+
+    def patch_module(self) -> None:
+        """``state_dict`` and ``load_state_dict`` of the module gather the parameters, and its ``zero_grad`` is the engine's."""
+        module = self._given.module
+        own, load = module.state_dict, module.load_state_dict
+
+        @functools.wraps(own)
+        def state_dict(*args: Any, **kwargs: Any) -> Any:
+            with self.gathered():
+                return own(*args, **kwargs)
+
+        @functools.wraps(load)
+        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.pop("assign", False):
+                raise ValueError("load_state_dict(assign=True) would put other parameters in the place of the engine's")
+            with self.gathered(write_back=True):
+                return load(*args, **kwargs)
+
+        module.state_dict = state_dict  # type: ignore[method-assign]
+        module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+        if self._given.zero_grad_of_module:
+            module.zero_grad = self._given.optimizer.zero_grad  # type: ignore[method-assign]
+
+    def values_to_keep(self) -> List[torch.Tensor]:
+        """Of all parameters, block by block, as they came in: in files of the drive that has the state, which go with the last of them, else
+        in memory.
+        """
+        self._run.ready().give_up("the engine was closed")
+        dirs = self._given.settings.state_dirs
+        with tensors_on_disk(os.path.dirname(os.path.abspath(dirs[0]))) if dirs else contextlib.nullcontext(lambda value: value) as place:
+            return [place(self._as_it_came_in(parameter)) for _, parameter in self._given.parameters()]

@@ -1,0 +1,350 @@
+"""Forward, backward and step: when a pass of the engine begins and ends, and which forwards it is of."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import nn
+
+from ._accumulation import Accumulation, Forward
+from ._attributes import merged
+from ._checkpoint_copy import CheckpointCopy
+from ._given import Given
+from ._interrupts import deferred
+from ._random import RandomState
+from ._record import Record
+from ._run import Run
+from ._runtime import ForwardsChange, Runtime
+from ._tree import tensors_of
+from ._wear import WearBudget
+
+
+class Training:
+    """Owns the step that is being made, its forwards that will be computed again, and what the last one gave.
+
+    look: what the first forward does, where ``train_batch`` makes it.
+    """
+
+    def __init__(
+        self,
+        given: Given,
+        run: Run,
+        record: Record,
+        wear: WearBudget,
+        copy: CheckpointCopy,
+        accumulation: Accumulation,
+        look: Callable[[Tuple[Any, ...], Dict[str, Any], Callable[[], Any]], None],
+    ) -> None:
+        self._given = given
+        self._settings = given.settings
+        self._run = run
+        self._record = record
+        self._wear = wear
+        self._copy = copy
+        self._accumulation = accumulation  # of forwards that are computed again when the step is due
+        self._look = look
+        self.micro_steps = 0
+        self._accumulates = self._settings.forwards > 1
+        self._several = False  # a step was of several forwards, though nothing said so
+        self._boundary: Optional[bool] = None  # as the caller has said it
+        self._made_early = False  # the step, since its gradients were read; engine.step() is to come
+        self._begun_rates: List[Any] = []
+        self._result: Dict[str, Any] = {}
+
+    def forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        """The module's forward with gradients, which belongs to a step."""
+        runtime = self._run.ready()
+        self._refuse_early()
+        if runtime.is_open:
+            self._interrupted_by_training()
+        goes_on = self._several and any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))  # backward, to what made its inputs
+        if self._given.module.training and (goes_on or not (self._accumulates or self._several)):
+            self._begin()
+            return runtime.train_forward(args, kwargs)
+        forward, outputs, gradient = runtime.forward_of_accumulation(args, kwargs)
+        self._add(forward, gradient)
+        return outputs
+
+    def _add(self, forward: Forward, gradient: float) -> None:
+        scale = gradient * self._settings.micro_batches
+        self._accumulation.add(forward, round(scale) if abs(scale - round(scale)) < 1e-9 * scale else scale)
+
+    def interrupted(self, with_gradients: bool = True) -> bool:
+        """Gives up the open pass before another forward. Returns whether its forward will be computed again for the step."""
+        taken = self._run.ready().take_forward(with_gradients)
+        if taken is not None:
+            self._add(*taken)
+            self._several = True
+        return taken is not None
+
+    # Gradients that wait for their step are part of it where the script is known to add them up. Later on they may be what an exception
+    # has left.
+    def _interrupted_by_training(self) -> None:
+        runtime = self._run.ready()
+        came = runtime.gradient_came
+        if self.interrupted(with_gradients=self._several or not self._result) or not came:
+            return
+        runtime.give_up("no step")
+        lost = "the backward before this forward had no engine.step(), and its gradients"
+        if not self._result:
+            raise RuntimeError(
+                f"{lost} would be lost: give initialize gradient_accumulation_steps= for several backwards a step; engine.zero_grad() "
+                "says that they are not wanted"
+            )
+        warnings.warn(f"{lost} count for nothing (engine.zero_grad() says so, without this line)", stacklevel=5)
+
+    def _begin(self, reads_ahead: bool = True, forwards: int = 1) -> None:
+        runtime = self._run.ready()
+        if runtime.is_open:
+            self._interrupted_by_training()
+        else:
+            self._wear.check()
+        self._begun_rates = self._given.optimizer.rates()
+        runtime.begin(True, self._begun_rates, self._settings.forwards, reads_ahead, forwards)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward from a loss of the forwards before: a tensor of one element. Scales it where fp16 asks for that.
+
+        scale_wrt_gas: it is divided by ``gradient_accumulation_steps``. False: the caller has done so.
+        """
+        runtime = self._run.ready()
+        runtime.check_trains()
+        if runtime.is_open or not (self._accumulates or self._accumulation.under_way):
+            runtime.backward(loss, retain_graph)
+        else:
+            share = 1 / self._settings.micro_batches if scale_wrt_gas else 1.0
+            self._accumulation.backward(loss, share, retain_graph)
+        return loss
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next ``step()`` updates: the last micro-batch of a step is under way, or was."""
+        if self._boundary is not None or not self._accumulates or not self._settings.managed:
+            return self._boundary is not False
+        all_came = len(self._accumulation.forwards()) >= self._settings.forwards
+        return all_came or self.micro_steps + 1 >= self._settings.micro_batches
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Whether the next ``step()`` updates, in the place of counting micro-batches."""
+        if not self._settings.managed:
+            raise RuntimeError("managed_gradient_accumulation is false: each step() updates, and there is no boundary to set")
+        if not is_boundary and not self._accumulates:
+            raise RuntimeError("each step is of one forward: give gradient_accumulation_steps (or forwards_per_step) to initialize")
+        self._boundary = is_boundary
+
+    def step(self) -> None:
+        """Clips and updates by the gradients of the backwards before; the scheduler makes its step too.
+
+        Where ``gradient_accumulation_steps`` is above 1 it does so for the last of as many micro-batches, counted by calls of
+        ``step()`` or by forwards that a backward has come to, or when ``set_gradient_accumulation_boundary`` says so; else it only counts.
+        With ``"managed_gradient_accumulation": false`` in the configuration each call updates.
+        The update is applied while the next step runs, and committed then: ``flush()`` commits it now.
+        """
+        if self._run.runtime is not None:
+            self._run.runtime.check_trains()
+        self._copy.raise_error()
+        if not self._made_early and not self.is_gradient_accumulation_boundary():
+            self.micro_steps += 1
+            return
+        self._update()
+
+    def _update(self) -> None:
+        self._given.optimizer.step()
+        if self._given.scheduler is not None and not self._result["skipped"]:
+            self._given.scheduler.step()
+        self._record.describe()
+        if self._run.watch is not None:
+            self._run.watch.complain()
+        self._wear.check()
+
+    def make_step(self) -> None:
+        """Updates by the gradients that have come: the optimizer's part of ``step``."""
+        runtime = self._run.ready()
+        runtime.check_trains()
+        if self._made_early:
+            self._made_early = False
+            return
+        if runtime.is_open and self._accumulation.forwards():
+            if not self.interrupted():
+                raise RuntimeError("forwards of this step had their backward in two ways: engine.backward(loss) for all of them is served")
+        if not runtime.is_open and (self._accumulates or self._accumulation.under_way):
+            self._repeat(self._accumulation)
+        if not runtime.is_open:
+            raise RuntimeError("no step is open: forward and backward come first")
+        if not runtime.backward_came:
+            runtime.give_up("no backward")
+            raise RuntimeError("step() without a backward: engine.backward(loss) comes first; the forward is given up")
+        if self._given.optimizer.rates() != self._begun_rates:
+            runtime.give_up("rates changed")
+            raise RuntimeError(
+                "a learning rate (or betas, or weight decay) was changed between the forward and step(): part of the update may "
+                "have been made in backward. Change it after step()"
+            )
+        self._record.text()  # or it would fail once the step was made
+        with deferred():
+            try:
+                self._result = runtime.finish()
+            except BaseException:
+                runtime.give_up("the step failed")
+                self._accumulation.end()
+                raise
+            self._record.stepped(self._result)
+            self.micro_steps = 0
+            self._several = len(self._accumulation.forwards()) > 1
+            self._accumulation.end()
+            # What a scheduler of the optimizer that was given looks at, and warns without.
+            given = self._given.torch_optimizer
+            given._opt_called = True  # type: ignore[attr-defined]
+            if hasattr(given, "_step_count"):
+                given._step_count += 1
+            if self._run.watch is not None:
+                self._record.watched = self._run.watch.stepped(self._result, *runtime.counts)
+            self._record.describe()
+
+    def make_early(self) -> None:
+        """Makes the step whose backwards have been called, so that its gradients can be read. ``step`` must follow."""
+        runtime = self._run.ready()
+        if self._made_early or not (runtime.gradient_came if runtime.is_open else self._accumulation.forwards()):
+            return
+        if not self.is_gradient_accumulation_boundary():
+            raise RuntimeError("gradients are read after backward of the last micro-batch of a step, when they are whole, or after step()")
+        self.make_step()
+        self._made_early = True
+
+    def _refuse_early(self) -> None:
+        if self._made_early:
+            raise RuntimeError("gradients of this step were read, which has made it: engine.step() comes next")
+
+    # The pass over all forwards of the step. Whatever goes wrong in it, they are given up with it.
+    def _repeat(self, accumulation: Accumulation) -> None:
+        runtime = self._run.ready()
+        forwards = accumulation.forwards()
+        if not forwards:
+            accumulation.end()
+            raise RuntimeError("step() without a backward: engine.backward(loss) comes first; the forwards are given up")
+        try:
+            with accumulation.modes_of(forwards):
+                self._begin(reads_ahead=False, forwards=len(forwards))
+                accumulation.repeats()
+                runtime.repeat(forwards, accumulation.loss)
+        except BaseException:
+            runtime.give_up("the step failed")
+            accumulation.end()
+            self.micro_steps = 0
+            raise
+
+    def train_batch(
+        self,
+        batches: Union[Sequence[Any], Iterator[Any], None] = None,
+        loss: Optional[Callable[[nn.Module, Any], torch.Tensor]] = None,
+        data_iter: Optional[Iterator[Any]] = None,
+    ) -> torch.Tensor:
+        """A whole step over ``gradient_accumulation_steps`` micro-batches. Returns the mean of their losses, over all ranks.
+
+        batches: a list of them, or an iterator. A mapping is passed to the model by name, a tuple or list in order, anything else
+        as it is. loss: from the module and a micro-batch to its loss; by default the model's own (``.loss``, ``["loss"]``, the
+        first of a tuple, or what it returns).
+        """
+        source = data_iter if batches is None else batches
+        if source is None:
+            raise TypeError("train_batch needs its micro-batches")
+        self._copy.raise_error()
+        count = self._settings.micro_batches
+        if isinstance(source, (list, tuple)):
+            given = list(source)
+        else:
+            given = [next(source) for _ in range(count)]  # type: ignore[call-overload,arg-type]
+        if len(given) != count:
+            raise ValueError(f"{len(given)} micro-batches given, gradient_accumulation_steps is {count}")
+        of = loss or _loss_of
+        if not self._run.begun and self._settings.nothing_trains:
+            raise RuntimeError("no parameter of the model requires a gradient: there is nothing to train")
+        if not self._run.begun:
+            self._look((), {}, lambda: of(self._given.module, given[0]))
+        runtime = self._run.ready()
+        runtime.check_trains()
+        if not self._given.module.training:
+            raise RuntimeError("the module is in evaluation mode: call engine.train() first")
+        if self._accumulation.backwards:
+            raise RuntimeError("a step of forwards one by one is under way: step() ends it, zero_grad() gives it up")
+        losses = None if count > 1 and runtime.changing else self._all_at_once(runtime, of, given)
+        if losses is None:
+            losses = self._one_by_one(runtime, of, given)
+        self._update()
+        return torch.tensor(sum(losses) / len(losses) if self._run.ranks.world == 1 else self._result["loss"])
+
+    # The losses of the micro-batches, block by block. None: their forwards change attributes, and nothing has come of it.
+    def _all_at_once(self, runtime: Runtime, of: Callable[[nn.Module, Any], torch.Tensor], given: Sequence[Any]) -> Optional[List[float]]:
+        self._begin()
+        try:
+            return runtime.train_batch([functools.partial(of, self._given.module, batch) for batch in given])
+        except ForwardsChange:
+            return None
+        except BaseException:
+            runtime.give_up("the step failed")
+            raise
+
+    # The same, each forward after the other: they are computed again in the step.
+    def _one_by_one(self, runtime: Runtime, of: Callable[[nn.Module, Any], torch.Tensor], given: Sequence[Any]) -> List[float]:
+        losses, after = [], RandomState.now()
+        changed: List[nn.Module] = []
+        try:
+            for number, (batch, state) in enumerate(zip(given, runtime.random_states(len(given)))):
+                state.restore()
+                loss = of(self._given.module, batch)
+                changed = merged(changed, runtime.changed_last)
+                self.backward(loss)
+                losses.append(float(loss.detach()))
+                after = RandomState.now() if number == 0 else after
+        except BaseException:
+            self.zero_grad()
+            raise
+        after.restore()
+        runtime.settle_changing(changed)
+        return losses
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Backwards since the last step count for nothing. After a step there is nothing to do: its gradients end with it."""
+        self._refuse_early()
+        self._accumulation.drop_gradients()
+        self.micro_steps = 0
+        if self._run.runtime is not None and self._run.runtime.is_open and self._run.runtime.gradient_came:
+            self._run.runtime.give_up("zero_grad")
+
+    def start_over(self) -> None:
+        """Another run takes the place of this one: nothing of a step is under way."""
+        self._result, self.micro_steps, self._made_early = {}, 0, False
+        self._accumulation.end()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has had a backward of a forward that will be computed again."""
+        return bool(self._accumulation.backwards)
+
+    @property
+    def last_step(self) -> Dict[str, Any]:
+        return dict(self._result)
+
+
+def _arguments_of(batch: Any) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
+    args, kwargs = _arguments_of(batch)
+    out = module(*args, **kwargs)
+    if isinstance(out, torch.Tensor):
+        return out
+    if isinstance(out, Mapping) and "loss" in out:
+        return out["loss"]  # type: ignore[no-any-return]
+    if getattr(out, "loss", None) is not None:
+        return out.loss  # type: ignore[no-any-return]
+    if isinstance(out, (tuple, list)) and out:
+        return out[0]  # type: ignore[no-any-return]
+    raise TypeError("the model returned no loss: give it labels, or train_batch a loss= that computes one")
