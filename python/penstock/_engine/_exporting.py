@@ -21,7 +21,7 @@ from ._settings import PathLike
 
 
 class Exporting:
-    """Owns nothing: what DeepSpeed is told of the run, as far as Python knows it, and the core writes."""
+    """Collects what Python knows of the run for the core, which writes the files. Owns nothing."""
 
     def __init__(self, given: Given, run: Run, record: Record, copy: CheckpointCopy) -> None:
         self._given = given
