@@ -7,14 +7,18 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
+#include <ctime>
 #include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "aio/io_error.h"
 #include "aio/numa.h"
+#include "aio/queue_files.h"
+#include "aio/queue_inbox.h"
+#include "aio/queue_requests.h"
+#include "aio/queue_scheduler.h"
+#include "aio/queue_transfers.h"
 #include "aio/sim_disk.h"
 
 namespace penstock::aio {
@@ -26,40 +30,36 @@ thread_local const DeviceQueue* t_callback_queue = nullptr;
 
 }  // namespace
 
-void DeviceQueue::RequestQueue::PushBack(Request* request) {
+void DeviceQueue::RequestList::PushBack(Request* request) {
   request->next_ = nullptr;
-  if (first == nullptr) {
-    first = request;
-  } else {
-    last->next_ = request;
-  }
-  last = request;
+  Append(request, request);
 }
 
-void DeviceQueue::RequestQueue::PopFront() {
+void DeviceQueue::RequestList::Append(Request* chain, Request* chain_last) {
+  (first == nullptr ? first : last->next_) = chain;
+  last = chain_last;
+}
+
+Request* DeviceQueue::RequestList::PopFront() {
   Request* const front = first;
   first = front->next_;
   if (first == nullptr) last = nullptr;
   front->next_ = nullptr;
+  return front;
 }
 
 DeviceQueue::DeviceQueue(EngineCore& core, std::unique_ptr<Backend> backend, bool threaded)
-    : core_(core), backend_(std::move(backend)), threaded_(threaded) {
-  const uint32_t count = core.options.max_blocks_in_flight;
-  pieces_.resize(count);
-  for (Piece& piece : pieces_) {
-    piece.next = free_pieces_;
-    free_pieces_ = &piece;
-  }
-  completions_.resize(count);
-  sectors_.reserve(core.options.bounce_buffers);
-  free_bounces_.reserve(core.options.bounce_buffers);
-}
+    : core_(core),
+      backend_(std::move(backend)),
+      threaded_(threaded),
+      inbox_(std::make_unique<Inbox>(threaded ? backend_.get() : nullptr)),
+      unfinished_(std::make_unique<Unfinished>()),
+      files_(std::make_unique<Files>(*this, *backend_)),
+      scheduler_(std::make_unique<Scheduler>(core, counters_.queued_requests)),
+      transfers_(std::make_unique<Transfers>(*this)),
+      completions_(core.options.max_blocks_in_flight) {}
 
-DeviceQueue::~DeviceQueue() {
-  Stop();
-  while (free_slots_ != nullptr) delete std::exchange(free_slots_, free_slots_->next);
-}
+DeviceQueue::~DeviceQueue() { Stop(); }
 
 bool DeviceQueue::InCallback(const EngineCore* core) { return t_callback_of == core; }
 
@@ -95,53 +95,37 @@ void DeviceQueue::ThreadMain(std::atomic<int>* started, absl::Status* start_stat
   started->store(1);
   started->notify_one();  // the last touch: the starter's stack may be gone
   if (!ok) return;
-  while (!(stopping_.load(std::memory_order_acquire) && all_first_ == nullptr &&
-           !inbox_full_.load(std::memory_order_acquire))) {
-    Turn(true);
-  }
+  while (!(inbox_->stopping() && unfinished_->empty() && !inbox_->full())) Turn(true);
   backend_->Finish();
 }
 
 void DeviceQueue::Stop() {
-  if (stopping_.exchange(true)) return;
+  if (!inbox_->Stop()) return;
   if (threaded_) {
     if (!thread_.joinable()) return;
-    cancels_.store(true);
-    WakeUp();
+    inbox_->RequestCancel();
     thread_.join();
   } else {
-    while (all_first_ != nullptr || inbox_full_.load()) {
-      if (Turn(false) == 0 && all_first_ != nullptr) {
+    while (!unfinished_->empty() || inbox_->full()) {
+      if (Turn(false) == 0 && !unfinished_->empty()) {
         const int64_t next = backend_->NextEventNs();
         if (next == INT64_MAX) break;
         core_.options.sim->clock().AdvanceTo(next);
       }
     }
   }
-  LetGoOfFiles();
-}
-
-void DeviceQueue::LetGoOfFiles() {
-  while (slots_ != nullptr) {
-    FileSlot* const slot = std::exchange(slots_, slots_->next);
-    backend_->ForgetFile(slot->file->fd());
-    {
-      const std::lock_guard<std::mutex> lock(slot->file->users_mutex_);
-      std::erase(slot->file->users_, this);
-    }
-    delete slot;
-  }
+  files_->ForgetAll();
 }
 
 // A callback on another queue may have got past the engine's check before the shutdown began.
 void DeviceQueue::CancelLate() {
-  if (!inbox_full_.load(std::memory_order_acquire)) return;
-  cancels_.store(true);
+  if (!inbox_->full()) return;
+  inbox_->NoteCancel();
   now_ns_ = core_.clock->NowNs();
   TakeInbox();
   HandleCancels();
   RunCallbacks();
-  LetGoOfFiles();
+  files_->ForgetAll();
 }
 
 void DeviceQueue::Assign(const File& file) {
@@ -152,213 +136,122 @@ void DeviceQueue::Assign(const File& file) {
   assigned_.store(true, std::memory_order_release);
 }
 
-void DeviceQueue::WakeUp() {
-  if (!threaded_) return;
-  if (sleep_.exchange(Sleep::kAwake) == Sleep::kAwake) return;
-  backend_->Wake();
-  sleep_.notify_one();  // without a backend it sleeps on this
-}
+void DeviceQueue::Enqueue(Request* first, Request* last, bool urgent) { inbox_->Add(first, last, urgent); }
 
-void DeviceQueue::Enqueue(Request* first, Request* last, bool urgent) {
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    if (inbox_.first == nullptr) {
-      inbox_.first = first;
-    } else {
-      inbox_.last->next_ = first;
-    }
-    inbox_.last = last;
-    inbox_full_.store(true, std::memory_order_seq_cst);
-  }
-  // While the device is kept busy anyway, new work of no urgency is found at the next turn without a system
-  // call.
-  if (!urgent && sleep_.load(std::memory_order_seq_cst) == Sleep::kBusy) return;
-  WakeUp();
-}
-
-void DeviceQueue::RequestCancel() {
-  cancels_.store(true, std::memory_order_seq_cst);
-  WakeUp();
-}
+void DeviceQueue::RequestCancel() { inbox_->RequestCancel(); }
 
 void DeviceQueue::TakeInbox() {
-  Request* request = nullptr;
-  void (*control)(DeviceQueue&, void*) = nullptr;
-  void* argument = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    request = std::exchange(inbox_.first, nullptr);
-    inbox_.last = nullptr;
-    control = control_;
-    argument = control_argument_;
-    inbox_full_.store(false, std::memory_order_relaxed);
-  }
-  if (request != nullptr) {
-    const std::lock_guard<std::mutex> lock(all_mutex_);
-    for (Request* r = request; r != nullptr; r = r->next_) {
-      // Its cancel may have come before it was here to be found.
-      if (r->cancel_.load(std::memory_order_relaxed)) cancels_.store(true, std::memory_order_relaxed);
-      r->all_next_ = nullptr;
-      r->all_previous_ = all_last_;
-      (all_last_ == nullptr ? all_first_ : all_last_->all_next_) = r;
-      all_last_ = r;
-    }
-  }
-  while (request != nullptr) {
-    Request* const next = request->next_;
-    request->slot_ = SlotOf(*request->file_);
-    if (broken_ != 0 || request->bytes_ == 0) {
-      request->next_ = nullptr;
-      if (request->op_ == Op::kSync && broken_ == 0) {
-        syncs_.PushBack(request);
-        request->queued_ = true;
-        queued_requests_.Add(1);
-      } else {
-        request->error_ = broken_;
-        request->cut_short_ = true;
-        CompleteIfDone(*request);
-      }
+  const Inbox::Delivery delivery = inbox_->Take();
+  if (unfinished_->Add(delivery.requests)) inbox_->NoteCancel();
+  for (Request *request = delivery.requests, *next = nullptr; request != nullptr; request = next) {
+    next = request->next_;
+    request->slot_ = files_->SlotOf(*request->file_);
+    if (broken_ != 0 || (request->bytes_ == 0 && request->op_ != Op::kSync)) {
+      CutShort(*request, false, broken_);
     } else {
-      QueueOf(*request).PushBack(request);
-      request->queued_ = true;
-      queued_requests_.Add(1);
+      scheduler_->Add(*request);
     }
-    request = next;
   }
-  if (control != nullptr) {
-    control(*this, argument);
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    control_ = nullptr;
-    control_done_.notify_all();
-  }
-}
-
-// Runs `call` on the queue's thread, between two turns, and waits for it.
-void DeviceQueue::RunOnQueue(void (*call)(DeviceQueue&, void*), void* argument) {
-  if (!threaded_) {
-    const std::lock_guard<std::recursive_mutex> lock(core_.turn_mutex);
-    call(*this, argument);
-    return;
-  }
-  if (t_callback_queue == this) {
-    call(*this, argument);
-    return;
-  }
-  std::unique_lock<std::mutex> lock(inbox_mutex_);
-  control_done_.wait(lock, [&] { return control_ == nullptr; });
-  control_ = call;
-  control_argument_ = argument;
-  inbox_full_.store(true, std::memory_order_seq_cst);
-  lock.unlock();
-  WakeUp();
-  lock.lock();
-  control_done_.wait(lock, [&] { return control_ != call || control_argument_ != argument; });
-}
-
-FileSlot* DeviceQueue::SlotOf(File& file) {
-  for (FileSlot* slot = slots_; slot != nullptr; slot = slot->next) {
-    if (slot->file == &file) return slot;
-  }
-  FileSlot* slot = free_slots_;
-  if (slot != nullptr) {
-    free_slots_ = slot->next;
-  } else {
-    slot = new FileSlot();
-  }
-  *slot = FileSlot();
-  slot->file = &file;
-  if (broken_ == 0 && file.fd() >= 0) slot->registered = backend_->RegisterFile(file.fd());
-  slot->next = slots_;
-  slots_ = slot;
-  const std::lock_guard<std::mutex> lock(file.users_mutex_);
-  file.users_.push_back(this);
-  return slot;
+  if (delivery.call == nullptr) return;
+  delivery.call(*this, delivery.argument);
+  inbox_->CallIsDone();
 }
 
 void DeviceQueue::ForgetFile(File& file) {
-  RunOnQueue(
-      [](DeviceQueue& queue, void* argument) {
-        for (FileSlot** link = &queue.slots_; *link != nullptr; link = &(*link)->next) {
-          FileSlot* const slot = *link;
-          if (slot->file != argument) continue;
-          if (slot->registered >= 0) queue.backend_->UnregisterFile(slot->registered);
-          queue.backend_->ForgetFile(slot->file->fd());
-          *link = slot->next;
-          slot->next = queue.free_slots_;
-          queue.free_slots_ = slot;
-          return;
-        }
-      },
-      &file);
-}
-
-// No further pieces of the request; what is at the device is waited for.
-void DeviceQueue::FinishCut(Request& request, bool cancelled, int error) {
-  if (error != 0 && request.error_ == 0) request.error_ = error;
-  request.cancelled_ |= cancelled;
-  request.cut_short_ = true;
+  const auto forget = [](DeviceQueue& queue, void* closing) {
+    queue.files_->Forget(*static_cast<File*>(closing));
+  };
+  if (!threaded_) {
+    const std::lock_guard<std::recursive_mutex> lock(core_.turn_mutex);
+    forget(*this, &file);
+  } else if (t_callback_queue == this) {
+    forget(*this, &file);
+  } else {
+    inbox_->RunOnQueue(forget, &file);
+  }
 }
 
 void DeviceQueue::HandleCancels() {
-  if (!cancels_.exchange(false)) return;
-  const bool all = stopping_.load(std::memory_order_acquire);
-  const auto sweep = [&](RequestQueue& queue) {
-    Request* request = std::exchange(queue.first, nullptr);
-    queue.last = nullptr;
-    while (request != nullptr) {
-      Request* const next = request->next_;
-      if (all || request->cancel_.load(std::memory_order_relaxed)) {
-        request->next_ = nullptr;
-        request->queued_ = false;
-        queued_requests_.Add(~uint64_t{0});
-        FinishCut(*request, true, 0);
-        CompleteIfDone(*request);
-      } else {
-        queue.PushBack(request);
-      }
-      request = next;
-    }
-  };
-  for (auto& direction : queues_) {
-    for (RequestQueue& queue : direction) sweep(queue);
+  if (!inbox_->TakeCancels()) return;
+  RequestList cancelled = scheduler_->Take(/*all=*/inbox_->stopping());
+  while (!cancelled.empty()) CutShort(*cancelled.PopFront(), true, 0);
+}
+
+void DeviceQueue::Dispatch() {
+  transfers_->Retry();
+  while (Request* const request = scheduler_->NextSync()) {
+    Piece* const piece = transfers_->Free();
+    if (piece == nullptr) break;
+    piece->kind = Piece::Kind::kSync;
+    piece->op = Op::kSync;
+    transfers_->Launch(*request, *piece);
+    scheduler_->Remove(*request);
   }
-  sweep(syncs_);
+  // One block of each direction in turn, so that neither fills all places.
+  const int first = scheduler_->TakeTurn();
+  for (bool any = true; any;) {
+    any = DispatchFrom(first);
+    any |= DispatchFrom(1 - first);
+  }
+  counters_.InFlight(core_, scheduler_->in_flight_bytes(), scheduler_->in_flight_pieces() != 0, now_ns_);
+}
+
+bool DeviceQueue::DispatchFrom(int direction) {
+  Request* const request = scheduler_->Next(direction);
+  Piece* const piece = request == nullptr ? nullptr : transfers_->Free();
+  if (piece == nullptr) return false;
+  piece->slot = request->slot_;
+  Cutter::Next(*request, {core_.options.block_bytes, core_.options.bounce_bytes}, *piece);
+  if (!scheduler_->HasRoom(*request, piece->bytes)) return false;
+  const int error = piece->kind == Piece::Kind::kInPlace ? 0 : transfers_->PrepareBounce(*request, *piece);
+  if (error != 0) {
+    scheduler_->Remove(*request);
+    CutShort(*request, false, error);
+    return true;
+  }
+  if (transfers_->MustWait(*piece)) return false;
+  Cutter::Take(*request, *piece);
+  transfers_->Launch(*request, *piece);
+  scheduler_->Cut(*request, piece->bytes);
+  return true;
+}
+
+// No further pieces of the request; what is at the device is waited for.
+void DeviceQueue::CutShort(Request& request, bool cancelled, int error) {
+  if (error != 0 && request.error_ == 0) request.error_ = error;
+  request.cancelled_ |= cancelled;
+  request.cut_short_ = true;
+  CompleteIfDone(request);
 }
 
 void DeviceQueue::CompleteIfDone(Request& request) {
   if (request.pieces_in_flight_ != 0 || request.queued_) return;
-  if (request.tail_) {
-    request.tail_ = false;
-    --demand_tails_;
-  }
+  scheduler_->Completed(request);
   finished_.PushBack(&request);
+}
+
+void DeviceQueue::EndPiece(Request& request, int error) {
+  if (error == 0) {
+    CompleteIfDone(request);
+    return;
+  }
+  // A request with pieces in flight that still waits in a queue is that queue's first.
+  if (request.queued_) scheduler_->Remove(request);
+  CutShort(request, false, error);
 }
 
 size_t DeviceQueue::RunCallbacks() {
   size_t count = 0;
   bool awaited = false;
-  while (finished_.first != nullptr) {
-    Request* const request = finished_.first;
-    finished_.PopFront();
+  while (!finished_.empty()) {
+    Request* const request = finished_.PopFront();
     ++count;
     request->complete_ns_ = now_ns_;
     const Request::State end = request->error_ != 0  ? Request::State::kFailed
                                : request->cancelled_ ? Request::State::kCancelled
                                                      : Request::State::kDone;
-    ClassCounters& counters =
-        classes_[static_cast<size_t>(request->op_)][static_cast<size_t>(request->priority_)];
-    counters.requests.Add(1);
-    counters.bytes.Add(request->done_bytes());
-    if (end == Request::State::kFailed) counters.failed.Add(1);
-    if (end == Request::State::kCancelled) counters.cancelled.Add(1);
-    counters.latency.Record(static_cast<uint64_t>(std::max<int64_t>(0, now_ns_ - request->submit_ns_)));
-    {
-      const std::lock_guard<std::mutex> lock(all_mutex_);
-      (request->all_previous_ == nullptr ? all_first_ : request->all_previous_->all_next_) =
-          request->all_next_;
-      (request->all_next_ == nullptr ? all_last_ : request->all_next_->all_previous_) =
-          request->all_previous_;
-    }
+    counters_.RequestEnded(*request, end, now_ns_);
+    unfinished_->Remove(*request);
     const Request::Callback callback = request->callback_;
     void* const context = request->context_;
     if (callback == nullptr) {
@@ -382,47 +275,50 @@ size_t DeviceQueue::RunCallbacks() {
 
 size_t DeviceQueue::Turn(bool may_block) {
   now_ns_ = core_.clock->NowNs();
-  if (inbox_full_.load(std::memory_order_acquire)) TakeInbox();
+  if (inbox_->full()) TakeInbox();
   HandleCancels();
   Dispatch();
-  UpdateWatches();
   size_t finished = RunCallbacks();
 
+  const uint32_t batch = transfers_->has_retries() ? 1 : scheduler_->Batch();
   int64_t timeout_ns = may_block && finished == 0 ? TimeoutNs() : 0;
   if (timeout_ns != 0) {
-    sleep_.store(Batch() > 1 ? Sleep::kBusy : Sleep::kIdle, std::memory_order_seq_cst);
-    const bool stop_now = stopping_.load(std::memory_order_seq_cst) && all_first_ == nullptr;
-    if (inbox_full_.load(std::memory_order_seq_cst) || cancels_.load(std::memory_order_seq_cst) || stop_now) {
-      timeout_ns = 0;
-    }
+    if (!inbox_->PrepareToSleep(/*busy=*/batch > 1, /*idle=*/unfinished_->empty())) timeout_ns = 0;
   }
   if (broken_ != 0) {
-    if (timeout_ns != 0) sleep_.wait(Sleep::kIdle, std::memory_order_seq_cst);
-    sleep_.store(Sleep::kAwake, std::memory_order_seq_cst);
+    if (timeout_ns != 0) inbox_->SleepWithoutBackend();
+    inbox_->EndSleep();
     now_ns_ = core_.clock->NowNs();
-  } else if (timeout_ns != 0 || in_flight_pieces_ != 0) {
-    const int64_t reaped = backend_->Run(completions_, timeout_ns == 0 ? 0 : Batch(), timeout_ns);
-    sleep_.store(Sleep::kAwake, std::memory_order_seq_cst);
+  } else if (timeout_ns != 0 || scheduler_->in_flight_pieces() != 0) {
+    const int64_t reaped = backend_->Run(completions_, timeout_ns == 0 ? 0 : batch, timeout_ns);
+    inbox_->EndSleep();
     now_ns_ = core_.clock->NowNs();
-    syscalls_.Set(backend_->syscalls());
+    counters_.syscalls.Set(backend_->syscalls());
     if (reaped < 0) {
       BreakDown(static_cast<int>(-reaped));
     } else {
-      for (int64_t i = 0; i < reaped; ++i) HandleCompletion(completions_[static_cast<size_t>(i)]);
+      for (int64_t i = 0; i < reaped; ++i) transfers_->Complete(completions_[static_cast<size_t>(i)]);
     }
     if (!threaded_ && reaped > 0) {
       // In virtual time no next turn follows by itself: what these completions made room for starts now.
       Dispatch();
-      UpdateWatches();
-    } else if (in_flight_pieces_ == 0 && queued_requests_.Get() == 0) {
-      UpdateWatches();  // before anyone is told
+    } else if (scheduler_->in_flight_pieces() == 0 && counters_.queued_requests.Get() == 0) {
+      counters_.InFlight(core_, 0, false, now_ns_);  // before anyone is told
     }
     finished += RunCallbacks();
   } else {
-    sleep_.store(Sleep::kAwake, std::memory_order_seq_cst);
+    inbox_->EndSleep();
   }
   if (core_.options.stuck_after_ms > 0 && now_ns_ >= next_stuck_check_ns_) ReportStuck();
   return finished;
+}
+
+int64_t DeviceQueue::TimeoutNs() const {
+  if (transfers_->has_retries()) return 0;
+  if (unfinished_->empty()) return -1;
+  if (scheduler_->in_flight_pieces() == 0) return 1'000'000;
+  if (core_.options.stuck_after_ms <= 0) return -1;
+  return std::clamp<int64_t>(next_stuck_check_ns_ - now_ns_, 1'000'000, 1'000'000'000);
 }
 
 // The backend is gone for good: everything that it had fails, and everything that comes after. It is not run
@@ -431,27 +327,38 @@ void DeviceQueue::BreakDown(int error) {
   broken_ = error;
   core_.Log(absl::StrCat("device ", device_name_, ": the ", std::string(backend_->name()),
                          " backend broke down: ", ErrnoText(error), "; its requests fail from now on"));
-  retries_first_ = nullptr;
-  for (FileSlot* slot = slots_; slot != nullptr; slot = slot->next) {
-    slot->trims = nullptr;
-    slot->trim_count = 0;
-    slot->registered = -1;
+  files_->BackendIsGone();
+  transfers_->FailAll(error);
+  RequestList waiting = scheduler_->Take(/*all=*/true);
+  while (!waiting.empty()) CutShort(*waiting.PopFront(), false, error);
+}
+
+void DeviceQueue::ReportStuck() {
+  const int64_t limit_ns = core_.options.stuck_after_ms * 1'000'000;
+  next_stuck_check_ns_ = now_ns_ + std::clamp<int64_t>(limit_ns / 4, 1'000'000, 1'000'000'000);
+  for (const std::string& line : unfinished_->TellStuck(now_ns_, limit_ns, counters_.stuck_reports)) {
+    core_.Log(absl::StrCat("device ", device_name_, " is stuck: ", line, "; ", scheduler_->in_flight_pieces(),
+                           " transfers in flight"));
   }
-  for (Piece& piece : pieces_) {
-    if (piece.request != nullptr) Retire(piece, error);
+}
+
+void DeviceQueue::Describe(size_t limit, std::vector<std::string>& lines) const {
+  unfinished_->Describe(core_.clock->NowNs(), limit, lines);
+}
+
+DeviceStats DeviceQueue::Snapshot() const {
+  DeviceStats stats;
+  if (assigned()) stats.device = device_name_;
+  stats.backend = std::string(backend_->name());
+  counters_.Snapshot(core_.clock->NowNs(), stats);
+  clockid_t cpu_clock{};
+  timespec cpu{};
+  if (threaded_ && thread_.joinable() &&
+      pthread_getcpuclockid(const_cast<std::thread&>(thread_).native_handle(), &cpu_clock) == 0 &&
+      clock_gettime(cpu_clock, &cpu) == 0) {
+    stats.cpu_ns = int64_t{cpu.tv_sec} * 1'000'000'000 + cpu.tv_nsec + backend_->WorkerCpuNs();
   }
-  const auto fail_all = [&](RequestQueue& queue) {
-    while (queue.first != nullptr) {
-      Request* const request = queue.first;
-      Unqueue(queue, *request);
-      FinishCut(*request, false, error);
-      CompleteIfDone(*request);
-    }
-  };
-  for (auto& direction : queues_) {
-    for (RequestQueue& queue : direction) fail_all(queue);
-  }
-  fail_all(syncs_);
+  return stats;
 }
 
 }  // namespace penstock::aio

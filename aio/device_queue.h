@@ -3,25 +3,30 @@
 // and completes requests. On the simulated disk there is no thread: the thread that calls Engine::Poll or
 // waits is the queue's thread for that moment.
 //
-// Internal to aio. Enqueue, Cancel, Wake, Describe, Snapshot and ForgetFile may be called from any thread;
-// everything else runs on the queue's thread.
+//   Inbox      (queue_inbox.h)      requests, cancels and calls of other threads; the queue's sleep
+//   Unfinished (queue_requests.h)   every request until it ends, to be described from any thread
+//   Scheduler  (queue_scheduler.h)  which request's block goes to the device next, within the byte caps
+//   Transfers  (queue_transfers.h)  blocks at the device: short ones continued, failed ones tried again
+//   Files      (queue_files.h)      what the queue and its backend keep about a file
+//   BouncePool (bounce_pool.h), QueueCounters (queue_counters.h)
+//
+// Internal to aio. Enqueue, RequestCancel, Describe, Snapshot and ForgetFile may be called from any thread;
+// everything else runs on the queue's thread, the parts' functions too where their headers do not say else.
 #ifndef PENSTOCK_AIO_DEVICE_QUEUE_H_
 #define PENSTOCK_AIO_DEVICE_QUEUE_H_
 
-#include <array>
 #include <atomic>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
-#include "aio/arena.h"
 #include "aio/backend.h"
 #include "aio/engine_core.h"
 #include "aio/file_user.h"
 #include "aio/piece.h"
+#include "aio/queue_counters.h"
 
 namespace penstock::aio {
 
@@ -59,64 +64,36 @@ class DeviceQueue final : public FileUser {
   void Describe(size_t limit, std::vector<std::string>& lines) const;
   DeviceStats Snapshot() const;
   std::string_view backend_name() const { return backend_->name(); }
-  uint64_t moved_bytes() const { return device_read_bytes_.Get() + device_write_bytes_.Get(); }
+  uint64_t moved_bytes() const { return counters_.read_bytes.Get() + counters_.write_bytes.Get(); }
 
  private:
-  enum class Sleep : uint8_t {
-    kAwake,
-    kIdle,
-    kBusy
-  };  // kBusy: only a demand or a control message is worth a wake
-
-  // A FIFO through Request::next_.
-  struct RequestQueue {
+  // A FIFO through Request::next_. A request is in one at most.
+  struct RequestList {
     Request* first = nullptr;
     Request* last = nullptr;
+    bool empty() const { return first == nullptr; }
     void PushBack(Request* request);
-    void PopFront();
+    void Append(Request* chain, Request* chain_last);  // linked already
+    Request* PopFront();
   };
-  struct ClassCounters {
-    Counter requests, bytes, failed, cancelled;
-    AtomicHistogram latency;
-  };
+  class Inbox;
+  class Unfinished;
+  class Scheduler;
+  class Transfers;
+  class Files;
 
-  // device_queue.cc
   void ThreadMain(std::atomic<int>* started, absl::Status* start_status);
-  void WakeUp();
   void TakeInbox();
   void HandleCancels();
-  void FinishCut(Request& request, bool cancelled, int error);
-  void CompleteIfDone(Request& request);
-  size_t RunCallbacks();
-  void BreakDown(int error);
-  FileSlot* SlotOf(File& file);
-  void LetGoOfFiles();
-  void RunOnQueue(void (*call)(DeviceQueue&, void*), void* argument);
-
-  // device_queue_report.cc
-  void ReportStuck();
-  void WatchService(Op op, int64_t service_ns);
-
-  // device_queue_dispatch.cc
   void Dispatch();
   bool DispatchFrom(int direction);
-  int PickClass(int direction) const;
-  bool MustWait(const Piece& piece) const;
-  void Launch(Request& request, Piece& piece);
-  void Unqueue(RequestQueue& queue, Request& request);
-  RequestQueue& QueueOf(const Request& request);
-  void SendToDevice(Piece& piece);
-  void HandleCompletion(const Completion& completion);
-  void AfterRead(Piece& piece, uint64_t moved);
-  void AfterWrite(Piece& piece, uint64_t moved);
-  void RetryOrFail(Piece& piece, int error, const std::string* why = nullptr);
-  void Retire(Piece& piece, int error);
-  void RunTrims(FileSlot& slot);
-  void UpdateWatches();
-  uint32_t Batch() const;
+  void CutShort(Request& request, bool cancelled, int error);
+  void CompleteIfDone(Request& request);
+  void EndPiece(Request& request, int error);
+  size_t RunCallbacks();
+  void ReportStuck();
+  void BreakDown(int error);
   int64_t TimeoutNs() const;
-  int WhyNotBounced(const Request& request, const Piece& piece);
-  bool MakeBounceBuffers();
 
   EngineCore& core_;
   std::unique_ptr<Backend> backend_;
@@ -125,69 +102,21 @@ class DeviceQueue final : public FileUser {
   std::atomic<bool> assigned_{false};
   uint64_t device_ = 0;
   std::string device_name_;
-
-  // Handed over by other threads.
-  mutable std::mutex inbox_mutex_;
-  RequestQueue inbox_;
-  void (*control_)(DeviceQueue&, void*) = nullptr;  // one at a time
-  void* control_argument_ = nullptr;
-  std::condition_variable control_done_;
-  std::atomic<bool> inbox_full_{false};
-  std::atomic<bool> cancels_{false};
-  std::atomic<bool> stopping_{false};
-  std::atomic<Sleep> sleep_{Sleep::kAwake};
   std::atomic<Request*> current_callback_{nullptr};
 
-  // All unfinished requests, for descriptions; the queue's thread writes under the mutex.
-  mutable std::mutex all_mutex_;
-  Request* all_first_ = nullptr;
-  Request* all_last_ = nullptr;
+  QueueCounters counters_;
+  std::unique_ptr<Inbox> inbox_;
+  std::unique_ptr<Unfinished> unfinished_;
+  std::unique_ptr<Files> files_;
+  std::unique_ptr<Scheduler> scheduler_;
+  std::unique_ptr<Transfers> transfers_;
 
-  // The queue's thread only, from here on.
-  std::array<std::array<RequestQueue, kPriorities>, 2> queues_;  // [0 reads, 1 writes][priority]
-  RequestQueue syncs_;
-  std::array<std::array<uint64_t, kPriorities>, 2> passed_over_{};  // bytes that went before a waiting class
-  int next_direction_ = 0;
-  RequestQueue finished_;
-  std::vector<Piece> pieces_;
-  Piece* free_pieces_ = nullptr;
-  Piece* retries_first_ = nullptr;  // to be sent again
-  std::vector<Piece*> sectors_;     // one-sector writes in flight
+  // The queue's thread only.
+  RequestList finished_;
   std::vector<Completion> completions_;
-  std::vector<int> free_bounces_;
-  std::unique_ptr<Arena> bounce_memory_;  // from the first bounced piece on
-  uint64_t bounce_bytes_ = 0;
-  FileSlot* slots_ = nullptr;
-  FileSlot* free_slots_ = nullptr;
-  std::array<uint64_t, 2> in_flight_bytes_{};
-  uint32_t in_flight_pieces_ = 0;
-  uint32_t demand_tails_ =
-      0;  // demand requests that are fully cut and in flight: somebody waits for these very pieces
-  bool busy_ = false;
-  bool saturated_ = false;
   int broken_ = 0;  // errno that ended the backend
   int64_t now_ns_ = 0;
   int64_t next_stuck_check_ns_ = 0;
-  uint64_t device_errors_ = 0;
-
-  // Watching for a device that slows down: mean service time of windows of transfers, against the best window
-  // seen.
-  struct ServiceWatch {
-    uint64_t count = 0;
-    int64_t sum_ns = 0;
-    int64_t best_mean_ns = 0;
-    int64_t told_ns = 0;
-  };
-  std::array<ServiceWatch, 2> watches_;
-
-  // Statistics, readable from any thread.
-  std::array<std::array<ClassCounters, kPriorities>, kOps> classes_;
-  std::array<AtomicHistogram, kOps> service_;
-  Counter device_read_bytes_, device_write_bytes_, saturated_bytes_, piece_count_, fixed_pieces_,
-      bounced_pieces_, read_modify_writes_;
-  Counter syscalls_, wakes_, short_transfers_, retries_, io_errors_retried_, stuck_reports_;
-  Counter in_flight_now_, in_flight_peak_, queued_requests_;
-  Stopwatch busy_watch_, saturated_watch_;
 };
 
 }  // namespace penstock::aio

@@ -2,9 +2,12 @@
 //
 // Direct I/O takes only whole sectors at aligned addresses. A request may be anything, so there are three
 // kinds of piece:
-//   in place   offset and length are whole sectors and the memory is aligned: device and caller's memory, no
-//   copy bounced    through one of the queue's bounce buffers: ragged address, ragged end of a read, or many
-//   short segments one sector a ragged head or tail of a write: the sector is read, changed and written back
+//
+// - in place: offset and length are whole sectors and the memory is aligned: device and caller's memory, no
+//   copy
+// - bounced: through one of the queue's bounce buffers: ragged address, ragged end of a read, or many short
+//   segments
+// - one sector: a ragged head or tail of a write: the sector is read, changed and written back
 //   (read-modify-write)
 //
 // Example, sector 4096, block 1 MiB: a write of 1 MiB + 5000 bytes at offset 100 becomes
@@ -22,8 +25,6 @@
 #include "aio/request.h"
 
 namespace penstock::aio {
-
-struct Piece;
 
 struct Piece;
 
