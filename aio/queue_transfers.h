@@ -14,7 +14,7 @@
 
 namespace penstock::aio {
 
-// The queue's thread only. Allocates nothing once the bounce buffers are made, but for what is told.
+// The queue's thread only. Allocates nothing once the bounce buffers are made, but for lines of the log.
 class DeviceQueue::Transfers {
  public:
   // As many pieces as may be in flight.
