@@ -297,7 +297,7 @@ absl::StatusOr<BatchSizes> ResolveBatch(const BatchRequest& request, int64_t wor
 // Gives the keys that decide what is computed (batch, optimizer, scheduler, clipping, precision) and that the
 // file leaves open a value: an absent one DeepSpeed's (0.19), one that is "auto" what Hugging Face's Trainer
 // puts there with its arguments' defaults (transformers 5). What was decided elsewhere, as by flags, goes
-// into `config` before. Returns what was filled, "gradient_clipping: 1", in the order of the table.
+// into `config` before. Returns what was filled, "optimizer.params.lr: 0.001", in the order of the table.
 //
 // Without "optimizer" there is none in DeepSpeed either, and the program's own stays; without "scheduler" the
 // rate is constant, which is the caller's to do. A warm-up of "auto" steps is `auto_warmup`; the total of

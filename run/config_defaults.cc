@@ -1,9 +1,11 @@
 // What DeepSpeed and Hugging Face's Trainer make of keys that a file leaves open. tests/golden/configs.json
 // has their own answers.
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "run/config.h"
+#include "run/settings.h"
 
 namespace penstock::run {
 
@@ -187,7 +189,12 @@ std::vector<std::string> FillDefaults(const std::set<std::string>& autos, int64_
                                       int64_t auto_warmup, Config* config) {
   Opener open(autos);
   FillBatch(open, *config);
-  open.Take("gradient_clipping", config->gradient_clipping, 1.0);
+  for (const Setting& setting : SectionKeys("")) {
+    if (setting.deepspeeds.empty() || !setting.from(*config).is_null()) continue;
+    const nlohmann::json value = nlohmann::json::parse(setting.deepspeeds);
+    setting.into(*config, value);
+    open.Say(std::string(setting.name), absl::StrCat(value.get<double>()));
+  }
   FillOptimizer(open, config->optimizer);
   if (config->scheduler.has_value()) {
     FillScheduler(open, total_steps, auto_warmup, config->optimizer.lr, *config->scheduler);

@@ -4,10 +4,14 @@
 #include <cstdint>
 
 #include "run/plan_bounds.h"
+#include "zero/compute/tile_format.h"
 
 namespace penstock::run {
 
 void ApplyConfig(const Config& config, zero::EngineOptions* options) {
+  options->optimizer.clip = config.gradient_clipping.value_or(0);
+  options->optimizer.states = zero::ParseStateType(config.penstock.optimizer_states.value_or("fp32"))
+                                  .value_or(kernels::StateType::kFp32);
   options->optimizer.order = config.penstock.order.value_or(UpdateOrder::kAuto);
   options->optimizer.prefer = config.penstock.prefer.value_or(Prefer::kWear);
   zero::MemoryOptions& memory = options->memory;

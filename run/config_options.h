@@ -1,4 +1,4 @@
-// A configuration's bounds on memory and transfers, as the engine's options.
+// What a configuration says of updates, memory and transfers, as the engine's options.
 #ifndef PENSTOCK_RUN_CONFIG_OPTIONS_H_
 #define PENSTOCK_RUN_CONFIG_OPTIONS_H_
 
@@ -7,8 +7,8 @@
 
 namespace penstock::run {
 
-// Sets the order of updates, the tile's bytes, the planner's bounds and the requests in flight. What a tile
-// holds must be known: `options` has its types, its algorithm and its ranks.
+// Sets clipping, the type of the optimizer's states, the order of updates, the tile's bytes, the planner's
+// bounds and the requests in flight. `options` has the type of weights, the algorithm and the ranks.
 void ApplyConfig(const Config& config, zero::EngineOptions* options);
 
 // When a stuck operation is reported, and when it ends the run. unasked: seconds after which it is reported

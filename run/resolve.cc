@@ -1,7 +1,6 @@
 #include "run/resolve.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <utility>
 
@@ -9,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "run/elasticity.h"
+#include "run/given_values.h"
 #include "run/settings.h"
 #include "run/unused_keys.h"
 #include "zero/compute/tile_format.h"
@@ -27,12 +27,6 @@ bool IsGiven(const Keywords& keywords, const std::string& name) {
   return found != keywords.end() && !found->second.is_null();
 }
 
-// Offload blocks that give `device` together, whatever they gave before.
-void SetOffload(OffloadDevice device, ZeroConfig* zero) {
-  zero->offload_param.device = device;
-  zero->offload_optimizer.device = device;
-}
-
 absl::Status SetDType(const ordered_json& value, Config* config) {
   const std::optional<kernels::DType> type =
       value.is_string() ? zero::ParseDType(value.get<std::string>()) : std::nullopt;
@@ -45,40 +39,13 @@ absl::Status SetDType(const ordered_json& value, Config* config) {
   return absl::OkStatus();
 }
 
-// Where the caller's own spelling has another form than the configuration's.
-ordered_json AsConfigured(const std::string& keyword, const ordered_json& value) {
-  if (keyword == "state_dir" && value.is_string()) return ordered_json::array({value});
-  // torch's clip_grad_norm_ with an infinite bound only measures, which the engine does always.
-  const bool unbounded =
-      value.is_number_float() && value.get<double>() > 0 && std::isinf(value.get<double>());
-  if (keyword == "gradient_clipping" && unbounded) return 0.0;
-  return value;
-}
-
-absl::Status TakeKeywords(const Keywords& keywords, Config* config) {
-  std::map<std::string, nlohmann::json> served;
-  for (const auto& [keyword, given] : keywords) {
-    if (given.is_null()) continue;
-    if (keyword == "dtype") {
-      RETURN_IF_ERROR(SetDType(given, config));
-      continue;
-    }
-    const auto [setting, path] = FindKeyword(keyword);
-    if (setting == nullptr || path.empty())
-      return absl::InvalidArgumentError(absl::StrCat("there is no setting ", keyword));
-    const ordered_json value = AsConfigured(keyword, given);
-    if (value.is_number_float() && !std::isfinite(value.get<double>())) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(keyword, " is ", value.get<double>(), ": must be ", RangeOf(*setting, "a number")));
-    }
-    ASSIGN_OR_RETURN(served[path], CheckValue(*setting, keyword, value));
+absl::Status TakeKeywords(Keywords keywords, Config* config) {
+  if (IsGiven(keywords, "dtype")) {
+    RETURN_IF_ERROR(SetDType(keywords["dtype"], config));
   }
-  Fill(served, config);
-  if (IsGiven(keywords, "offload")) {
-    SetOffload(*config->zero.offload_optimizer.device, &config->zero);
-  } else if (IsGiven(keywords, "state_dir")) {
-    SetOffload(OffloadDevice::kNvme, &config->zero);
-  }
+  RETURN_IF_ERROR(TakeGiven(keywords, config));
+  if (IsGiven(keywords, "state_dir") && !IsGiven(keywords, "offload"))
+    config->zero.offload_param.device = config->zero.offload_optimizer.device = OffloadDevice::kNvme;
   return absl::OkStatus();
 }
 
@@ -121,6 +88,7 @@ absl::Status ChooseBatch(int world, Resolved* made) {
                                                          .accumulation = config.gradient_accumulation_steps},
                                                         world, /*default_micro_batch=*/1));
   made->micro_batches = sizes.accumulation;
+  made->config.gradient_accumulation_steps = sizes.accumulation;
   made->forwards = std::max(config.penstock.forwards_per_step.value_or(1), made->micro_batches);
   if (config.train_batch_size.has_value() || config.micro_batch_per_rank.has_value())
     made->micro_batch_size = sizes.micro_batch;
@@ -146,15 +114,16 @@ absl::StatusOr<Resolved> Resolve(const ordered_json* given, const Keywords& keyw
   }
   RETURN_IF_ERROR(TakeKeywords(keywords, &config));
   Resolved made;
-  // Of Penstock's own keys alone nothing follows for what is computed: a loop that does not clip stays one.
-  if ((given == nullptr || !parsed.deepspeeds) && !config.gradient_clipping.has_value())
-    config.gradient_clipping = 0;
   made.notes = std::move(parsed.notes);
   if (given != nullptr) {
     for (std::string& note : KeysUnusedFromPython(config)) made.notes.push_back(std::move(note));
+  }
+  // Of Penstock's own keys alone nothing follows for what is computed: a loop that does not clip stays one.
+  if (given != nullptr && parsed.deepspeeds) {
     for (std::string& note : FillDefaults(parsed.autos, kUnknownSteps, kAutoWarmup, &config))
       made.notes.push_back(std::move(note));
   }
+  SettleFromPython(&config);
   made.config = std::move(config);
   made.dtype = made.config.bf16.value_or(false)           ? kernels::DType::kBf16
                : made.config.fp16.enabled.value_or(false) ? kernels::DType::kFp16

@@ -3,7 +3,6 @@
 #define PENSTOCK_RUN_RESOLVE_H_
 
 #include <cstdint>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -12,14 +11,14 @@
 #include "absl/status/statusor.h"
 #include "kernels/float16.h"
 #include "run/config.h"
+#include "run/given_values.h"
 #include "run/state_directories.h"
 #include "zero/config/lr_schedule.h"
 #include "zero/config/modes.h"
 
 namespace penstock::run {
 
-// By keyword of penstock.initialize. Null: it was not given. A number may be infinite.
-using Keywords = std::map<std::string, nlohmann::ordered_json>;
+using Keywords = GivenValues;  // of penstock.initialize
 
 struct Resolved {
   Config config;                   // with keywords, and DeepSpeed's values where neither says anything

@@ -17,6 +17,7 @@
 #include "run/config_names.h"
 
 namespace penstock::run {
+
 namespace {
 
 using nlohmann::json;
@@ -105,18 +106,34 @@ void Take(const json& value, std::optional<Enum>& to) {
     if (name == value.get_ref<const std::string&>()) to = of;
   }
 }
-void Take(const json& value, SchedulerType& to) {
-  std::optional<SchedulerType> type;
-  Take(value, type);
-  to = type.value_or(to);
+
+// The value in a place; null: it is empty.
+template <typename T>
+json ValueIn(const std::optional<T>& place) {
+  if (!place.has_value()) return nullptr;
+  if constexpr (std::is_enum_v<T>) {
+    return std::string(zero::NameIn(NamesOf(*place), *place));
+  } else {
+    return *place;
+  }
 }
-void TakeBetas(const json& value, OptimizerConfig& to) {
-  to.beta1 = value[0].get<double>();
-  to.beta2 = value[1].get<double>();
+
+}  // namespace
+
+template <typename Place>
+constexpr Setting Setting::At(Place) const {
+  return Into([](Config& config, const nlohmann::json& value) { Take(value, Place()(config)); },
+              [](const Config& config) { return ValueIn(Place()(config)); });
 }
+
+namespace {
 
 SchedulerConfig& SchedulerOf(Config& config) {
   return config.scheduler.has_value() ? *config.scheduler : config.scheduler.emplace();
+}
+const SchedulerConfig& SchedulerOf(const Config& config) {
+  static const SchedulerConfig kNone;
+  return config.scheduler.has_value() ? *config.scheduler : kNone;
 }
 
 constexpr std::string_view kOwnReports = "Penstock has its own: --report, --log and --trace, always complete";
@@ -137,25 +154,28 @@ constexpr auto kTop = std::to_array<Setting>({
         .Says("Sequences in a step, over all ranks and micro-batches",
               "micro-batch times accumulation times ranks")
         .ByName("train_batch")
-        .Into([](Config& c, const json& v) { Take(v, c.train_batch_size); }),
-    Whole("train_micro_batch_size_per_gpu", 1)
+        .At([](auto& c) -> auto& { return c.train_batch_size; }),
+    Whole("train_micro_batch_size_per_gpu", 1, 0x1p20)
         .Says("Sequences in a micro-batch of one rank", "2")
         .Flag("--batch")
         .ByName("batch")
-        .Into([](Config& c, const json& v) { Take(v, c.micro_batch_per_rank); }),
-    Whole("gradient_accumulation_steps", 1)
+        .At([](auto& c) -> auto& { return c.micro_batch_per_rank; }),
+    Whole("gradient_accumulation_steps", 1, 0x1p20)
         .Says("Micro-batches in a step", "1")
         .Flag("--accumulate")
         .Keyword("gradient_accumulation_steps")
         .ByName("accumulate")
-        .Into([](Config& c, const json& v) { Take(v, c.gradient_accumulation_steps); }),
+        .At([](auto& c) -> auto& { return c.gradient_accumulation_steps; }),
     Number("gradient_clipping", 0)
         .Says("Maximum global gradient norm; 0 disables clipping", "1.0")
         .Flag("--clip")
         .Keyword("gradient_clipping")
         .ByName("clip")
+        .InfinityIs("0")
+        .Settles("1.0", "0")
+        .DeepSpeeds("1.0")
         .Python("0 without a configuration of DeepSpeed's")
-        .Into([](Config& c, const json& v) { Take(v, c.gradient_clipping); }),
+        .At([](auto& c) -> auto& { return c.gradient_clipping; }),
     Object("optimizer"),
     Object("scheduler"),
     Object("fp16"),
@@ -166,9 +186,8 @@ constexpr auto kTop = std::to_array<Setting>({
     Object("activation_checkpointing"),
     Object("checkpoint"),
     Object("penstock"),
-    Bool("wall_clock_breakdown")
-        .Says("Prints where the time of each step went", "false")
-        .Into([](Config& c, const json& v) { Take(v, c.wall_clock_breakdown); }),
+    Bool("wall_clock_breakdown").Says("Prints where the time of each step went", "false").At([
+    ](auto& c) -> auto& { return c.wall_clock_breakdown; }),
     Object("flops_profiler"),
     Object("comms_logger"),
     Object("elasticity"),
@@ -210,7 +229,8 @@ constexpr auto kTop = std::to_array<Setting>({
         .Says("Whether the engine counts the micro-batches of a step; if not, each step() updates", "true")
         .EachStart()
         .OnCommandLine("the program makes the steps itself")
-        .Into([](Config& c, const json& v) { Take(v, c.managed_gradient_accumulation); }),
+        .Neutral("true")
+        .At([](auto& c) -> auto& { return c.managed_gradient_accumulation; }),
     Needless("vocabulary_size", KeyType::kWhole, "the model and --vocab say it"),
     Needless("dataloader_drop_last", KeyType::kBool, "every batch is complete"),
     Needless("nebula", KeyType::kObject, "checkpoints are Penstock's own"),
@@ -241,31 +261,35 @@ constexpr auto kOptimizer = std::to_array<Setting>({
     Choice("type", kServedOptimizers)
         .Says("Algorithm of the update", "AdamW")
         .Fixed("optimizer")
+        .AsPart()
         .Python("the optimizer of optimizer=, else AdamW")
-        .Into([](Config& c, const json& v) { Take(v, c.optimizer.type); }),
+        .At([](auto& c) -> auto& { return c.optimizer.type; }),
     Object("params"),
     Needless("legacy_fusion", KeyType::kBool, kOnePass),
 });
 
-constexpr Setting kLr = Number("lr", 0)
-                            .Says("Peak learning rate", "3e-4")
-                            .Flag("--lr")
-                            .ByName("lr")
-                            .Into([](Config& c, const json& v) { Take(v, c.optimizer.lr); });
-constexpr Setting kWeightDecay =
-    Number("weight_decay", 0)
-        .Says("Weight decay", "0.01 for AdamW")
-        .Flag("--weight-decay")
-        .ByName("weight_decay")
-        .Into([](Config& c, const json& v) { Take(v, c.optimizer.weight_decay); });
-constexpr Setting kEps = Number("eps", 0)
-                             .Says("Added to the denominator of the update", "1e-8; Adagrad 1e-10")
-                             .ByName("eps")
-                             .Into([](Config& c, const json& v) { Take(v, c.optimizer.eps); });
+constexpr Setting kLr = Number("lr", 0, 1e6).Says("Peak learning rate", "3e-4").Flag("--lr").ByName("lr").At([
+](auto& c) -> auto& { return c.optimizer.lr; });
+constexpr Setting kWeightDecay = Number("weight_decay", 0, 1e6)
+                                     .Says("Weight decay", "0.01 for AdamW")
+                                     .Flag("--weight-decay")
+                                     .ByName("weight_decay")
+                                     .At([](auto& c) -> auto& { return c.optimizer.weight_decay; });
+constexpr Setting kEps =
+    Number("eps", 0).Says("Added to the denominator of the update", "1e-8; Adagrad 1e-10").ByName("eps").At([
+    ](auto& c) -> auto& { return c.optimizer.eps; });
 constexpr Setting kBetas = Pair("betas", 0, 1)
                                .Says("Decay of the first and second moment", "0.9, 0.999; Lion 0.9, 0.99")
                                .ByName("beta1|beta2")
-                               .Into([](Config& c, const json& v) { TakeBetas(v, c.optimizer); });
+                               .Into(
+                                   [](Config& c, const json& v) {
+                                     c.optimizer.beta1 = v[0].get<double>();
+                                     c.optimizer.beta2 = v[1].get<double>();
+                                   },
+                                   [](const Config& c) {
+                                     const OptimizerConfig& o = c.optimizer;
+                                     return o.beta1 && o.beta2 ? json{*o.beta1, *o.beta2} : json();
+                                   });
 constexpr Setting kSetGradNone =
     Needless("set_grad_none", KeyType::kBool, "gradients are freed as soon as they are used");
 constexpr Setting kFused = Needless("fused", KeyType::kBool, kOnePass);
@@ -285,12 +309,12 @@ constexpr auto kAdam = std::to_array<Setting>({
     kWeightDecay,
     Bool("adam_w_mode")
         .Says("Weight decay apart from the gradient (AdamW); false adds it to the gradient", "true")
-        .ByName("optimizer")
-        .Into([](Config& c, const json& v) { Take(v, c.optimizer.adam_w_mode); }),
+        .PartOf("optimizer")
+        .At([](auto& c) -> auto& { return c.optimizer.adam_w_mode; }),
     Bool("torch_adam")
         .Says("LibTorch's Adam, whose weight decay is 0 by default", "false")
-        .ByName("optimizer")
-        .Into([](Config& c, const json& v) { Take(v, c.optimizer.torch_adam); }),
+        .PartOf("optimizer")
+        .At([](auto& c) -> auto& { return c.optimizer.torch_adam; }),
     kSetGradNone,
     kFused,
     kForeach,
@@ -308,7 +332,7 @@ constexpr auto kAdagrad = std::to_array<Setting>({
     Number("lr_decay", 0)
         .Says("Decay of the learning rate with the number of updates", "0")
         .ByName("lr_decay")
-        .Into([](Config& c, const json& v) { Take(v, c.optimizer.lr_decay); }),
+        .At([](auto& c) -> auto& { return c.optimizer.lr_decay; }),
     kEps,
     kWeightDecay,
     kSetGradNone,
@@ -334,16 +358,14 @@ constexpr auto kLion = std::to_array<Setting>({
 
 constexpr auto kSgd = std::to_array<Setting>({
     kLr,
-    Number("momentum", 0, 1).Says("Momentum", "0").ByName("momentum").Into([](Config& c, const json& v) {
-      Take(v, c.optimizer.momentum);
+    Number("momentum", 0, 1).Says("Momentum", "0").ByName("momentum").At([](auto& c) -> auto& {
+      return c.optimizer.momentum;
     }),
-    Number("dampening", 0, 1)
-        .Says("Dampening of the momentum", "0")
-        .ByName("dampening")
-        .Into([](Config& c, const json& v) { Take(v, c.optimizer.dampening); }),
+    Number("dampening", 0, 1).Says("Dampening of the momentum", "0").ByName("dampening").At([
+    ](auto& c) -> auto& { return c.optimizer.dampening; }),
     kWeightDecay,
-    Bool("nesterov").Says("Nesterov momentum", "false").ByName("nesterov").Into([](Config& c, const json& v) {
-      Take(v, c.optimizer.nesterov);
+    Bool("nesterov").Says("Nesterov momentum", "false").ByName("nesterov").At([](auto& c) -> auto& {
+      return c.optimizer.nesterov;
     }),
     kFused,
     kForeach,
@@ -355,110 +377,97 @@ constexpr auto kSgd = std::to_array<Setting>({
 constexpr auto kScheduler = std::to_array<Setting>({
     Choice("type", "LRRangeTest|OneCycle|WarmupLR|WarmupDecayLR|WarmupCosineLR")
         .Says("Schedule of the learning rate", "none: warm-up, then a cosine; with a configuration constant")
-        .ByName("scheduler")
+        .PartOf("scheduler")
         .Called("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).type); }),
+        .Into(
+            [](Config& c, const json& v) {
+              std::optional<SchedulerType> type;
+              Take(v, type);
+              SchedulerOf(c).type = type.value_or(SchedulerType::kWarmupLr);
+            },
+            [](const Config& c) {
+              return c.scheduler.has_value() ? json(std::string(Name(c.scheduler->type))) : json();
+            }),
     Object("params"),
 });
 
 constexpr Setting kWarmupMinLr =
-    Number("warmup_min_lr", 0)
-        .Says("Learning rate of the first step", "0")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_min_lr); });
+    Number("warmup_min_lr", 0).Says("Learning rate of the first step", "0").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).warmup_min_lr; });
 constexpr Setting kWarmupMaxLr =
     Number("warmup_max_lr", 0)
         .Says("Learning rate after the warm-up", "the optimizer's; WarmupDecayLR 1e-3")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_max_lr); });
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).warmup_max_lr; });
 constexpr Setting kWarmupNumSteps =
-    Whole("warmup_num_steps", 0)
-        .Says("Steps of the warm-up", "1000")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_num_steps); });
+    Whole("warmup_num_steps", 0).Says("Steps of the warm-up", "1000").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).warmup_num_steps; });
 constexpr Setting kWarmupType =
-    Choice("warmup_type", "log|linear")
-        .Says("Form of the warm-up", "log")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_type); });
-constexpr Setting kTotalNumSteps =
-    Whole("total_num_steps", 1)
-        .Says("Step at which the decay ends", "the last step of the run")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).total_num_steps); });
+    Choice("warmup_type", "log|linear").Says("Form of the warm-up", "log").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).warmup_type; });
+constexpr Setting kTotalNumSteps = Whole("total_num_steps", 1)
+                                       .Says("Step at which the decay ends", "the last step of the run")
+                                       .PartOf("scheduler")
+                                       .At([](auto& c) -> auto& { return SchedulerOf(c).total_num_steps; });
 
 constexpr Setting kLastBatch = Refused(
     "last_batch_iteration", "the schedule begins with the first step, and --resume continues it", "-1");
 
 constexpr auto kLrRangeTest = std::to_array<Setting>({
-    Number("lr_range_test_min_lr", 0)
-        .Says("Learning rate of the first step", "1e-3")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).lr_range_test_min_lr); }),
-    Whole("lr_range_test_step_size", 1)
-        .Says("Steps between increases", "2000")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).lr_range_test_step_size); }),
+    Number("lr_range_test_min_lr", 0).Says("Learning rate of the first step", "1e-3").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).lr_range_test_min_lr; }),
+    Whole("lr_range_test_step_size", 1).Says("Steps between increases", "2000").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).lr_range_test_step_size; }),
     Number("lr_range_test_step_rate", 0)
         .Says("Increase of each interval, relative to the first rate", "1")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).lr_range_test_step_rate); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).lr_range_test_step_rate; }),
     Bool("lr_range_test_staircase")
         .Says("Increases in steps instead of continuously", "false")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).lr_range_test_staircase); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).lr_range_test_staircase; }),
     kLastBatch,
 });
 
 constexpr auto kOneCycle = std::to_array<Setting>({
     Number("cycle_min_lr", 0)
         .Says("Learning rate at both ends of the cycle", "required")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_min_lr); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).cycle_min_lr; }),
     Number("cycle_max_lr", 0)
         .Says("Learning rate at the peak of the cycle", "required")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_max_lr); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).cycle_max_lr; }),
     Number("decay_lr_rate", 0)
         .Says("Decay of the learning rate after the cycle", "0")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).decay_lr_rate); }),
-    Whole("cycle_first_step_size", 1)
-        .Says("Steps of the rising half", "2000")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_first_step_size); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).decay_lr_rate; }),
+    Whole("cycle_first_step_size", 1).Says("Steps of the rising half", "2000").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).cycle_first_step_size; }),
     Whole("cycle_second_step_size", 1)
         .Says("Steps of the falling half", "that of the rising half")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_second_step_size); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).cycle_second_step_size; }),
     Whole("cycle_first_stair_count", 0)
         .Says("Stairs of the rising half; 0 is continuous", "0")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_first_stair_count); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).cycle_first_stair_count; }),
     Whole("cycle_second_stair_count", 0)
         .Says("Stairs of the falling half", "that of the rising half")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_second_stair_count); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).cycle_second_stair_count; }),
     Whole("decay_step_size", 0)
         .Says("Steps between decays after the cycle; 0 is none", "0")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).decay_step_size); }),
-    Bool("cycle_momentum")
-        .Says("Cycles the momentum too", "true")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_momentum); }),
-    Number("cycle_min_mom", 0, 1)
-        .Says("Momentum at the peak of the cycle", "0.8")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_min_mom); }),
-    Number("cycle_max_mom", 0, 1)
-        .Says("Momentum at both ends of the cycle", "0.9")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cycle_max_mom); }),
-    Number("decay_mom_rate", 0)
-        .Says("Decay of the momentum after the cycle", "0")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).decay_mom_rate); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).decay_step_size; }),
+    Bool("cycle_momentum").Says("Cycles the momentum too", "true").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).cycle_momentum; }),
+    Number("cycle_min_mom", 0, 1).Says("Momentum at the peak of the cycle", "0.8").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).cycle_min_mom; }),
+    Number("cycle_max_mom", 0, 1).Says("Momentum at both ends of the cycle", "0.9").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).cycle_max_mom; }),
+    Number("decay_mom_rate", 0).Says("Decay of the momentum after the cycle", "0").PartOf("scheduler").At([
+    ](auto& c) -> auto& { return SchedulerOf(c).decay_mom_rate; }),
     kLastBatch,
 });
 
@@ -483,13 +492,13 @@ constexpr auto kWarmupCosineLr = std::to_array<Setting>({
     kTotalNumSteps,
     Number("warmup_min_ratio", 0)
         .Says("Learning rate of the first step, relative to the optimizer's", "0")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).warmup_min_ratio); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).warmup_min_ratio; }),
     kWarmupNumSteps,
     Number("cos_min_ratio", 0)
         .Says("Learning rate of the last step, relative to the optimizer's", "1e-4")
-        .ByName("scheduler")
-        .Into([](Config& c, const json& v) { Take(v, SchedulerOf(c).cos_min_ratio); }),
+        .PartOf("scheduler")
+        .At([](auto& c) -> auto& { return SchedulerOf(c).cos_min_ratio; }),
     kWarmupType,
     kLastBatch,
 });
@@ -498,41 +507,40 @@ constexpr auto kFp16 = std::to_array<Setting>({
     Bool("enabled")
         .Says("Computes in fp16, with a loss scale", "false")
         .Fixed("dtype")
+        .AsPart()
         .Called("fp16 or bf16")
-        .Into([](Config& c, const json& v) { Take(v, c.fp16.enabled); }),
+        .At([](auto& c) -> auto& { return c.fp16.enabled; }),
     Number("loss_scale", 0, 0x1p127)
         .Says("Fixed loss scale; 0 is dynamic", "0")
-        .ByName("loss_scale")
+        .PartOf("loss_scale")
         .Called("loss scale of fp16")
-        .Into([](Config& c, const json& v) { Take(v, c.fp16.loss_scale); }),
+        .At([](auto& c) -> auto& { return c.fp16.loss_scale; }),
     Whole("initial_scale_power", 0, 127)
         .Says("First dynamic loss scale, a power of 2", "16")
-        .ByName("loss_scale")
-        .Into([](Config& c, const json& v) { Take(v, c.fp16.initial_scale_power); }),
+        .PartOf("loss_scale")
+        .At([](auto& c) -> auto& { return c.fp16.initial_scale_power; }),
     Whole("loss_scale_window", 1)
         .Says("Steps without overflow before the loss scale doubles", "1000")
-        .ByName("loss_scale")
-        .Into([](Config& c, const json& v) { Take(v, c.fp16.loss_scale_window); }),
-    Whole("hysteresis", 1)
-        .Says("Overflows before the loss scale is halved", "2")
-        .ByName("loss_scale")
-        .Into([](Config& c, const json& v) { Take(v, c.fp16.hysteresis); }),
+        .PartOf("loss_scale")
+        .At([](auto& c) -> auto& { return c.fp16.loss_scale_window; }),
+    Whole("hysteresis", 1).Says("Overflows before the loss scale is halved", "2").PartOf("loss_scale").At([
+    ](auto& c) -> auto& { return c.fp16.hysteresis; }),
     Bool("consecutive_hysteresis")
         .Says("Restores the hysteresis after each step without overflow", "false")
-        .ByName("loss_scale")
-        .Into([](Config& c, const json& v) { Take(v, c.fp16.consecutive_hysteresis); }),
+        .PartOf("loss_scale")
+        .At([](auto& c) -> auto& { return c.fp16.consecutive_hysteresis; }),
     Number("min_loss_scale", 0x1p-126, 0x1p127)
         .Says("Least dynamic loss scale", "1")
-        .ByName("loss_scale")
-        .Into([](Config& c, const json& v) { Take(v, c.fp16.min_loss_scale); }),
+        .PartOf("loss_scale")
+        .At([](auto& c) -> auto& { return c.fp16.min_loss_scale; }),
     Needless("auto_cast", KeyType::kBool, "inputs are token ids, which have nothing to cast"),
     Needless("fused_mode", KeyType::kBool, "the update is always one fused pass"),
     Refused("fp16_master_weights_and_grads", "masters are fp32: fp16 ones lose small updates"),
 });
 
 constexpr auto kBf16 = std::to_array<Setting>({
-    Bool("enabled").Says("Computes in bf16", "false").Fixed("dtype").Into([](Config& c, const json& v) {
-      Take(v, c.bf16);
+    Bool("enabled").Says("Computes in bf16", "false").Fixed("dtype").AsPart().At([](auto& c) -> auto& {
+      return c.bf16;
     }),
     Needless("immediate_grad_update", KeyType::kBool,
              "a block's gradient is consumed as early as the plan allows"),
@@ -542,36 +550,34 @@ constexpr auto kBf16 = std::to_array<Setting>({
 });
 
 constexpr auto kZero = std::to_array<Setting>({
-    Whole("stage", 0, 3)
-        .Says("ZeRO stage; 1 and 2 keep weights whole on each of several ranks", "3")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.stage); }),
+    Whole("stage", 0, 3).Says("ZeRO stage; 1 and 2 keep weights whole on each of several ranks", "3").At([
+    ](auto& c) -> auto& { return c.zero.stage; }),
     Object("offload_param"),
     Object("offload_optimizer"),
-    Whole("sub_group_size", 0)
-        .Says("Upper bound of a tile, in elements", "the planner's choice")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.sub_group_size_elements); }),
+    Whole("sub_group_size", 0).Says("Upper bound of a tile, in elements", "the planner's choice").At([
+    ](auto& c) -> auto& { return c.zero.sub_group_size_elements; }),
     Ignored("reduce_bucket_size", KeyType::kWhole, "a block is reduced as one, in small pieces").AtLeast(0),
     Ignored("allgather_bucket_size", KeyType::kWhole, "a block is gathered as one").AtLeast(0),
     Whole("stage3_prefetch_bucket_size", 0)
         .Says("Upper bound of weights read ahead of their use, in elements", "the planner's choice")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.prefetch_bucket_size_elements); }),
+        .At([](auto& c) -> auto& { return c.zero.prefetch_bucket_size_elements; }),
     AlsoCalled(Whole("stage3_prefetch_bucket_size", 0), "prefetch_bucket_size"),
     Whole("stage3_max_live_parameters", 0)
         .Says("Upper bound of weights in flight, in elements", "the planner's choice")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.max_live_parameters_elements); }),
+        .At([](auto& c) -> auto& { return c.zero.max_live_parameters_elements; }),
     AlsoCalled(Whole("stage3_max_live_parameters", 0), "max_live_parameters"),
     Whole("stage3_max_reuse_distance", 0)
         .Says("Weights stay in memory only where at most this many elements are used between two uses",
               "no bound")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.max_reuse_distance_elements); }),
+        .At([](auto& c) -> auto& { return c.zero.max_reuse_distance_elements; }),
     AlsoCalled(Whole("stage3_max_reuse_distance", 0), "max_reuse_distance"),
     Whole("stage3_param_persistence_threshold", 0)
         .Says("Blocks of at most this many elements stay in memory", "the planner's choice")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.param_persistence_elements); }),
+        .At([](auto& c) -> auto& { return c.zero.param_persistence_elements; }),
     AlsoCalled(Whole("stage3_param_persistence_threshold", 0), "param_persistence_threshold"),
     Whole("stage3_model_persistence_threshold", 0, 0x1p63)
         .Says("Upper bound of all blocks that stay by the threshold, in elements", "no bound")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.model_persistence_elements); }),
+        .At([](auto& c) -> auto& { return c.zero.model_persistence_elements; }),
     AlsoCalled(Whole("stage3_model_persistence_threshold", 0, 0x1p63), "model_persistence_threshold"),
     Bool("cpu_offload").Says("Old name of offload_optimizer with device cpu").EachStart(),
     Bool("cpu_offload_param").Says("Old name of offload_param with device cpu").EachStart(),
@@ -641,22 +647,20 @@ constexpr auto kOffloadParam = std::to_array<Setting>({
     Choice("device", "none|cpu|nvme")
         .Says("Where weights and optimizer state live: the farther of both offload blocks counts", "none")
         .EachStart()
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.device); }),
-    Text("nvme_path")
-        .Says("Directory of the training state")
-        .EachStart()
-        .OfRank()
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.nvme_path); }),
+        .At([](auto& c) -> auto& { return c.zero.offload_param.device; }),
+    Text("nvme_path").Says("Directory of the training state").EachStart().OfRank().At([](auto& c) -> auto& {
+      return c.zero.offload_param.nvme_path;
+    }),
     Whole("buffer_count", 0, 0x1p31)
         .Says("Upper bound of blocks of weights in flight", "the planner's choice")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.buffer_count); }),
+        .At([](auto& c) -> auto& { return c.zero.offload_param.buffer_count; }),
     Whole("buffer_size", 0)
         .Says("Elements of one buffer: with buffer_count an upper bound of weights in flight",
               "the planner's choice")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.buffer_size_elements); }),
+        .At([](auto& c) -> auto& { return c.zero.offload_param.buffer_size_elements; }),
     Whole("max_in_cpu", 0)
         .Says("Upper bound of weights that stay in host memory, in elements", "no bound")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_param.max_in_cpu_elements); }),
+        .At([](auto& c) -> auto& { return c.zero.offload_param.max_in_cpu_elements; }),
     Needless("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
 });
 
@@ -668,32 +672,30 @@ constexpr auto kOffloadOptimizer = std::to_array<Setting>({
         .Flag("--offload")
         .Keyword("offload")
         .EachStart()
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.device); }),
-    Text("nvme_path")
-        .Says("Directory of the training state")
-        .EachStart()
-        .OfRank()
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.nvme_path); }),
+        .At([](auto& c) -> auto& { return c.zero.offload_optimizer.device; }),
+    Text("nvme_path").Says("Directory of the training state").EachStart().OfRank().At([](auto& c) -> auto& {
+      return c.zero.offload_optimizer.nvme_path;
+    }),
     Whole("buffer_count", 0, 0x1p31)
         .Says("Upper bound of optimizer state in flight, in buffers of sub_group_size",
               "the planner's choice")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.buffer_count); }),
+        .At([](auto& c) -> auto& { return c.zero.offload_optimizer.buffer_count; }),
     Needless("buffer_size", KeyType::kWhole,
              "the optimizer's buffers have the size of a tile; see sub_group_size"),
     Needless("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
     Needless("pipeline", KeyType::kBool, "it follows from pipeline_read and pipeline_write"),
-    Bool("pipeline_read")
-        .Says("Reads optimizer state ahead of the update", "true")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.pipeline_read); }),
-    Bool("pipeline_write")
-        .Says("Writes optimizer state behind the update", "true")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.pipeline_write); }),
+    Bool("pipeline_read").Says("Reads optimizer state ahead of the update", "true").At([](auto& c) -> auto& {
+      return c.zero.offload_optimizer.pipeline_read;
+    }),
+    Bool("pipeline_write").Says("Writes optimizer state behind the update", "true").At([](auto& c) -> auto& {
+      return c.zero.offload_optimizer.pipeline_write;
+    }),
     Needless("fast_init", KeyType::kBool, "blocks go straight to their tier as they are built"),
     Number("ratio", 0, 1)
         .Says("Least fraction of the state that the processor updates; a device updates the rest",
               "the planner's choice")
         .NeedsDevice("the processor updates everything")
-        .Into([](Config& c, const json& v) { Take(v, c.zero.offload_optimizer.ratio); }),
+        .At([](auto& c) -> auto& { return c.zero.offload_optimizer.ratio; }),
     Ignored(
         "super_offload", KeyType::kBool,
         "DeepSpeed then updates in a process beside backward, and takes an update that overflowed back by "
@@ -705,15 +707,12 @@ constexpr auto kOffloadOptimizer = std::to_array<Setting>({
 });
 
 constexpr auto kAio = std::to_array<Setting>({
-    Whole("block_size", 4096, 0x1p30)
-        .Says("Upper bound of one request, in bytes", "measured")
-        .Into([](Config& c, const json& v) { Take(v, c.aio.block_size_bytes); }),
-    Whole("queue_depth", 1, 65536)
-        .Says("Requests in flight for each I/O thread", "measured")
-        .Into([](Config& c, const json& v) { Take(v, c.aio.queue_depth); }),
-    Whole("intra_op_parallelism", 1, 1024)
-        .Says("I/O threads that queue_depth is meant for", "1")
-        .Into([](Config& c, const json& v) { Take(v, c.aio.intra_op_parallelism); }),
+    Whole("block_size", 4096, 0x1p30).Says("Upper bound of one request, in bytes", "measured").At([
+    ](auto& c) -> auto& { return c.aio.block_size_bytes; }),
+    Whole("queue_depth", 1, 65536).Says("Requests in flight for each I/O thread", "measured").At([
+    ](auto& c) -> auto& { return c.aio.queue_depth; }),
+    Whole("intra_op_parallelism", 1, 1024).Says("I/O threads that queue_depth is meant for", "1").At([
+    ](auto& c) -> auto& { return c.aio.intra_op_parallelism; }),
     AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "thread_count"),
     AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "num_threads"),
     Needless("single_submit", KeyType::kBool, "requests are handed over in batches as they come"),
@@ -721,7 +720,8 @@ constexpr auto kAio = std::to_array<Setting>({
     Bool("use_gds")
         .Says("Reads weights from the drive to the device, past host memory (GPUDirect Storage)", "false")
         .NeedsDevice("weights go by way of host memory")
-        .Into([](Config& c, const json& v) { Take(v, c.aio.use_gds); }),
+        .Neutral("false")
+        .At([](auto& c) -> auto& { return c.aio.use_gds; }),
 });
 
 constexpr auto kActivationCheckpointing = std::to_array<Setting>({
@@ -783,15 +783,13 @@ constexpr auto kCheckpointWriter = std::to_array<Setting>({
 
 template <MonitorConfig Config::*monitor>
 constexpr auto kMonitor = std::to_array<Setting>({
-    Bool("enabled").Says("Writes scalars of every step", "false").Into([](Config& c, const json& v) {
-      Take(v, (c.*monitor).enabled);
+    Bool("enabled").Says("Writes scalars of every step", "false").At([](auto& c) -> auto& {
+      return (c.*monitor).enabled;
     }),
-    Path("output_path")
-        .Says("Directory that job_name lies in", "the working directory")
-        .OfRank()
-        .Into([](Config& c, const json& v) { Take(v, (c.*monitor).output_path); }),
-    Text("job_name").Says("Directory of the files", "DeepSpeedJobName").Into([](Config& c, const json& v) {
-      Take(v, (c.*monitor).job_name);
+    Path("output_path").Says("Directory that job_name lies in", "the working directory").OfRank().At([
+    ](auto& c) -> auto& { return (c.*monitor).output_path; }),
+    Text("job_name").Says("Directory of the files", "DeepSpeedJobName").At([](auto& c) -> auto& {
+      return (c.*monitor).job_name;
     }),
 });
 
@@ -801,90 +799,87 @@ constexpr auto kWandb = std::to_array<Setting>({
         .Says("Sends the scalars of every step to Weights & Biases", "false")
         .EachStart()
         .OnCommandLine(kWandbsClient)
-        .Into([](Config& c, const json& v) { Take(v, c.wandb.enabled); }),
-    Text("project").Says("Its project", "deepspeed").EachStart().Into([](Config& c, const json& v) {
-      Take(v, c.wandb.project);
+        .Neutral("false")
+        .At([](auto& c) -> auto& { return c.wandb.enabled; }),
+    Text("project").Says("Its project", "deepspeed").EachStart().At([](auto& c) -> auto& {
+      return c.wandb.project;
     }),
-    Text("group").Says("Its group of runs", "none").EachStart().Into([](Config& c, const json& v) {
-      Take(v, c.wandb.group);
+    Text("group").Says("Its group of runs", "none").EachStart().At([](auto& c) -> auto& {
+      return c.wandb.group;
     }),
-    Text("team")
-        .Says("Its entity: a team or a user", "the user who is logged in")
-        .EachStart()
-        .Into([](Config& c, const json& v) { Take(v, c.wandb.team); }),
+    Text("team").Says("Its entity: a team or a user", "the user who is logged in").EachStart().At([
+    ](auto& c) -> auto& { return c.wandb.team; }),
 });
 
 constexpr auto kFlopsProfiler = std::to_array<Setting>({
-    Bool("enabled").Says("Prints the operations of one step", "false").Into([](Config& c, const json& v) {
-      Take(v, c.flops_profiler.enabled);
+    Bool("enabled").Says("Prints the operations of one step", "false").At([](auto& c) -> auto& {
+      return c.flops_profiler.enabled;
     }),
-    Whole("profile_step", 1).Says("Step that is profiled", "1").Into([](Config& c, const json& v) {
-      Take(v, c.flops_profiler.profile_step);
+    Whole("profile_step", 1).Says("Step that is profiled", "1").At([](auto& c) -> auto& {
+      return c.flops_profiler.profile_step;
     }),
     Whole("module_depth", -1)
         .Says("Depth of the profile; 0 is the model alone", "-1")
         .FromPython("from Python the profile is of the model as one")
-        .Into([](Config& c, const json& v) { Take(v, c.flops_profiler.module_depth); }),
+        .At([](auto& c) -> auto& { return c.flops_profiler.module_depth; }),
     Whole("top_modules", 0)
         .Says("Blocks that are named as those that take most time", "1")
         .FromPython("from Python the profile is of the model as one")
-        .Into([](Config& c, const json& v) { Take(v, c.flops_profiler.top_modules); }),
+        .At([](auto& c) -> auto& { return c.flops_profiler.top_modules; }),
     Bool("detailed")
         .Says("Prints a line for each block", "true")
         .FromPython("from Python the profile is of the model as one")
-        .Into([](Config& c, const json& v) { Take(v, c.flops_profiler.detailed); }),
-    Text("output_file").Says("File of the profile", "stderr").Into([](Config& c, const json& v) {
-      Take(v, c.flops_profiler.output_file);
+        .At([](auto& c) -> auto& { return c.flops_profiler.detailed; }),
+    Text("output_file").Says("File of the profile", "stderr").At([](auto& c) -> auto& {
+      return c.flops_profiler.output_file;
     }),
     Needless("recompute_fwd_factor", KeyType::kNumber,
              "every stage is computed once more in backward, and the profile says so"),
 });
 
 constexpr auto kCommsLogger = std::to_array<Setting>({
-    Bool("enabled")
-        .Says("Prints a table of the exchanges between ranks at the end", "false")
-        .Into([](Config& c, const json& v) { Take(v, c.comms_logger); }),
+    Bool("enabled").Says("Prints a table of the exchanges between ranks at the end", "false").At([
+    ](auto& c) -> auto& { return c.comms_logger; }),
     Needless("verbose", KeyType::kBool, "the table at the end has all exchanges; --trace has each"),
     Needless("prof_all", KeyType::kBool, "the table at the end has all exchanges"),
     Needless("prof_ops", KeyType::kAny, "the table at the end has all exchanges"),
     Needless("debug", KeyType::kBool, "who calls is the plan"),
 });
 
-constexpr Setting kMicroBatches = Wholes("micro_batch_sizes", 1, 1 << 20)
-                                      .Says("Micro-batches that may be chosen, in sequences", "required")
-                                      .ByName("batch")
-                                      .Into([](Config& c, const json& v) {
-                                        c.elasticity.micro_batch_sizes = v.get<std::vector<int64_t>>();
-                                      });
+constexpr Setting kMicroBatches =
+    Wholes("micro_batch_sizes", 1, 1 << 20)
+        .Says("Micro-batches that may be chosen, in sequences", "required")
+        .PartOf("batch")
+        .Into(
+            [](Config& c, const json& v) { c.elasticity.micro_batch_sizes = v.get<std::vector<int64_t>>(); },
+            [](const Config& c) {
+              const std::vector<int64_t>& sizes = c.elasticity.micro_batch_sizes;
+              return sizes.empty() ? json() : json(sizes);
+            });
 constexpr std::string_view kNodesOfRanks =
     "version 0.2 counts whole nodes and tensor parallelism; leave it at 1, and every rank counts";
 
 constexpr auto kElasticity = std::to_array<Setting>({
-    Bool("enabled")
-        .Says("Chooses a batch that many numbers of ranks can share", "false")
-        .ByName("batch")
-        .Into([](Config& c, const json& v) { Take(v, c.elasticity.enabled); }),
+    Bool("enabled").Says("Chooses a batch that many numbers of ranks can share", "false").PartOf("batch").At([
+    ](auto& c) -> auto& { return c.elasticity.enabled; }),
     Whole("max_train_batch_size", 1, 0x1p30)
         .Says("Largest batch, in sequences", "required")
-        .ByName("batch")
-        .Into([](Config& c, const json& v) { Take(v, c.elasticity.max_train_batch_size); }),
+        .PartOf("batch")
+        .At([](auto& c) -> auto& { return c.elasticity.max_train_batch_size; }),
     kMicroBatches,
-    Whole("min_gpus", 1, 0x1p31)
-        .Says("Least number of ranks", "1")
-        .ByName("batch")
-        .Into([](Config& c, const json& v) { Take(v, c.elasticity.min_gpus); }),
-    Whole("max_gpus", 1, 0x1p31)
-        .Says("Largest number of ranks", "10000")
-        .ByName("batch")
-        .Into([](Config& c, const json& v) { Take(v, c.elasticity.max_gpus); }),
+    Whole("min_gpus", 1, 0x1p31).Says("Least number of ranks", "1").PartOf("batch").At([](auto& c) -> auto& {
+      return c.elasticity.min_gpus;
+    }),
+    Whole("max_gpus", 1, 0x1p31).Says("Largest number of ranks", "10000").PartOf("batch").At([
+    ](auto& c) -> auto& { return c.elasticity.max_gpus; }),
     Bool("prefer_larger_batch")
         .Says("Prefers the larger of equally good batches", "true")
-        .ByName("batch")
-        .Into([](Config& c, const json& v) { Take(v, c.elasticity.prefer_larger_batch); }),
+        .PartOf("batch")
+        .At([](auto& c) -> auto& { return c.elasticity.prefer_larger_batch; }),
     Bool("ignore_non_elastic_batch_info")
         .Says("Accepts batch sizes beside it, without effect", "false")
-        .ByName("batch")
-        .Into([](Config& c, const json& v) { Take(v, c.elasticity.ignore_non_elastic_batch_info); }),
+        .PartOf("batch")
+        .At([](auto& c) -> auto& { return c.elasticity.ignore_non_elastic_batch_info; }),
     Needless("min_time", KeyType::kNumber, "it is for the scheduler that starts the ranks"),
     Needless("version", KeyType::kNumber, "0.1, and 0.2 with one rank a node and no tensor parallelism"),
     Refused("model_parallel_size", kNodesOfRanks, "1"),
@@ -898,12 +893,13 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Keyword("host_memory")
         .OfRank()
         .Python("no bound")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.host_memory_budget_bytes); }),
+        .At([](auto& c) -> auto& { return c.penstock.host_memory_budget_bytes; }),
     Size("device_memory", 1)
         .Says("Hard device memory budget", "the free memory of the device")
         .Flag("--device-memory")
+        .OfRank()
         .NeedsDevice("state is in host memory and on drives")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.device_memory_budget_bytes); }),
+        .At([](auto& c) -> auto& { return c.penstock.device_memory_budget_bytes; }),
     Paths("state_dirs")
         .Says("Directory of the training state. Several directories share its bytes: in proportion to the "
               "measured "
@@ -913,68 +909,67 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Keyword("state_dir")
         .OfRank()
         .Python("required with offload to nvme")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.state_dirs); }),
+        .At([](auto& c) -> auto& { return c.penstock.state_dirs; }),
     Choice("durability", "step|checkpoint")
         .Says("What a crash goes back to: the last step, or the last checkpoint", "step")
-        .ByName("durability")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.durability); }),
+        .PartOf("durability")
+        .At([](auto& c) -> auto& { return c.penstock.durability; }),
     Choice("sync", "process|power")
         .Says("What a commit survives: the end of the process, or a loss of power", "process")
         .ByName("sync")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.sync); }),
-    Whole("versions", 1, 3)
-        .Says("Versions of everything on the drive", "2")
-        .Fixed("")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.versions); }),
+        .At([](auto& c) -> auto& { return c.penstock.sync; }),
+    Whole("versions", 1, 3).Says("Versions of everything on the drive", "2").Fixed("").At([
+    ](auto& c) -> auto& { return c.penstock.versions; }),
     Choice("order", "auto|next_forward|in_backward")
         .Says("When tiles are updated: in backward, or in the next forward", "auto")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.order); }),
+        .At([](auto& c) -> auto& { return c.penstock.order; }),
     Choice("prefer", "wear|time")
         .Says("Whether a clipped step may read more to be shorter (time) or not (wear)", "wear")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.prefer); }),
+        .At([](auto& c) -> auto& { return c.penstock.prefer; }),
     Choice("optimizer_states", "fp32|bf16|8bit")
         .Says("Type of the optimizer's moments: fp32, bf16 or 8bit", "fp32")
         .Flag("--optimizer-states")
         .Fixed("optimizer_states")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.optimizer_states); }),
+        .Settles("\"fp32\"")
+        .At([](auto& c) -> auto& { return c.penstock.optimizer_states; }),
     Size("tile_bytes", 65536, 0x1p30)
         .Says("Upper bound of the weights of a tile, in bytes", "the planner's choice")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.tile_bytes); }),
+        .At([](auto& c) -> auto& { return c.penstock.tile_bytes; }),
     Ignored("io_threads", KeyType::kWhole, "one thread drives a device at its full speed").AtLeast(1),
-    Whole("update_threads", 1, 4096)
-        .Says("Threads that update", "one per core")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.update_threads); }),
+    Whole("update_threads", 1, 4096).Says("Threads that update", "one per core").At([](auto& c) -> auto& {
+      return c.penstock.update_threads;
+    }),
     Choice("placement", "auto|cpu|cuda|const")
         .Says("What stays in memory, as ColossalAI's placement policies", "auto")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.placement); }),
+        .At([](auto& c) -> auto& { return c.penstock.placement; }),
     Size("placement_const_bytes", 0)
         .Says("Upper bound of what stays with placement const, in bytes", "512MiB")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.placement_const_bytes); }),
+        .At([](auto& c) -> auto& { return c.penstock.placement_const_bytes; }),
     Number("gpu_margin_mem_ratio", 0, 1)
         .Says("Fraction of the memory that is left which optimizer state takes", "the planner's choice")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.state_fraction); }),
+        .At([](auto& c) -> auto& { return c.penstock.state_fraction; }),
     Number("wear_budget_tb", 1e-9, 1e9)
         .Says("Terabytes (10^12 bytes) that the run may write to drives", "no bound")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.wear_budget_tb); }),
+        .At([](auto& c) -> auto& { return c.penstock.wear_budget_tb; }),
     Number("watchdog_seconds", 0, 1e9)
         .Says("Seconds after which a stuck operation is named; 0 is never", "60")
         .Python("0")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.watchdog_seconds); }),
+        .At([](auto& c) -> auto& { return c.penstock.watchdog_seconds; }),
     Number("watchdog_abort_seconds", 0.001, 1e9)
         .Says("Seconds after which a stuck operation ends the run", "never")
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.watchdog_abort_seconds); }),
+        .At([](auto& c) -> auto& { return c.penstock.watchdog_abort_seconds; }),
     Names("blocks")
         .Says("Names of the modules that are fetched as one; [\"\"] is the whole model", "they are found")
         .Keyword("blocks")
         .EachStart()
         .OnCommandLine(kPythonsModels)
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.blocks); }),
+        .At([](auto& c) -> auto& { return c.penstock.blocks; }),
     Whole("forwards_per_step", 1, 0x1p20)
         .Says("Forwards of the model whose losses a step may use", "one for each micro-batch")
         .Keyword("forwards_per_step")
         .EachStart()
         .OnCommandLine(kPythonsModels)
-        .Into([](Config& c, const json& v) { Take(v, c.penstock.forwards_per_step); }),
+        .At([](auto& c) -> auto& { return c.penstock.forwards_per_step; }),
 });
 
 // Settings of the command line and of Python that configurations do not have.
@@ -1002,7 +997,7 @@ constexpr auto kNoKeys = std::to_array<Setting>({
               "larger than a layer",
               "auto")
         .Fixed("model"),
-    OnlyFlag("--data").Says(
+    OnlyFlag("--data").OfRank().Says(
         "Training data: text, JSON or JSON lines (text; prompt and completion; messages; conversations; "
         "instruction and output), or nanoGPT's .bin tokens. The form is detected from the content. Text "
         "becomes tokens by the model's tokenizer, or bytes if there is none. Repeat the flag to mix several "
@@ -1011,6 +1006,7 @@ constexpr auto kNoKeys = std::to_array<Setting>({
         .Says("Sampling weights of the --data files, such as 3,1", "proportional to their tokens")
         .ByName("data_weights"),
     OnlyFlag("--tokenizer")
+        .OfRank()
         .Says("tokenizer.json or its directory", "the one in --model or --init-from, if that is a directory")
         .ByName("tokenizer"),
     OnlyFlag("--chat-template")
@@ -1019,7 +1015,7 @@ constexpr auto kNoKeys = std::to_array<Setting>({
     OnlyFlag("--skip-broken-lines")
         .Says("Skip unusable lines of .jsonl files and print their number", "the first one is an error")
         .ByName("skip_broken_lines"),
-    OnlyFlag("--eval-data").Says("Held-out data, in any form of --data"),
+    OnlyFlag("--eval-data").OfRank().Says("Held-out data, in any form of --data"),
     OnlyFlag("--eval-split")
         .Says(
             "Fraction of each --data file, taken from its end, that is held out for evaluation, such as 0.01",
@@ -1074,24 +1070,27 @@ constexpr auto kNoKeys = std::to_array<Setting>({
               "checkpoints/ in --state-dir"),
     OnlyFlag("--checkpoint-every").Says("Steps between checkpoints, which are written beside training"),
     OnlyFlag("--checkpoint-keep").Says("Number of newest checkpoints to keep", "all"),
-    OnlyFlag("--json").Says("Print JSON").Of(Verb::kPlan),
+    OnlyFlag("--json").OfRank().Says("Print JSON").Of(Verb::kPlan),
     OnlyFlag("--rank-timeout")
+        .OfRank()
         .Says("Heartbeat timeout of other ranks in seconds; 10 times as long for the rendezvous, 60 times "
               "for a rank "
               "that answers but makes no progress",
               "30")
         .Keyword("rank_timeout")
         .Of(Verb::kTrain),
-    OnlyFlag("--report").Says("Write the run's report, a JSON file").Of(Verb::kTrain),
+    OnlyFlag("--report").OfRank().Says("Write the run's report, a JSON file").Of(Verb::kTrain),
     OnlyFlag("--log")
+        .OfRank()
         .Says("Append a JSON line for every committed step and every evaluation")
         .Of(Verb::kTrain),
     OnlyFlag("--prometheus")
+        .OfRank()
         .Says("Replace this file, FILE.prom, with the figures of each committed step, for node_exporter")
         .Of(Verb::kTrain),
-    OnlyFlag("--trace").Says("Write a trace for Perfetto or chrome://tracing").Of(Verb::kTrain),
-    OnlyFlag("--check").Says("Validate flags and config, then exit").Of(Verb::kTrain),
-    OnlyFlag("--quiet").Says("Print no progress").Of(Verb::kTrain),
+    OnlyFlag("--trace").OfRank().Says("Write a trace for Perfetto or chrome://tracing").Of(Verb::kTrain),
+    OnlyFlag("--check").OfRank().Says("Validate flags and config, then exit").Of(Verb::kTrain),
+    OnlyFlag("--quiet").OfRank().Says("Print no progress").Of(Verb::kTrain),
     OnlyKeyword("progress")
         .Says("Draws a line with step, loss, tokens and bytes a second",
               "where a terminal or a notebook shows it"),
@@ -1201,8 +1200,8 @@ std::string PathOf(std::string_view section, const Setting& setting) {
   return place.empty() ? name : absl::StrCat(place, ".", name);
 }
 
-const Setting* FindFlag(std::string_view flag) {
-  return First([flag](const Setting& setting) { return setting.flag == flag; }).first;
+std::pair<const Setting*, std::string> FindFlag(std::string_view flag) {
+  return First([flag](const Setting& setting) { return !flag.empty() && setting.flag == flag; });
 }
 
 std::pair<const Setting*, std::string> FindKeyword(std::string_view keyword) {
@@ -1219,7 +1218,7 @@ std::string RangeOf(const Setting& setting, std::string_view kind) {
 std::string ChoicesOf(const Setting& setting) { return absl::StrJoin(SplitBars(setting.choices), ", "); }
 
 std::string HelpOf(std::string_view flag) {
-  const Setting* const setting = FindFlag(flag);
+  const Setting* const setting = FindFlag(flag).first;
   if (setting == nullptr) return "";
   std::string help(setting->help);
   if (!setting->fallback.empty()) absl::StrAppend(&help, " [", std::string(setting->fallback), "]");
@@ -1270,7 +1269,7 @@ std::string InKeywords(std::string_view message) {
     const bool begins = words.empty() || !(absl::ascii_isalnum(static_cast<unsigned char>(words.back())) ||
                                            words.back() == '-' || words.back() == '/');
     const size_t length = begins ? FlagLength(message) : 0;
-    const Setting* const setting = length > 0 ? FindFlag(message.substr(0, length)) : nullptr;
+    const Setting* const setting = length > 0 ? FindFlag(message.substr(0, length)).first : nullptr;
     if (setting == nullptr) {
       words += message.front();
       message.remove_prefix(1);
@@ -1313,6 +1312,74 @@ void Fill(const std::map<std::string, nlohmann::json>& served, Config* config) {
     const Setting* const setting = FindKey(path);
     if (setting != nullptr && setting->into != nullptr) setting->into(*config, value);
   }
+}
+
+namespace {
+
+// The rows that records have as they are, each once.
+template <typename Visit>
+void VisitRecorded(const Visit& visit) {
+  std::set<std::string_view> seen;
+  for (const Section& section : kSections) {
+    for (const Setting& setting : section.keys) {
+      const bool is_recorded = setting.whole && setting.from != nullptr && !setting.record.empty();
+      if (is_recorded && seen.insert(setting.record).second) visit(setting, SplitBars(setting.record));
+    }
+  }
+}
+
+}  // namespace
+
+std::map<std::string, nlohmann::json> SaidByRecord(const Config& config) {
+  std::map<std::string, nlohmann::json> said;
+  VisitRecorded([&](const Setting& setting, const std::vector<std::string>& names) {
+    const json value = setting.from(config);
+    if (value.is_null()) return;
+    for (size_t n = 0; n < names.size(); ++n) said[names[n]] = names.size() > 1 ? value[n] : value;
+  });
+  return said;
+}
+
+void CopyRecorded(const Config& from, const std::function<bool(const std::string&)>& taken, Config* to) {
+  VisitRecorded([&](const Setting& setting, const std::vector<std::string>& names) {
+    if (!taken(names.front())) return;
+    if (const json value = setting.from(from); !value.is_null()) setting.into(*to, value);
+  });
+}
+
+absl::Status Settle(const std::function<absl::StatusOr<json>(const char* name, const json& given,
+                                                             const json& otherwise)>& ask,
+                    Config* config) {
+  absl::Status status;
+  VisitRecorded([&](const Setting& setting, const std::vector<std::string>& names) {
+    if (setting.settled.empty() || !status.ok()) return;
+    const absl::StatusOr<json> value =
+        ask(names.front().c_str(), setting.from(*config), json::parse(setting.settled));
+    status = value.status();
+    if (!status.ok()) return;
+    const absl::StatusOr<json> checked =
+        CheckValue(setting, absl::StrCat("the run's record: ", names.front()), *value);
+    status = checked.status();
+    if (status.ok()) setting.into(*config, *checked);
+  });
+  return status;
+}
+
+void SettleFromPython(Config* config) {
+  VisitRecorded([config](const Setting& setting, const std::vector<std::string>&) {
+    if (setting.settled.empty() || !setting.from(*config).is_null()) return;
+    const bool differs = !setting.settled_from_python.empty();
+    setting.into(*config, json::parse(differs ? setting.settled_from_python : setting.settled));
+  });
+}
+
+json KeptFromPython(const Config& config) {
+  json kept = json::object();
+  VisitRecorded([&](const Setting& setting, const std::vector<std::string>&) {
+    const bool may_change = setting.on_resume == OnResume::kByName && !setting.keyword.empty();
+    if (may_change) kept[FindKeyword(setting.keyword).second] = setting.from(config);
+  });
+  return kept;
 }
 
 void RemoveWhatRanksMayDifferIn(nlohmann::ordered_json* config) {

@@ -5,6 +5,7 @@
 #ifndef PENSTOCK_RUN_SETTINGS_H_
 #define PENSTOCK_RUN_SETTINGS_H_
 
+#include <functional>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -62,16 +63,18 @@ struct Setting {
   KeyUse use;
   KeyType type;
   std::string_view why = "";  // kIgnored, kRefused: the rest of the line; kNeedless: for readers of the table
-  std::string_view neutral = "";  // kRefused: a JSON scalar that is as good as absent, beside null, false and
-                                  // "auto"; kIgnored: false
+  std::string_view neutral =
+      "";  // kRefused: a JSON scalar that is as good as absent, beside null, false and
+           // "auto"; kIgnored: false; served, where it has no effect: what holds all the same
   double least =
       -std::numeric_limits<double>::infinity();  // numbers and sizes: both ends belong to the range
   double most = std::numeric_limits<double>::infinity();
-  std::string_view choices = "";      // "none|cpu|nvme", spelled as served
-  std::string_view canonical = "";    // the other spelling under which it is served; "" is this one
-  bool old_name = false;              // the canonical spelling has replaced it: a note says so
-  std::string_view help = "";         // served: what it is, with its unit; no full stop
-  std::string_view fallback = "";     // what holds where nobody says
+  std::string_view infinite = "";   // a JSON scalar that infinity means; "": it is refused, as in a JSON text
+  std::string_view choices = "";    // "none|cpu|nvme", spelled as served
+  std::string_view canonical = "";  // the other spelling under which it is served; "" is this one
+  bool old_name = false;            // the canonical spelling has replaced it: a note says so
+  std::string_view help = "";       // served: what it is, with its unit; no full stop
+  std::string_view fallback = "";   // what holds where nobody says
   std::string_view from_python = "";  // the same from Python, where that differs
   std::string_view flag = "";         // "--clip"
   Verb verbs = Verb::kTrainAndPlan;   // that have the flag
@@ -83,8 +86,17 @@ struct Setting {
   std::string_view without_device = "";        // why it has no effect where no device has memory of its own
   std::string_view python_ignores = "";        // why it has no effect from Python
   std::string_view command_line_ignores = "";  // why it has no effect on the command line
-  // Puts a checked value into its place. Null: what checks configurations has turned it into another key.
+  // False: its record has more or less under these names than its value (PartOf).
+  bool whole = true;
+  std::string_view deepspeeds =
+      "";  // a JSON scalar: DeepSpeed's value of an absent key, and the Trainer's of "auto"
+  // JSON scalars, of what each run records as a whole: the value of a new run that nobody gives it to, and
+  // that from Python, where it differs.
+  std::string_view settled = "", settled_from_python = "";
+  // Puts a checked value into its place, and finds it there, null where the place is empty. Null: what checks
+  // configurations has turned it into another key.
   void (*into)(Config& config, const nlohmann::json& value) = nullptr;
+  nlohmann::json (*from)(const Config& config) = nullptr;
 
  private:
   // First, since constant expressions below need their bodies.
@@ -104,6 +116,8 @@ struct Setting {
     return With(&Setting::help, what).With(&Setting::fallback, otherwise);
   }
   constexpr Setting AtLeast(double bound) const { return With(&Setting::least, bound); }
+  constexpr Setting Neutral(std::string_view value) const { return With(&Setting::neutral, value); }
+  constexpr Setting InfinityIs(std::string_view value) const { return With(&Setting::infinite, value); }
   constexpr Setting Flag(std::string_view spelling) const { return With(&Setting::flag, spelling); }
   constexpr Setting Of(Verb which) const { return With(&Setting::verbs, which); }
   constexpr Setting Keyword(std::string_view spelling) const { return With(&Setting::keyword, spelling); }
@@ -111,6 +125,13 @@ struct Setting {
     return With(&Setting::from_python, otherwise);
   }
   constexpr Setting ByName(std::string_view names) const { return Resumes(OnResume::kByName, names); }
+  // As ByName, of a value that is recorded within another form or together with others.
+  constexpr Setting AsPart() const { return With(&Setting::whole, false); }
+  constexpr Setting PartOf(std::string_view names) const { return ByName(names).AsPart(); }
+  constexpr Setting DeepSpeeds(std::string_view value) const { return With(&Setting::deepspeeds, value); }
+  constexpr Setting Settles(std::string_view value, std::string_view otherwise = "") const {
+    return With(&Setting::settled, value).With(&Setting::settled_from_python, otherwise);
+  }
   constexpr Setting Fixed(std::string_view names) const { return Resumes(OnResume::kFixed, names); }
   constexpr Setting Once(std::string_view names) const { return Resumes(OnResume::kOnce, names); }
   constexpr Setting EachStart() const { return Resumes(OnResume::kEachStart, record); }
@@ -125,9 +146,13 @@ struct Setting {
   constexpr Setting OnCommandLine(std::string_view because) const {
     return With(&Setting::command_line_ignores, because);
   }
-  constexpr Setting Into(void (*place)(Config&, const nlohmann::json&)) const {
-    return With(&Setting::into, place);
+  constexpr Setting Into(void (*put)(Config&, const nlohmann::json&),
+                         nlohmann::json (*find)(const Config&)) const {
+    return With(&Setting::into, put).With(&Setting::from, find);
   }
+  // The value is in the optional that `Place()(config)` is.
+  template <typename Place>
+  constexpr Setting At(Place place) const;
 };
 
 // The choices of optimizer.type.
@@ -147,12 +172,13 @@ std::span<const Setting> SettingsWithoutKeys();
 // The canonical path of a key of a section: "optimizer.params.lr".
 std::string PathOf(std::string_view section, const Setting& setting);
 
-// The row of a canonical path, or of a flag; null: there is none. Of a parameter of several optimizers or
-// schedules it is the first one's.
+// The row of a canonical path; null: there is none. Of a parameter of several optimizers or schedules it is
+// the first one's.
 const Setting* FindKey(std::string_view path);
-const Setting* FindFlag(std::string_view flag);
 
-// The row of a keyword, and its canonical path, "" where configurations do not have it. Null: there is none.
+// The row of a flag ("--clip"), or of a keyword, and its canonical path, "" where configurations do not have
+// it. Null: there is none.
+std::pair<const Setting*, std::string> FindFlag(std::string_view flag);
 std::pair<const Setting*, std::string> FindKeyword(std::string_view keyword);
 
 // "Maximum global gradient norm; 0 disables clipping [1.0]". Empty for a flag without a row.
@@ -164,8 +190,8 @@ std::string RangeOf(const Setting& setting, std::string_view kind);
 // "none, cpu, nvme".
 std::string ChoicesOf(const Setting& setting);
 
-// How messages name the key that has a name in a run's record: "gradient_clipping" for "clip". A name that no
-// key has is itself.
+// How messages name the key that has a name in a run's record: "penstock.sync" for "sync". A name that no key
+// has is itself.
 std::string KeyOfRecord(std::string_view name);
 
 // The flag of what has this name in a run's record: "--clip" for "clip"; "": it has none.
@@ -183,6 +209,27 @@ bool HoldsAsConfigured(std::string_view path);
 
 // Puts checked values (CheckedKeys::served) into their places.
 void Fill(const std::map<std::string, nlohmann::json>& served, Config* config);
+
+// What a configuration says of the settings that a run records under names of their own, by those names. Of
+// what is recorded in another form (Setting::whole) there is nothing.
+std::map<std::string, nlohmann::json> SaidByRecord(const Config& config);
+
+// Gives `to` what `from` says of those settings whose name in a record (the first of several) is `taken`.
+void CopyRecorded(const Config& from, const std::function<bool(const std::string&)>& taken, Config* to);
+
+// Asks for the value of each setting that a run settles (Setting::settled): `ask` gets its name in the
+// record, what the configuration says, null where it says nothing, and what a new run has then. Its answer
+// goes into the configuration.
+absl::Status Settle(const std::function<absl::StatusOr<nlohmann::json>(
+                        const char* name, const nlohmann::json& given, const nlohmann::json& otherwise)>& ask,
+                    Config* config);
+
+// Gives what a run settles, and nobody has said, the value of a new run from Python.
+void SettleFromPython(Config* config);
+
+// By canonical path, what a run from Python may be resumed with another value of (OnResume::kByName) and has
+// a keyword.
+nlohmann::json KeptFromPython(const Config& config);
 
 // Removes the keys that may have another value on each rank: directories, and budgets of memory.
 void RemoveWhatRanksMayDifferIn(nlohmann::ordered_json* config);

@@ -1,5 +1,6 @@
 #include "run/unused_keys.h"
 
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -8,51 +9,42 @@
 namespace penstock::run {
 namespace {
 
-struct Key {
-  bool given;
-  const char* path;
-};
-
-// `why` is the row's reason; `where` goes before it.
-void AddLines(std::initializer_list<Key> keys, std::string_view Setting::*why, std::string_view where,
-              std::vector<std::string>* lines) {
-  for (const auto& [given, path] : keys) {
-    if (!given) continue;
-    lines->push_back(absl::StrCat(path, ": accepted and ignored: ", std::string(where),
-                                  where.empty() ? "" : " ", std::string(FindKey(path)->*why)));
+// A line for each key that the configuration gives and that has a reason there. `where` goes before it. What
+// is said with a feature that is off has no line, nor a value that is as good as none.
+std::vector<std::string> Lines(const Config& config, std::string_view Setting::*why, std::string_view where,
+                               const GivenValues& flags = {}) {
+  std::vector<std::string> lines;
+  for (const std::string_view section : SectionPaths()) {
+    if (section == "flops_profiler" && !config.flops_profiler.on()) continue;
+    for (const Setting& setting : SectionKeys(section)) {
+      if ((setting.*why).empty() || setting.from == nullptr || !setting.canonical.empty()) continue;
+      const nlohmann::json value = setting.from(config);
+      const bool is_neutral = !setting.neutral.empty() && value == nlohmann::json::parse(setting.neutral);
+      if (value.is_null() || is_neutral) continue;
+      const std::string flag(setting.flag);
+      lines.push_back(absl::StrCat(flags.contains(flag) ? flag : PathOf(section, setting),
+                                   ": accepted and ignored: ", std::string(where), where.empty() ? "" : " ",
+                                   std::string(setting.*why)));
+    }
   }
+  return lines;
 }
 
 }  // namespace
 
-std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view where) {
-  std::vector<std::string> lines;
-  AddLines({{config.penstock.device_memory_budget_bytes.has_value(), "penstock.device_memory"},
-            {config.aio.use_gds.value_or(false), "aio.use_gds"},
-            {config.zero.offload_optimizer.ratio.has_value(), "zero_optimization.offload_optimizer.ratio"}},
-           &Setting::without_device, where, &lines);
-  return lines;
+std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view where,
+                                          const GivenValues& flags) {
+  return Lines(config, &Setting::without_device, where, flags);
 }
 
 std::vector<std::string> KeysUnusedFromPython(const Config& config) {
   std::vector<std::string> lines = UnusedDeviceKeys(config, "from Python");
-  const FlopsProfilerConfig& profiler = config.flops_profiler;
-  if (!profiler.on()) return lines;
-  AddLines({{profiler.module_depth.has_value(), "flops_profiler.module_depth"},
-            {profiler.top_modules.has_value(), "flops_profiler.top_modules"},
-            {profiler.detailed.has_value(), "flops_profiler.detailed"}},
-           &Setting::python_ignores, "", &lines);
+  for (std::string& line : Lines(config, &Setting::python_ignores, "")) lines.push_back(std::move(line));
   return lines;
 }
 
 std::vector<std::string> KeysUnusedOnCommandLine(const Config& config) {
-  std::vector<std::string> lines;
-  AddLines({{!config.managed_gradient_accumulation.value_or(true), "managed_gradient_accumulation"},
-            {config.wandb.on(), "wandb.enabled"},
-            {config.penstock.blocks.has_value(), "penstock.blocks"},
-            {config.penstock.forwards_per_step.has_value(), "penstock.forwards_per_step"}},
-           &Setting::command_line_ignores, "", &lines);
-  return lines;
+  return Lines(config, &Setting::command_line_ignores, "");
 }
 
 }  // namespace penstock::run

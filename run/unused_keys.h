@@ -7,11 +7,14 @@
 #include <vector>
 
 #include "run/config.h"
+#include "run/given_values.h"
 
 namespace penstock::run {
 
-// Those of a device's memory, where no device holds state. where: "with --device cpu", "from Python".
-std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view where);
+// Those of a device's memory, where no device holds state. where: "with --device cpu", "from Python". Of what
+// is given by a flag that is the name.
+std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view where,
+                                          const GivenValues& flags = {});
 
 // All that have no effect from Python.
 std::vector<std::string> KeysUnusedFromPython(const Config& config);

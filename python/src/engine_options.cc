@@ -201,9 +201,6 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
 
   const run::Config& config = settings.config;
   ASSIGN_OR_RETURN(options.optimizer.algorithm, OptimizerOf(optimizer));
-  options.optimizer.clip = config.gradient_clipping.value_or(0);
-  options.optimizer.states = zero::ParseStateType(config.penstock.optimizer_states.value_or("fp32"))
-                                 .value_or(kernels::StateType::kFp32);
   run::ApplyConfig(config, &options);
   const run::PenstockConfig& own = config.penstock;
   made.breaks_down = config.wall_clock_breakdown.value_or(false);

@@ -55,8 +55,11 @@ void CheckFinite(const Json& value, const std::string& place) {
   } else if (value.is_array()) {
     for (const Json& each : value) CheckFinite(each, place);
   } else if (value.is_number_float() && !std::isfinite(value.get<double>())) {
+    const run::Setting* const setting = run::FindKey(place);
+    const std::string infinite(setting != nullptr ? setting->infinite : "");
     throw nb::value_error(absl::StrCat(place, " is ", value.get<double>(),
-                                       ": a configuration has finite numbers (0 for no gradient_clipping)")
+                                       ": a configuration has finite numbers",
+                                       infinite.empty() ? "" : absl::StrCat(" (", infinite, " for no bound)"))
                               .c_str());
   }
 }
@@ -217,7 +220,10 @@ void BindSettings(nb::module_& module) {
       .def_prop_ro(
           "managed",
           [](Self self) { return self.resolved().config.managed_gradient_accumulation.value_or(true); })
-      .def_prop_ro("clip", [](Self self) { return self.resolved().config.gradient_clipping.value_or(0); })
+      .def_prop_ro(
+          "kept", [](Self self) { return ToPython(Json(run::KeptFromPython(self.resolved().config))); },
+          nb::sig("def kept(self) -> dict[str, typing.Any]"),
+          "What a resumed run may be given another value of, by key.")
       .def_prop_ro(
           "optimizer",
           [](Self self) { return ToPython(Json(run::DescribeOptimizer(self.resolved().config.optimizer))); },

@@ -578,7 +578,8 @@ def test_a_configuration_has_the_types_that_scripts_give(tmp_path):
     with pytest.warns(UserWarning, match="communication_data_type: accepted and ignored"):
         engine = penstock.initialize(model=net(), config=config)[0]
     settings = engine._settings
-    assert (settings.clip, settings.micro_batch_size, settings.forwards, settings.blocks) == (0.5, 4, 3, ["layers.0", "layers.1"])
+    assert (settings.kept["gradient_clipping"], settings.micro_batch_size, settings.forwards) == (0.5, 4, 3)
+    assert settings.blocks == ["layers.0", "layers.1"]
     assert settings.state_dirs == [str(tmp_path)]
     engine.close()
     for wrong, told in (

@@ -74,6 +74,8 @@ TEST(Settings, EachSaysWhatItIsAndChangesTheConfiguration) {
       Config config;
       Fill({{path, ValueOf(setting)}}, &config);
       EXPECT_FALSE(config == Config()) << "a value that is read and goes nowhere";
+      EXPECT_TRUE(setting.from(Config()).is_null());
+      EXPECT_EQ(setting.from(config), ValueOf(setting)) << "what was put there is found there";
     }
   }
   EXPECT_GT(settings, 100);
@@ -134,6 +136,52 @@ TEST(Settings, TheRecordsNamesAreThoseOfTheirKeys) {
   EXPECT_FALSE(HoldsAsConfigured("zero_optimization.offload_param.nvme_path"));
   EXPECT_FALSE(HoldsAsConfigured("aio.single_submit"));
   EXPECT_FALSE(HoldsAsConfigured("no.such_key"));
+}
+
+TEST(Settings, ARecordHasWhatTheConfigurationSaysByName) {
+  EXPECT_TRUE(SaidByRecord(Config()).empty());
+  Config config;
+  Fill({{"gradient_clipping", 0.5},
+        {"optimizer.params.lr", 1e-3},
+        {"optimizer.params.betas", {0.5, 0.25}},
+        {"penstock.optimizer_states", "bf16"},
+        {"penstock.sync", "power"},
+        {"scheduler.type", "WarmupLR"},
+        {"bf16.enabled", true},
+        {"aio.queue_depth", 4}},
+       &config);
+  EXPECT_EQ(json(SaidByRecord(config)), json({{"clip", 0.5},
+                                              {"lr", 1e-3},
+                                              {"beta1", 0.5},
+                                              {"beta2", 0.25},
+                                              {"optimizer_states", "bf16"},
+                                              {"sync", "power"}}));
+  Config copy;
+  CopyRecorded(
+      config, [](const std::string& name) { return name == "beta1" || name == "lr"; }, &copy);
+  EXPECT_EQ(json(SaidByRecord(copy)), json({{"lr", 1e-3}, {"beta1", 0.5}, {"beta2", 0.25}}));
+}
+
+TEST(Settings, ARunSettlesWhatIsRecordedWithItAsAWhole) {
+  Config config;
+  config.gradient_clipping = 0.5;
+  std::map<std::string, json> asked;
+  ASSERT_TRUE(Settle(
+                  [&](const char* name, const json& given, const json& otherwise) -> absl::StatusOr<json> {
+                    asked[name] = {given, otherwise};
+                    return name == std::string("clip") ? json(0.25) : otherwise;
+                  },
+                  &config)
+                  .ok());
+  EXPECT_EQ(json(asked), json({{"clip", {0.5, 1.0}}, {"optimizer_states", {nullptr, "fp32"}}}));
+  EXPECT_EQ(config.gradient_clipping, 0.25);
+  EXPECT_EQ(config.penstock.optimizer_states, "fp32");
+  const auto damaged = [&](const json& value) {
+    return Settle([&](const char*, const json&, const json&) { return absl::StatusOr<json>(value); },
+                  &config);
+  };
+  EXPECT_THAT(damaged(-1).message(), StartsWith("the run's record: clip: must be a number of 0 or more"));
+  EXPECT_THAT(damaged("much").message(), StartsWith("the run's record: clip: must be a number"));
 }
 
 TEST(Settings, AMessageNamesSettingsAsPythonSpellsThem) {

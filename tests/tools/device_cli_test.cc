@@ -212,8 +212,9 @@ TEST_F(DeviceFlags, WrongOnesAreOneLineAndExitTwo) {
   setenv("PENSTOCK_TEST_DEVICE", "capacity=64MiB", 1);
   const std::vector<std::pair<Arguments, std::string>> wrong = {
       {{"--device", "tpu"}, "must be cpu or cuda"},
-      {{"--device", "cuda", "--device-memory", "0"}, "--device-memory 0: must be a size above 0"},
-      {{"--device", "cuda", "--device-memory", "lots"}, "--device-memory lots"},
+      {{"--device", "cuda", "--device-memory", "0"},
+       "--device-memory: must be a size such as \"4GiB\" of 1 or more, not \"0\""},
+      {{"--device", "cuda", "--device-memory", "lots"}, "--device-memory: "},
       {{"--device", "cuda", "--device-memory", "65MiB"}, "the device has 67108864"},
   };
   for (const auto& [arguments, text] : wrong) {

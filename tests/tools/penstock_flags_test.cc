@@ -65,7 +65,7 @@ TEST_F(FlagsTest, NumbersThatMakeNoSense) {
   for (const char* const verb : {"train", "plan"}) {
     cases.push_back({{verb, "--data", text_, "--state-dir", state, "--host-memory", "0"},
                      2,
-                     {"--host-memory 0: must be a size above 0, as 512MiB or 4GiB"}});
+                     {"--host-memory: must be a size such as \"4GiB\" of 1 or more, not \"0\""}});
   }
   cases.push_back({bare + Arguments{"--dtype", "int3"}, 2, {"--dtype int3", "bf16"}});
   cases.push_back({bare + Arguments{"--model", "gpt-9t"}, 2, {"gpt-9t", "gpt-125m"}});

@@ -73,15 +73,10 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const run::Config& con
                                TrainSettings* settings) {
   run::BatchRequest request;
   request.train_batch = config.train_batch_size;
-  request.micro_batch = flags.batch.has_value() ? flags.batch : config.micro_batch_per_rank;
-  request.accumulation = flags.accumulate.has_value() ? flags.accumulate : config.gradient_accumulation_steps;
+  request.micro_batch = config.micro_batch_per_rank;
+  request.accumulation = config.gradient_accumulation_steps;
   // Flags win: with both of them the file's product has nothing left to say.
   if (flags.batch.has_value() && flags.accumulate.has_value()) request.train_batch.reset();
-  for (const auto& status :
-       {CheckFlag<int64_t>("--batch", request.micro_batch.value_or(1), 1, 1 << 20),
-        CheckFlag<int64_t>("--accumulate", request.accumulation.value_or(1), 1, 1 << 20)}) {
-    RETURN_IF_ERROR(status);
-  }
   if (settings->resumes && run.value("ranks", int64_t{1}) != settings->engine.world())
     return SpreadBatch(request, run, settings);
   // Without a key that was there, all three are as in a file that never had it.

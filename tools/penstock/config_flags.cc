@@ -4,27 +4,31 @@
 #include <optional>
 
 #include "absl/strings/match.h"
+#include "run/given_values.h"
+#include "run/optimizer_options.h"
+#include "run/settings.h"
 #include "tools/penstock/durability_keys.h"
-#include "tools/penstock/optimizer_flags.h"
 #include "tools/penstock/schedule_flags.h"
 
 namespace penstock::tools {
 
 void NoteConfig(const run::Config& config, const RecordedOptions& recorded) {
   recorded.BeginConfig();
-  recorded.NoteConfig("train_batch", config.train_batch_size);
-  recorded.NoteConfig("batch", config.micro_batch_per_rank);
-  recorded.NoteConfig("accumulate", config.gradient_accumulation_steps);
-  recorded.NoteConfig("clip", config.gradient_clipping);
-  recorded.NoteConfig("optimizer_states", config.penstock.optimizer_states);
-  recorded.NoteConfig("sync", SyncSaid(config));
+  for (const auto& [name, value] : run::SaidByRecord(config)) recorded.NoteConfig(name, std::optional(value));
   recorded.NoteConfig("durability", DurabilitySaid(config));
   recorded.NoteConfig("scheduler", SchedulerSaid(config));
   recorded.NoteConfig("loss_scale", LossScaleSaid(config.fp16));
   if (config.bf16.has_value())
     recorded.NoteConfig("dtype", std::optional<std::string>(*config.bf16 ? "bf16" : "fp32"));
   if (config.fp16.enabled.value_or(false)) recorded.NoteConfig("dtype", std::optional<std::string>("fp16"));
-  NoteOptimizer(config.optimizer, recorded);
+  if (const auto meant = run::MeantOptimizer(config.optimizer); meant.has_value())
+    recorded.NoteConfig("optimizer", std::optional<std::string>(run::Name(*meant)));
+}
+
+absl::Status TakeFlags(const TrainOptions& flags, run::Config* config) {
+  run::GivenValues given = GivenFlags(flags);
+  given.erase("--state-dir");  // whose weights are apart
+  return run::TakeGiven(given, config);
 }
 
 void FillRemoved(const run::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
@@ -32,30 +36,13 @@ void FillRemoved(const run::ParsedConfig& parsed, const RecordedOptions& recorde
   if (!parsed.deepspeeds) return;  // the program's own defaults
   run::Config filled = *config;
   run::FillDefaults(parsed.autos, steps, std::max<int64_t>(1, DefaultWarmup(steps)), &filled);
-  const auto take = [&recorded](const char* name, auto& to, const auto& from) {
-    if (recorded.Removed(name)) to = from;
-  };
-  take("clip", config->gradient_clipping, filled.gradient_clipping);
-  take("lr", config->optimizer.lr, filled.optimizer.lr);
-  take("weight_decay", config->optimizer.weight_decay, filled.optimizer.weight_decay);
-  take("beta1", config->optimizer.beta1, filled.optimizer.beta1);
-  take("beta2", config->optimizer.beta2, filled.optimizer.beta2);
-  take("eps", config->optimizer.eps, filled.optimizer.eps);
-  take("momentum", config->optimizer.momentum, filled.optimizer.momentum);
+  run::CopyRecorded(
+      filled, [&recorded](const std::string& name) { return recorded.Removed(name.c_str()); }, config);
 }
 
-void FillFromFlagsAndDeepSpeed(const TrainOptions& flags, int64_t steps, run::ParsedConfig* parsed,
-                               std::vector<std::string>* filled) {
+void FillFromDeepSpeed(const TrainOptions& flags, int64_t steps, run::ParsedConfig* parsed,
+                       std::vector<std::string>* filled) {
   run::Config& config = parsed->config;
-  run::OptimizerConfig& optimizer = config.optimizer;
-  const auto fill = [](auto& open, const auto& flag) {
-    if (!open.has_value()) open = flag;
-  };
-  fill(optimizer.lr, flags.lr);
-  fill(optimizer.weight_decay, flags.weight_decay);
-  fill(config.gradient_clipping, flags.clip);
-  fill(config.micro_batch_per_rank, flags.batch);
-  fill(config.gradient_accumulation_steps, flags.accumulate);
   const bool typed = flags.dtype.value_or("auto") != "auto";
   if (typed && !config.bf16.has_value()) config.bf16 = *flags.dtype == "bf16";
   const bool warms_up = config.scheduler.has_value() &&

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "run/config.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/train_options.h"
@@ -15,14 +16,16 @@ namespace penstock::tools {
 // All that the config says of a run, before flags and defaults take its open places.
 void NoteConfig(const run::Config& config, const RecordedOptions& recorded);
 
+// Puts the flags that are settings of a config into it. Offload is that of both its blocks.
+absl::Status TakeFlags(const TrainOptions& flags, run::Config* config);
+
 // Keys that the config has lost since the run was made are as in a file that never had them.
 void FillRemoved(const run::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
                  run::Config* config);
 
-// Flags go into the places that the file leaves open, and DeepSpeed's values into the rest of those: a line
-// for each of the latter into *filled.
-void FillFromFlagsAndDeepSpeed(const TrainOptions& flags, int64_t steps, run::ParsedConfig* parsed,
-                               std::vector<std::string>* filled);
+// DeepSpeed's values go into the places that file and flags leave open: a line for each into *filled.
+void FillFromDeepSpeed(const TrainOptions& flags, int64_t steps, run::ParsedConfig* parsed,
+                       std::vector<std::string>* filled);
 
 }  // namespace penstock::tools
 

@@ -48,17 +48,13 @@ absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, const std::op
 absl::Status ResolveDevice(const TrainOptions& flags, const run::Config& config, TrainSettings* settings) {
   const auto& comm = settings->engine.comm;
   ASSIGN_OR_RETURN(const ChosenDevice chosen,
-                   ChooseDevice(flags.device.value_or("cpu"), flags.device_memory,
+                   ChooseDevice(flags.device.value_or("cpu"), /*memory=*/std::nullopt,
                                 config.penstock.device_memory_budget_bytes.value_or(0),
                                 comm != nullptr ? comm->environment().local_rank : 0));
   settings->engine.device = chosen.device;
   settings->engine.memory.device_memory_budget_bytes = chosen.budget_bytes;
   if (chosen.device->has_own_memory()) return absl::OkStatus();
-  if (flags.device_memory.has_value()) {
-    settings->notes.emplace_back(
-        "--device-memory is of no effect with --device cpu: host memory is all there is");
-  }
-  for (std::string& note : run::UnusedDeviceKeys(config, "with --device cpu"))
+  for (std::string& note : run::UnusedDeviceKeys(config, "with --device cpu", GivenFlags(flags)))
     settings->notes.push_back(std::move(note));
   return absl::OkStatus();
 }

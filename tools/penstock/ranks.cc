@@ -18,6 +18,7 @@
 #include "kernels/checksum.h"
 #include "kernels/cpu_features.h"
 #include "run/config.h"
+#include "run/settings.h"
 #include "swap/inspect.h"
 #include "tools/base/version.h"
 #include "tools/penstock/recorded_config.h"
@@ -40,44 +41,16 @@ std::string ProgramDigest() {
   return absl::StrCat(kVersion, "/", absl::Hex(kernels::Checksum(bytes.data(), bytes.size())));
 }
 
-// What each rank may have of its own is left out: memory, threads' places, and where rank 0 writes about the
-// run.
+// The flags, without what each rank may have of its own. Of data the contents are compared, by AgreeOnRun.
 nlohmann::json OptionsJson(const TrainOptions& flags) {
-  nlohmann::json json = {{"program", ProgramDigest()},
-                         {"--state-dir", flags.state_dirs},
-                         {"--resume", flags.resume},
-                         {"--overwrite", flags.overwrite},
-                         {"--skip-broken-lines", flags.skip_broken_lines}};
-  const auto add = [&json](const char* flag, const auto& value) {
-    if (value.has_value()) json[flag] = *value;
-  };
-  add("--model", flags.model);
-  add("--config", flags.config);
-  add("--offload", flags.offload);
-  add("--device", flags.device);
-  add("--dtype", flags.dtype);
-  add("--eval-every", flags.eval_every);
-  add("--eval-windows", flags.eval_windows);
-  add("--steps", flags.steps);
-  add("--batch", flags.batch);
-  add("--accumulate", flags.accumulate);
-  add("--seq", flags.seq);
-  add("--vocab", flags.vocab);
-  add("--chat-template", flags.chat_template);
-  add("--warmup", flags.warmup);
-  add("--seed", flags.seed);
-  add("--threads", flags.threads);
-  add("--checkpoint-every", flags.checkpoint_every);
-  add("--checkpoint-keep", flags.checkpoint_keep);
-  add("--checkpoint-dir", flags.checkpoint_dir);
-  add("--lr", flags.lr);
-  add("--clip", flags.clip);
-  add("--weight-decay", flags.weight_decay);
-  add("--optimizer-states", flags.optimizer_states);
-  add("--init-from", flags.init_from);
+  nlohmann::json json = {{"program", ProgramDigest()}};
+  for (const auto& [flag, value] : GivenFlags(flags)) {
+    if (!run::FindFlag(flag).first->of_rank) json[flag] = value;
+  }
+  // All are given the same directories, of which each has its own part, and the same kind of device.
+  json["--state-dir"] = flags.state_dirs;
+  json["--device"] = flags.device.value_or("cpu");
   json["--data"] = flags.data.size();
-  json["--data-weights"] = flags.data_weights;
-  add("--eval-split", flags.eval_split);
   json["--eval-data"] = flags.eval_data.has_value();
   return json;
 }

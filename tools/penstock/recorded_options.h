@@ -13,7 +13,6 @@
 
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +20,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "run/given_values.h"
 #include "run/settings.h"
 #include "zero/config/json_field.h"
 
@@ -40,8 +41,8 @@ struct Changes {
 
 class RecordedOptions {
  public:
-  // `run`: the record; null: a new run. `flags`: those that the command line gives, by name ("--lr").
-  RecordedOptions(const nlohmann::json& run, std::set<std::string> flags, Changes* changes)
+  // `run`: the record; null: a new run. `flags`: those that the command line gives.
+  RecordedOptions(const nlohmann::json& run, run::GivenValues flags, Changes* changes)
       : run_(run), flags_(std::move(flags)), changes_(changes) {}
 
   bool by_flag(const char* name) const { return flags_.count(run::FlagOfRecord(name)) > 0; }
@@ -56,7 +57,7 @@ class RecordedOptions {
   // take its open places. Only what is noted is a change when it is another.
   void BeginConfig() const { changes_->config[kAsWritten] = true; }
   template <typename T>
-  void NoteConfig(const char* name, const std::optional<T>& says) const {
+  void NoteConfig(const std::string& name, const std::optional<T>& says) const {
     if (says.has_value()) changes_->config[name] = *says;
   }
 
@@ -88,37 +89,22 @@ class RecordedOptions {
   // `otherwise`: of a new run for which nobody says anything.
   template <typename T>
   absl::StatusOr<T> Of(const char* name, const std::optional<T>& given, const T& otherwise) const {
-    const bool there = run_.is_object() && run_.contains(name);
-    const nlohmann::json recorded = there ? run_[name] : nlohmann::json();
-    T wanted = given.value_or(otherwise);
-    const nlohmann::json says = wanted;
-    const bool changes = (given.has_value() && (by_flag(name) || ConfigChanges(name, recorded))) ||
-                         (!by_flag(name) && !run::IsFixedInRecord(name) && Removed(name));
-    if (!there) return wanted;
-    const std::optional<T> read = zero::JsonField<T>(run_, name);
-    if (!read.has_value()) {
-      return absl::DataLossError(absl::StrCat("the run's record is damaged: its ", name, " is ",
-                                              recorded.dump(), "; go on from a checkpoint"));
-    }
-    const T& kept = *read;
-    if (!changes || wanted == kept) return kept;
-    if (run::IsFixedInRecord(name)) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          by_flag(name) ? absl::StrCat(run::FlagOfRecord(name), " ", says.dump())
-                        : absl::StrCat("--config: ", run::KeyOfRecord(name), " ", says.dump()),
-          ": this run was created with ", recorded.dump(), ", and its state is made of that; leave it ",
-          by_flag(name) ? "out" : "as it was", ", or start another run in another --state-dir"));
-    }
-    changes_->run[name] = wanted;
-    changes_->Tell(name, recorded.dump(), says.dump(), SourceOf(name));
-    return wanted;
+    const nlohmann::json wanted = given.has_value() ? nlohmann::json(*given) : nlohmann::json();
+    ASSIGN_OR_RETURN(const nlohmann::json value, Of(name, wanted, nlohmann::json(otherwise)));
+    if (const std::optional<T> read = zero::JsonAs<T>(value); read.has_value()) return *read;
+    return Damaged(name, value);
   }
+  // The same of values as JSON; null: it is not given.
+  absl::StatusOr<nlohmann::json> Of(const char* name, const nlohmann::json& given,
+                                    const nlohmann::json& otherwise) const;
 
  private:
+  static absl::Status Damaged(const char* name, const nlohmann::json& recorded);
+
   static constexpr const char* kAsWritten = "as_written";  // among what the config says, in the record
 
   const nlohmann::json& run_;
-  const std::set<std::string> flags_;
+  const run::GivenValues flags_;
   Changes* const changes_;
 };
 

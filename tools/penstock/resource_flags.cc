@@ -26,16 +26,7 @@ int Sharing(const zero::EngineOptions& engine) {
 
 absl::Status ResolveMemory(const TrainOptions& flags, const run::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  if (flags.host_memory.has_value()) {
-    absl::StatusOr<int64_t> bytes = ParseSize(*flags.host_memory);
-    if (!bytes.ok())
-      return WrongFlag(
-          absl::StrCat("--host-memory ", *flags.host_memory, ": ", std::string(bytes.status().message())));
-    if (*bytes <= 0)
-      return WrongFlag(
-          absl::StrCat("--host-memory ", *flags.host_memory, ": must be a size above 0, as 512MiB or 4GiB"));
-    engine.memory.host_memory_budget_bytes = *bytes;
-  } else if (config.penstock.host_memory_budget_bytes.has_value()) {
+  if (config.penstock.host_memory_budget_bytes.has_value()) {
     engine.memory.host_memory_budget_bytes = *config.penstock.host_memory_budget_bytes;
   } else if (engine.storage.offload == zero::OffloadDevice::kNvme) {
     const int sharing = Sharing(engine);

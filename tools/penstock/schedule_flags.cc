@@ -199,22 +199,20 @@ std::optional<nlohmann::json> LossScaleSaid(const run::Fp16Config& config) {
   return said;
 }
 
-absl::Status ResolveOptimizer(const TrainOptions& flags, const run::ParsedConfig& parsed,
-                              const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
+absl::Status ResolveOptimizer(const TrainOptions& flags, const RecordedOptions& recorded,
+                              const nlohmann::json& run, Changes* changes, run::ParsedConfig* parsed,
                               TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  const run::Config& config = parsed.config;
-  OptimizerFlags given;
-  given.lr = flags.lr;
-  given.weight_decay = flags.weight_decay;
-  given.states =
-      flags.optimizer_states.has_value() ? flags.optimizer_states : config.penstock.optimizer_states;
+  run::Config& config = parsed->config;
   ASSIGN_OR_RETURN(engine.optimizer.algorithm,
-                   ResolveOptimizerOptions(given, config.optimizer, recorded, &settings->to_record));
-  ASSIGN_OR_RETURN(engine.optimizer.states, ResolveOptimizerStates(given, recorded, &settings->to_record));
-  const std::optional<double> clip = flags.clip.has_value() ? flags.clip : config.gradient_clipping;
-  ASSIGN_OR_RETURN(engine.optimizer.clip, recorded.Of("clip", clip, 1.0));
-  RETURN_IF_ERROR(CheckFlag("--clip", engine.optimizer.clip, 0.0, 1e30));
+                   ResolveOptimizerOptions(config.optimizer, recorded, &settings->to_record));
+  RETURN_IF_ERROR(run::Settle(
+      [&](const char* name, const nlohmann::json& given,
+          const nlohmann::json& otherwise) -> absl::StatusOr<nlohmann::json> {
+        ASSIGN_OR_RETURN(settings->to_record[name], recorded.Of(name, given, otherwise));
+        return settings->to_record[name];
+      },
+      &config));
   ASSIGN_OR_RETURN(zero::LossScaler scaler, run::MakeLossScaler(config.fp16));
   engine.optimizer.loss_scale = scaler.options();
   const double lr = zero::LearningRate(engine.optimizer.algorithm);
@@ -223,7 +221,7 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const run::ParsedConfig
   }
   if (settings->resumes) {
     RETURN_IF_ERROR(ReviseLossScale(recorded, run, changes, &engine));
-    return ReviseSchedule(flags, parsed, recorded, run, changes, settings);
+    return ReviseSchedule(flags, *parsed, recorded, run, changes, settings);
   }
 
   if (config.scheduler.has_value() && KeepsScheduler(flags, *config.scheduler)) {
@@ -231,7 +229,7 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const run::ParsedConfig
     engine.optimizer.schedule = schedule;
     return absl::OkStatus();
   }
-  ASSIGN_OR_RETURN(engine.optimizer.schedule, OwnSchedule(flags, parsed, lr, settings->steps));
+  ASSIGN_OR_RETURN(engine.optimizer.schedule, OwnSchedule(flags, *parsed, lr, settings->steps));
   if (config.scheduler.has_value()) {
     settings->notes.push_back(absl::StrFormat(
         "%s takes the place of the config's scheduler: %d steps of warm-up, then a cosine to a "

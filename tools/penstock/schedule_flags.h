@@ -29,9 +29,10 @@ std::optional<nlohmann::json> SchedulerSaid(const run::Config& config);
 // What --config says of fp16's loss scale, key by key.
 std::optional<nlohmann::json> LossScaleSaid(const run::Fp16Config& config);
 
-// The optimizer, its clipping, loss scale and schedule. `run`: the record of a run that goes on, or null.
-absl::Status ResolveOptimizer(const TrainOptions& flags, const run::ParsedConfig& parsed,
-                              const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
+// The optimizer, its loss scale and schedule, and, in the config, what else a run settles when it begins
+// (run::Settle). `run`: the record of a run that goes on, or null.
+absl::Status ResolveOptimizer(const TrainOptions& flags, const RecordedOptions& recorded,
+                              const nlohmann::json& run, Changes* changes, run::ParsedConfig* parsed,
                               TrainSettings* settings);
 
 }  // namespace penstock::tools

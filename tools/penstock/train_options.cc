@@ -83,10 +83,15 @@ bool IsGiven(const std::vector<T>& values) {
 
 }  // namespace
 
-std::set<std::string> GivenFlags(const TrainOptions& flags) {
-  std::set<std::string> given;
-  const auto add = [&given](const char* name, const auto& value) {
-    if (IsGiven(value)) given.insert(name);
+run::GivenValues GivenFlags(const TrainOptions& flags) {
+  run::GivenValues given;
+  const auto add = [&given]<typename T>(const char* name, const T& value) {
+    if (!IsGiven(value)) return;
+    if constexpr (requires { value.value(); }) {
+      given[name] = *value;
+    } else {
+      given[name] = value;
+    }
   };
   VisitFlags(Of::kTrain, flags, add);
   return given;

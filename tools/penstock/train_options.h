@@ -4,9 +4,10 @@
 
 #include <cstdint>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
+
+#include "run/given_values.h"
 
 namespace CLI {
 class App;
@@ -34,8 +35,8 @@ struct TrainOptions {
        skip_broken_lines = false;
 };
 
-// The names ("--lr") of those that have a value.
-std::set<std::string> GivenFlags(const TrainOptions& flags);
+// The values of those that have one, by their names ("--lr"). Directories are without their weights.
+run::GivenValues GivenFlags(const TrainOptions& flags);
 
 // Adds the flags to `app`. `plans`: of the verb plan, which has --json and needs no data.
 void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans);

@@ -48,13 +48,6 @@
 namespace penstock::tools {
 namespace {
 
-absl::StatusOr<zero::OffloadDevice> ParseOffload(const std::string& text) {
-  if (text == "none") return zero::OffloadDevice::kNone;
-  if (text == "cpu") return zero::OffloadDevice::kCpu;
-  if (text == "nvme") return zero::OffloadDevice::kNvme;
-  return WrongFlag(absl::StrCat("--offload ", text, ": must be none, cpu or nvme"));
-}
-
 // The type to compute in, as a name.
 absl::StatusOr<std::string> ChooseDtype(const TrainOptions& flags, const run::Config& config,
                                         std::vector<std::string>* notes) {
@@ -77,7 +70,6 @@ absl::StatusOr<std::string> ChooseDtype(const TrainOptions& flags, const run::Co
 // DeepSpeed's answer to a file without offload is none; a --state-dir asks for a drive.
 absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& flags, const run::ParsedConfig& parsed,
                                                   std::vector<std::string>* filled) {
-  if (flags.offload.has_value()) return ParseOffload(*flags.offload);
   const std::optional<zero::OffloadDevice> given = run::CombinedOffload(parsed.config.zero);
   if (given.has_value()) return *given;
   if (!parsed.deepspeeds || !flags.state_dirs.empty() || parsed.config.penstock.state_dirs.has_value())
@@ -143,7 +135,9 @@ class Resolver {
         settings_.notes.push_back(std::move(note));
       RETURN_IF_ERROR(
           ResolveElasticity(flags_, engine_.world(), /*starts=*/needs_data_, &config_, &settings_.notes));
+      NoteConfig(config_, recorded_);
     }
+    RETURN_IF_ERROR(TakeFlags(flags_, &config_));
     if (needs_data_ && flags_.data.empty()) return WrongFlag("--data FILE is needed: the text to learn");
     if (flags_.resume && flags_.overwrite) return WrongFlag("--resume and --overwrite: one or the other");
     RETURN_IF_ERROR(ChooseStorage());
@@ -156,7 +150,7 @@ class Resolver {
     RETURN_IF_ERROR(ChooseSequences());
     RETURN_IF_ERROR(ChooseSeedAndThreads());
     RETURN_IF_ERROR(ChooseComputeType());
-    RETURN_IF_ERROR(ResolveOptimizer(flags_, parsed_, recorded_, run_, &changes_, &settings_));
+    RETURN_IF_ERROR(ResolveOptimizer(flags_, recorded_, run_, &changes_, &parsed_, &settings_));
     RETURN_IF_ERROR(ResolveDurability(config_, recorded_, &settings_));
     ChooseDataOrder();
     RETURN_IF_ERROR(ResolveText(flags_, run_, &settings_));
@@ -230,7 +224,6 @@ class Resolver {
     if (starts_over) engine_.storage.checkpoints.replaces.emplace();
     // As the file has it: what fills its open places depends on the run's other flags.
     if (flags_.config.has_value()) {
-      NoteConfig(config_, recorded_);
       ASSIGN_OR_RETURN(nlohmann::json recorded, ConfigToRecord(*flags_.config));
       if (!recorded.empty() || (settings_.resumes && run_.contains(kRecordedConfigKey)))
         settings_.to_record[kRecordedConfigKey] = std::move(recorded);
@@ -239,6 +232,7 @@ class Resolver {
     if (!settings_.resumes || !run_.contains(kRecordedConfigKey)) return absl::OkStatus();
     const nlohmann::json& recorded = run_[kRecordedConfigKey];
     ASSIGN_OR_RETURN(config_, ConfigFromRecord(recorded));
+    RETURN_IF_ERROR(TakeFlags(flags_, &config_));
     if (!recorded.empty())
       settings_.notes.push_back(absl::StrCat("as this run's last --config said: ", RecordedKeys(recorded)));
     return absl::OkStatus();
@@ -420,7 +414,7 @@ class Resolver {
     // On resume the record has what was filled when the run was created.
     if (settings_.resumes) FillRemoved(parsed_, recorded_, settings_.steps, &config_);
     if (parsed_.deepspeeds && !settings_.resumes)
-      FillFromFlagsAndDeepSpeed(flags_, settings_.steps, &parsed_, &filled_);
+      FillFromDeepSpeed(flags_, settings_.steps, &parsed_, &filled_);
     if (!filled_.empty()) {
       settings_.notes.push_back(absl::StrCat("what ", *flags_.config,
                                              " leaves open is as in DeepSpeed, and what is \"auto\" as in "
@@ -632,7 +626,6 @@ class Resolver {
                           {"vocab", settings_.vocab},
                           {"seed", static_cast<int64_t>(engine_.seed)},
                           {"threads", engine_.intra_op_threads},
-                          {"clip", engine_.optimizer.clip},
                           {"blas", zero::DescribeBlas().name}};
     if (engine_.world() > 1) engine_.resume.run["ranks"] = engine_.world();
     if (engine_.storage.checkpoints.any()) {

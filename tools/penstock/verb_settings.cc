@@ -17,7 +17,7 @@ int RunSettings(int argc, const char* const* argv, std::ostream& out, std::ostre
   app.add_option("name", name,
                  "Path in the JSON (penstock.order), flag (clip) or keyword of penstock.initialize");
   // A setting's flag is a name here.
-  const bool is_name = argc == 2 && run::FindFlag(argv[1]) != nullptr;
+  const bool is_name = argc == 2 && run::FindFlag(argv[1]).first != nullptr;
   if (is_name) {
     name = argv[1];
   } else if (const std::optional<int> code = ParseFlags(app, argc, argv, out, err)) {

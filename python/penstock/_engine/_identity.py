@@ -45,8 +45,7 @@ def identity_of(described: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
     return {
         "optimizer": {name: value for name, value in described.items() if name not in _OF_GROUPS},
         "groups": [{"lr": _plain(group.get("initial_lr", group["lr"])), **values_of(group)} for group in groups],
-        "gradient_clipping": settings.clip,
-        "gradient_accumulation_steps": settings.micro_batches,
+        **settings.kept,
         "schedule": None if settings.schedule is None else json.dumps(settings.schedule),
         "scheduler": _scheduler_of(scheduler),
     }
@@ -93,7 +92,7 @@ def changes(before: Optional[Mapping[str, Any]], now: Mapping[str, Any]) -> List
                 continue
             end = ": the run's own goes on, and engine.optimizer.param_groups changes it" if name == "lr" else ""
             told.append(f"{name} of group {number} is {value} and was {first.get(name)}{end}")
-    for name in ("gradient_clipping", "gradient_accumulation_steps", "schedule"):
+    for name in [name for name in now if name not in ("optimizer", "groups", "scheduler")]:
         if before.get(name) != now[name]:
             told.append(f"{name} is {now[name]} and was {before.get(name)}")
     told += _changes_of_scheduler(before.get("scheduler"), now["scheduler"])

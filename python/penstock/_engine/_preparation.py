@@ -365,11 +365,10 @@ class Preparation:
             "config": settings.shared_config(),
             "dtype": settings.dtype,
             "offload": settings.offload,
-            "clip": settings.clip,
+            **settings.kept,
             "micro_batches": settings.forwards,
             "optimizer_states": settings.optimizer_states,
             "schedule": settings.schedule,
-            "gradient_accumulation_steps": settings.micro_batches,
             "monitors": settings.monitors,
             "groups": {
                 f"{block} {name}": group if trains else "frozen" for block, parameters in described for name, _, trains, group, *_ in parameters
