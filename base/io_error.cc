@@ -123,6 +123,12 @@ int ErrnoOf(const absl::Status& status) {
   return failure == std::errc() && end != text.data() + text.size() && *end == ')' ? error : 0;
 }
 
+absl::Status StreamError(std::string_view what) {
+  const int error = errno;
+  if (error != 0) return absl::ErrnoToStatus(error, std::string(what));
+  return absl::UnknownError(absl::StrCat(std::string(what), ": failed, and the system did not say why"));
+}
+
 std::string OneLine(std::string_view text, size_t most) {
   std::string line(text.substr(0, most));
   for (char& c : line) {

@@ -41,6 +41,10 @@ int ErrnoOf(const absl::Status& status);
 // "Input/output error (errno 5)".
 std::string ErrnoText(int error);
 
+// What became of a C++ stream, after `what`: errno's error, or where the stream did not leave one, kUnknown;
+// never OK.
+absl::Status StreamError(std::string_view what);
+
 // Text from outside as a part of a message of one line: control characters become '?', and what is longer
 // than `most` bytes is cut off with "...".
 std::string OneLine(std::string_view text, size_t most = 200);

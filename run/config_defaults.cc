@@ -191,7 +191,7 @@ std::vector<std::string> FillDefaults(const std::set<std::string>& autos, int64_
   FillBatch(open, *config);
   for (const Setting& setting : SectionKeys("")) {
     if (setting.deepspeeds.empty() || !setting.from(*config).is_null()) continue;
-    const nlohmann::json value = nlohmann::json::parse(setting.deepspeeds);
+    const nlohmann::json value = ScalarOf(setting.deepspeeds);
     setting.into(*config, value);
     open.Say(std::string(setting.name), absl::StrCat(value.get<double>()));
   }

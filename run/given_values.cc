@@ -17,7 +17,7 @@ absl::StatusOr<ordered_json> AsConfigured(const Setting& setting, const std::str
                                           const ordered_json& value) {
   if (setting.type == KeyType::kPaths && value.is_string()) return ordered_json::array({value});
   if (!value.is_number_float() || std::isfinite(value.get<double>())) return value;
-  if (value.get<double>() > 0 && !setting.infinite.empty()) return ordered_json::parse(setting.infinite);
+  if (value.get<double>() > 0 && !setting.infinite.empty()) return ordered_json(ScalarOf(setting.infinite));
   return absl::InvalidArgumentError(
       absl::StrCat(spelling, " is ", value.get<double>(), ": must be ", RangeOf(setting, "a number")));
 }

@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "base/json.h"
 #include "run/config.h"
 #include "run/config_names.h"
 
@@ -1138,6 +1139,8 @@ constexpr auto kSections = std::to_array<Section>({
 
 }  // namespace
 
+json ScalarOf(std::string_view scalar) { return ParseJson(scalar, "").value(); }
+
 std::span<const Setting> SectionKeys(std::string_view section) {
   for (const Section& s : kSections) {
     if (s.path == section) return s.keys;
@@ -1354,7 +1357,7 @@ absl::Status Settle(const std::function<absl::StatusOr<json>(const char* name, c
   VisitRecorded([&](const Setting& setting, const std::vector<std::string>& names) {
     if (setting.settled.empty() || !status.ok()) return;
     const absl::StatusOr<json> value =
-        ask(names.front().c_str(), setting.from(*config), json::parse(setting.settled));
+        ask(names.front().c_str(), setting.from(*config), ScalarOf(setting.settled));
     status = value.status();
     if (!status.ok()) return;
     const absl::StatusOr<json> checked =
@@ -1369,7 +1372,7 @@ void SettleFromPython(Config* config) {
   VisitRecorded([config](const Setting& setting, const std::vector<std::string>&) {
     if (setting.settled.empty() || !setting.from(*config).is_null()) return;
     const bool differs = !setting.settled_from_python.empty();
-    setting.into(*config, json::parse(differs ? setting.settled_from_python : setting.settled));
+    setting.into(*config, ScalarOf(differs ? setting.settled_from_python : setting.settled));
   });
 }
 

@@ -155,6 +155,9 @@ struct Setting {
   constexpr Setting At(Place place) const;
 };
 
+// The value that a row's JSON scalar is (Setting::neutral, infinite, deepspeeds, settled).
+nlohmann::json ScalarOf(std::string_view scalar);
+
 // The choices of optimizer.type.
 inline constexpr std::string_view kServedOptimizers = "Adam|AdamW|Adagrad|Lion|SGD";
 

@@ -19,7 +19,7 @@ std::vector<std::string> Lines(const Config& config, std::string_view Setting::*
     for (const Setting& setting : SectionKeys(section)) {
       if ((setting.*why).empty() || setting.from == nullptr || !setting.canonical.empty()) continue;
       const nlohmann::json value = setting.from(config);
-      const bool is_neutral = !setting.neutral.empty() && value == nlohmann::json::parse(setting.neutral);
+      const bool is_neutral = !setting.neutral.empty() && value == ScalarOf(setting.neutral);
       if (value.is_null() || is_neutral) continue;
       const std::string flag(setting.flag);
       lines.push_back(absl::StrCat(flags.contains(flag) ? flag : PathOf(section, setting),

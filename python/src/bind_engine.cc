@@ -37,7 +37,7 @@
 #include "settings.h"
 #include "swap/inspect.h"
 #include "tiering/plan/byte_size.h"
-#include "tools/penstock/planned_model.h"
+#include "tools/pages/planned_model.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"

@@ -12,14 +12,14 @@
 #include <vector>
 
 #include "tools/base/cli.h"
+#include "tools/base/verbs.h"
 #include "tools/ds/ds_io_bench.h"
 #include "tools/ds/ds_io_tune.h"
-#include "tools/penstock/generate_flags.h"
-#include "tools/penstock/plan_generate.h"
-#include "tools/penstock/verb_env.h"
-#include "tools/penstock/verb_estimate.h"
-#include "tools/penstock/verb_settings.h"
-#include "tools/penstock/verbs.h"
+#include "tools/generate/generate_flags.h"
+#include "tools/generate/plan_generate.h"
+#include "tools/machine/verb_env.h"
+#include "tools/machine/verb_estimate.h"
+#include "tools/pages/verb_settings.h"
 #include "zero/config/nearest_name.h"
 
 namespace nb = nanobind;

@@ -23,7 +23,7 @@
 #include "owned.h"
 #include "swap/safetensors.h"
 #include "swap/store.h"
-#include "tools/penstock/state_reader.h"
+#include "tools/state/state_reader.h"
 #include "zero/compute/tile_format.h"
 #include "zero/engine/state_identity.h"
 #include "zero/ranks/sharded_state.h"

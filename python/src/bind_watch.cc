@@ -14,9 +14,9 @@
 #include "base/json.h"
 #include "engine_options.h"
 #include "errors.h"
+#include "run/watch/monitors.h"
 #include "settings.h"
 #include "swap/inspect.h"
-#include "tools/monitor/monitors.h"
 #include "tools/pages/report_page.h"
 #include "tools/pages/run_files.h"
 #include "zero/ranks/sharded_state.h"
@@ -38,14 +38,14 @@ class PyMonitors {
   void Append(const std::string& entry) { RaiseUnlessOk(monitors_.Append(ParseJson(entry))); }
 
  private:
-  static tools::Monitors Open(const PySettings& settings, const std::string& run_id, bool resumes,
-                              const std::vector<std::string>& replaces, bool scales_loss) {
-    const tools::MonitorOwner owner{.run_id = run_id,
-                                    .resumes = resumes,
-                                    .replaces = std::set<std::string>(replaces.begin(), replaces.end())};
-    return ValueOrRaise(tools::Monitors::Open(settings.resolved().config, owner, scales_loss));
+  static run::Monitors Open(const PySettings& settings, const std::string& run_id, bool resumes,
+                            const std::vector<std::string>& replaces, bool scales_loss) {
+    const run::MonitorOwner owner{.run_id = run_id,
+                                  .resumes = resumes,
+                                  .replaces = std::set<std::string>(replaces.begin(), replaces.end())};
+    return ValueOrRaise(run::Monitors::Open(settings.resolved().config, owner, scales_loss));
   }
-  tools::Monitors monitors_;
+  run::Monitors monitors_;
 };
 
 // Of the last commit's record; "null" where that does not say it.

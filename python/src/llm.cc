@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/status_macros.h"
-#include "tools/penstock/generate_flags.h"
+#include "tools/generate/generate_flags.h"
 #include "zero/memory/thread_times.h"
 
 namespace penstock::python {

@@ -27,8 +27,8 @@
 #include "absl/status/statusor.h"
 #include "generate/generator.h"
 #include "models/text_sampler.h"
-#include "tools/penstock/generate_text.h"
-#include "tools/penstock/text_model.h"
+#include "tools/generate/generate_text.h"
+#include "tools/generate/text_model.h"
 
 namespace penstock::python {
 

@@ -4,7 +4,7 @@
 
 #include "absl/status/status.h"
 #include "aio/profile.h"
-#include "tools/penstock/plan_text.h"
+#include "tools/pages/plan_text.h"
 
 namespace penstock::python {
 

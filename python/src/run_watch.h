@@ -12,9 +12,9 @@
 #include <string>
 
 #include "engine_options.h"
+#include "run/watch/comms_log.h"
+#include "run/watch/step_breakdown.h"
 #include "tiering/simulate/run_prediction.h"
-#include "tools/penstock/comms_log.h"
-#include "tools/penstock/step_breakdown.h"
 #include "zero/engine/engine.h"
 #include "zero/engine/report.h"
 
@@ -44,9 +44,9 @@ class RunWatch {
   zero::Report report_;
   std::unique_ptr<tiering::RunPrediction> prediction_;
   std::atomic<int64_t> committed_ = 0;
-  std::atomic<bool> trains_ = false;               // the pass that is open, or was the last
-  std::optional<tools::StepBreakdown> breakdown_;  // empty: nobody asked
-  std::optional<tools::CommsLog> exchanges_;       // likewise
+  std::atomic<bool> trains_ = false;             // the pass that is open, or was the last
+  std::optional<run::StepBreakdown> breakdown_;  // empty: nobody asked
+  std::optional<run::CommsLog> exchanges_;       // likewise
   std::string breakdown_line_;
 };
 

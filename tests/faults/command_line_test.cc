@@ -41,7 +41,7 @@
 #include "base/small_file.h"
 #include "tests/faults/faulty_calls.h"
 #include "tests/soak.h"
-#include "tools/penstock/verbs.h"
+#include "tools/base/verbs.h"
 
 // Drives are not measured here: each start would write most of a gigabyte. (The linker puts this in the place
 // of aio::MeasureDevice: --wrap in CMakeLists.txt.)

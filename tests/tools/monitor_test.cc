@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "run/watch/csv_monitor.h"
+#include "run/watch/event_file.h"
+#include "run/watch/monitors.h"
+#include "run/watch/prometheus_file.h"
 #include "tests/tampered_call.h"
-#include "tools/monitor/csv_monitor.h"
-#include "tools/monitor/event_file.h"
-#include "tools/monitor/monitors.h"
-#include "tools/monitor/prometheus_file.h"
 
 namespace penstock::tools {
 namespace {
@@ -44,7 +44,7 @@ class MonitorTest : public testing::Test {
   std::string Lr() const { return dir_ + "/Train_Samples_lr.csv"; }
   // Opens, begins and appends one value for each of `samples`.
   template <typename Sink>
-  absl::Status Run(const MonitorOwner& owner, int64_t begin, const std::vector<int64_t>& samples) const {
+  absl::Status Run(const run::MonitorOwner& owner, int64_t begin, const std::vector<int64_t>& samples) const {
     auto sink = Sink::Open(dir_, owner);
     if (!sink.ok()) return sink.status();
     if (absl::Status status = (*sink)->Begin(begin); !status.ok()) return status;
@@ -67,10 +67,10 @@ class MonitorTest : public testing::Test {
     std::vector<int64_t> steps;
     const std::string all = Read(path);
     for (std::string_view rest = all; !rest.empty();) {
-      const auto record = ReadEventRecord(rest);
+      const auto record = run::ReadEventRecord(rest);
       EXPECT_TRUE(record.ok()) << record.status();
       if (!record.ok()) break;
-      const auto event = ReadEvent(record->message);
+      const auto event = run::ReadEvent(record->message);
       EXPECT_TRUE(event.ok());
       if (event->second == kLr) steps.push_back(event->first);
       rest.remove_prefix(record->bytes);
@@ -81,7 +81,7 @@ class MonitorTest : public testing::Test {
 };
 
 TEST_F(MonitorTest, CsvFilesAreDeepSpeeds) {
-  auto csv = CsvMonitor::Open(dir_ + "/job", {.run_id = "mine"});
+  auto csv = run::CsvMonitor::Open(dir_ + "/job", {.run_id = "mine"});
   ASSERT_TRUE(csv.ok()) << csv.status();
   ASSERT_TRUE((*csv)->Begin(0).ok());
   ASSERT_TRUE((*csv)->Append(8, {{"Train/Samples/train_loss", 5.5}, {kLr, 3e-4}}).ok());
@@ -93,37 +93,38 @@ TEST_F(MonitorTest, CsvFilesAreDeepSpeeds) {
 }
 
 TEST_F(MonitorTest, AResumedRunAppendsAndRepeatsNoSample) {
-  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
   Write(Lr(), Read(Lr()) + "32,4");  // torn by a kill
   // It goes on from 16: 24 comes again, and 16 is handed over once more.
-  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 16, {16, 24, 32}).ok());
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "mine", .resumes = true}, 16, {16, 24, 32}).ok());
   EXPECT_EQ(Read(Lr()), "step,lr\r\n8,1.0\r\n16,2.0\r\n24,3.0\r\n32,4.0\r\n");
 }
 
 TEST_F(MonitorTest, AnotherRunsSamplesAreLeftAloneUnlessItIsReplaced) {
-  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "first"}, 0, {8}).ok());
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "first"}, 0, {8}).ok());
   const std::string before = Read(Lr());
-  for (const MonitorOwner& owner :
-       {MonitorOwner{.run_id = "new"}, MonitorOwner{.run_id = "other", .resumes = true}}) {
-    const absl::Status status = Run<CsvMonitor>(owner, 0, {4});
+  for (const run::MonitorOwner& owner :
+       {run::MonitorOwner{.run_id = "new"}, run::MonitorOwner{.run_id = "other", .resumes = true}}) {
+    const absl::Status status = Run<run::CsvMonitor>(owner, 0, {4});
     EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr("first"));
     EXPECT_EQ(Read(Lr()), before);
   }
-  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "new", .replaces = {"first"}}, 0, {4}).ok());
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "new", .replaces = {"first"}}, 0, {4}).ok());
   EXPECT_EQ(Read(Lr()), "step,lr\r\n4,0.5\r\n");
 }
 
 TEST_F(MonitorTest, WhatDeepSpeedWroteIsGoneOnWith) {
   const std::string theirs = "step,lr\r\n8,0.1\r\nstep,lr\r\n16,0.2\r\n";  // of two of its processes
   Write(Lr(), theirs);
-  EXPECT_FALSE(Run<CsvMonitor>({.run_id = "mine"}, 0, {8}).ok()) << "a new run does not go on";
-  EXPECT_FALSE(Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 8, {16}).ok()) << "16 is not to be cut";
+  EXPECT_FALSE(Run<run::CsvMonitor>({.run_id = "mine"}, 0, {8}).ok()) << "a new run does not go on";
+  EXPECT_FALSE(Run<run::CsvMonitor>({.run_id = "mine", .resumes = true}, 8, {16}).ok())
+      << "16 is not to be cut";
   EXPECT_EQ(Read(Lr()), theirs);
-  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 16, {24}).ok());
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "mine", .resumes = true}, 16, {24}).ok());
   EXPECT_EQ(Read(Lr()), theirs + "24,3.0\r\n");
   Write(Lr(), "a diary\n");
-  EXPECT_FALSE(Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 16, {24}).ok());
+  EXPECT_FALSE(Run<run::CsvMonitor>({.run_id = "mine", .resumes = true}, 16, {24}).ok());
   EXPECT_EQ(Read(Lr()), "a diary\n");
 }
 
@@ -138,54 +139,55 @@ std::string Hex(const std::string& bytes) {
 
 // As tensorboard 2.21 writes these three events (its RecordWriter and protobuf's SerializeToString).
 TEST(EventFile, RecordsAreTensorBoards) {
-  EXPECT_EQ(Hex(EventRecord(FileVersionEvent(1700000000.25))),
+  EXPECT_EQ(Hex(run::EventRecord(run::FileVersionEvent(1700000000.25))),
             "1800000000000000a37f4b220900001040fc54d9411a0d627261696e2e4576656e743a32338d2fe9");
   EXPECT_EQ(
-      Hex(EventRecord(ScalarEvent(1700000000.5, 300, {"Train/Samples/train_loss", 2.5}))),
+      Hex(run::EventRecord(run::ScalarEvent(1700000000.5, 300, {"Train/Samples/train_loss", 2.5}))),
       "2f000000000000006d5d1d500900002040fc54d94110ac022a210a1f0a18547261696e2f53616d706c65732f747261696e5f"
       "6c6f737315000020400bca208e");
   EXPECT_EQ(
-      Hex(EventRecord(ScalarEvent(1700000001.0, int64_t{1} << 40, {kLr, 3e-4}))),
+      Hex(run::EventRecord(run::ScalarEvent(1700000001.0, int64_t{1} << 40, {kLr, 3e-4}))),
       "2b00000000000000861bc34b0900004040fc54d941108080808080202a190a170a10547261696e2f53616d706c65732f6c72"
       "1552499d390fdda947");
 }
 
 TEST(EventFile, DamageIsSeen) {
-  const std::string record = EventRecord(ScalarEvent(1, 7, {kLr, 1}));
-  ASSERT_TRUE(ReadEventRecord(record).ok());
-  EXPECT_EQ(*ReadEvent(ReadEventRecord(record)->message), (std::pair<int64_t, std::string>{7, kLr}));
+  const std::string record = run::EventRecord(run::ScalarEvent(1, 7, {kLr, 1}));
+  ASSERT_TRUE(run::ReadEventRecord(record).ok());
+  EXPECT_EQ(*run::ReadEvent(run::ReadEventRecord(record)->message),
+            (std::pair<int64_t, std::string>{7, kLr}));
   for (size_t i = 0; i < record.size(); ++i) {
     std::string damaged = record;
     damaged[i] = static_cast<char>(damaged[i] ^ 0x10);
-    EXPECT_TRUE(absl::IsDataLoss(ReadEventRecord(damaged).status())) << i;
-    EXPECT_TRUE(absl::IsOutOfRange(ReadEventRecord(record.substr(0, i)).status())) << i;
+    EXPECT_TRUE(absl::IsDataLoss(run::ReadEventRecord(damaged).status())) << i;
+    EXPECT_TRUE(absl::IsOutOfRange(run::ReadEventRecord(record.substr(0, i)).status())) << i;
     // Whatever the message is, it is read or refused.
-    (void)ReadEvent(std::string_view(damaged).substr(12, damaged.size() - 16));
-    (void)ReadEvent(std::string_view(record).substr(12, i));
+    (void)run::ReadEvent(std::string_view(damaged).substr(12, damaged.size() - 16));
+    (void)run::ReadEvent(std::string_view(record).substr(12, i));
   }
 }
 
 TEST_F(MonitorTest, AnEventFileIsGoneOnWithFromItsLastWholeRecord) {
-  ASSERT_TRUE(Run<EventFile>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
   ASSERT_THAT(EventFiles(), SizeIs(1));
   const std::string path = EventFiles()[0];
-  Write(path, Read(path) + EventRecord(ScalarEvent(1, 32, {kLr, 4})).substr(0, 30));
-  ASSERT_TRUE(Run<EventFile>({.run_id = "mine", .resumes = true}, 16, {16, 24, 32}).ok());
+  Write(path, Read(path) + run::EventRecord(run::ScalarEvent(1, 32, {kLr, 4})).substr(0, 30));
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "mine", .resumes = true}, 16, {16, 24, 32}).ok());
   EXPECT_THAT(EventFiles(), ElementsAre(path));
   EXPECT_THAT(Steps(), ElementsAre(8, 16, 24, 32));
 }
 
 // Any bit, but in the last record: a file that is damaged is not taken for one that a kill cut short.
 TEST_F(MonitorTest, AnEventFileWithAFlippedBitStaysAsItIsAndAnotherIsBegun) {
-  ASSERT_TRUE(Run<EventFile>({.run_id = "mine"}, 0, {8, 16, 24, 32}).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "mine"}, 0, {8, 16, 24, 32}).ok());
   const std::string path = EventFiles().at(0), whole = Read(path);
   for (size_t byte = 0; byte < whole.size(); byte += 5) {
     std::string damaged = whole;
     damaged[byte] = static_cast<char>(damaged[byte] ^ 0x04);
     Write(path, damaged);
     // Twice: the new file is the one that is gone on with.
-    ASSERT_TRUE(Run<EventFile>({.run_id = "mine", .resumes = true}, 32, {40, 48}).ok()) << byte;
-    ASSERT_TRUE(Run<EventFile>({.run_id = "mine", .resumes = true}, 40, {48, 56}).ok()) << byte;
+    ASSERT_TRUE(Run<run::EventFile>({.run_id = "mine", .resumes = true}, 32, {40, 48}).ok()) << byte;
+    ASSERT_TRUE(Run<run::EventFile>({.run_id = "mine", .resumes = true}, 40, {48, 56}).ok()) << byte;
     EXPECT_EQ(Read(path), damaged) << byte;
     std::vector<std::string> files = EventFiles();
     std::sort(files.begin(), files.end());
@@ -197,10 +199,10 @@ TEST_F(MonitorTest, AnEventFileWithAFlippedBitStaysAsItIsAndAnotherIsBegun) {
 }
 
 TEST_F(MonitorTest, WhatCannotBeReadIsNeitherCutNorTakenForNothing) {
-  ASSERT_TRUE(Run<EventFile>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
-  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
   const std::string path = EventFiles().at(0), events = Read(path), lines = Read(Lr());
-  const MonitorOwner resumed{.run_id = "mine", .resumes = true};
+  const run::MonitorOwner resumed{.run_id = "mine", .resumes = true};
   const std::string right = lines.substr(0, lines.find("24,"));
   for (const bool csv : {false, true}) {
     bool reached = true;
@@ -210,7 +212,9 @@ TEST_F(MonitorTest, WhatCannotBeReadIsNeitherCutNorTakenForNothing) {
       const Tampered ran = RunTampered(
           {.calls = {SYS_read, SYS_pread64, SYS_readv, SYS_getdents64, SYS_openat}, .at = at, .error = EIO},
           [&] {
-            return (csv ? Run<CsvMonitor>(resumed, 16, {}) : Run<EventFile>(resumed, 16, {})).ok() ? 0 : 1;
+            return (csv ? Run<run::CsvMonitor>(resumed, 16, {}) : Run<run::EventFile>(resumed, 16, {})).ok()
+                       ? 0
+                       : 1;
           });
       if (!ran.can) GTEST_SKIP() << "no process can be traced here";
       reached = ran.reached;
@@ -231,11 +235,11 @@ TEST_F(MonitorTest, WhatCannotBeReadIsNeitherCutNorTakenForNothing) {
 
 // 96 for a 16: all behind it would go.
 TEST_F(MonitorTest, AFlippedDigitOfASampleCutsNothing) {
-  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine"}, 0, {8, 16, 24, 32}).ok());
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "mine"}, 0, {8, 16, 24, 32}).ok());
   std::string damaged = Read(Lr());
   damaged[damaged.find("16,")] = '9';
   Write(Lr(), damaged);
-  const absl::Status status = Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 24, {32});
+  const absl::Status status = Run<run::CsvMonitor>({.run_id = "mine", .resumes = true}, 24, {32});
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
   EXPECT_EQ(Read(Lr()), damaged);
 }
@@ -243,45 +247,45 @@ TEST_F(MonitorTest, AFlippedDigitOfASampleCutsNothing) {
 TEST_F(MonitorTest, ALongEventFileIsReadInPieces) {
   std::vector<int64_t> samples;
   for (int64_t x = 1; x <= 3000; ++x) samples.push_back(x);  // 200 KB
-  ASSERT_TRUE(Run<EventFile>({.run_id = "mine"}, 0, samples).ok());
-  ASSERT_TRUE(Run<EventFile>({.run_id = "mine", .resumes = true}, 2999, {2999, 3000}).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "mine"}, 0, samples).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "mine", .resumes = true}, 2999, {2999, 3000}).ok());
   EXPECT_EQ(Steps(), samples);
 }
 
 TEST_F(MonitorTest, EventFilesOfOtherRunsStayAndThoseOfAReplacedOneGo) {
-  ASSERT_TRUE(Run<EventFile>({.run_id = "first"}, 0, {8}).ok());
-  ASSERT_TRUE(Run<EventFile>({.run_id = "second"}, 0, {8}).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "first"}, 0, {8}).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "second"}, 0, {8}).ok());
   EXPECT_THAT(EventFiles(), SizeIs(2));
-  ASSERT_TRUE(Run<EventFile>({.run_id = "third", .replaces = {"first", "second"}}, 0, {4}).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "third", .replaces = {"first", "second"}}, 0, {4}).ok());
   ASSERT_THAT(EventFiles(), ElementsAre(HasSubstr(".third")));
   EXPECT_THAT(Steps(), ElementsAre(4));
 }
 
 TEST_F(MonitorTest, WhatCannotBeADirectoryIsRefused) {
   Write(dir_ + "/file", "");
-  const absl::Status status = CsvMonitor::Open(dir_ + "/file/job", {.run_id = "mine"}).status();
+  const absl::Status status = run::CsvMonitor::Open(dir_ + "/file/job", {.run_id = "mine"}).status();
   EXPECT_TRUE(absl::IsInvalidArgument(status));
   EXPECT_THAT(std::string(status.message()),
               testing::AllOf(HasSubstr("csv_monitor"), HasSubstr("/file/job")));
-  EXPECT_FALSE(EventFile::Open(dir_ + "/file/job", {.run_id = "mine"}).ok());
+  EXPECT_FALSE(run::EventFile::Open(dir_ + "/file/job", {.run_id = "mine"}).ok());
 }
 
 TEST(Monitors, NamesAreDeepSpeeds) {
   const auto tags = [](const nlohmann::json& entry, bool scales_loss) {
     std::vector<std::string> names;
-    for (const Scalar& scalar : ScalarsOf(entry, scales_loss)) names.push_back(scalar.tag);
+    for (const run::Scalar& scalar : run::ScalarsOf(entry, scales_loss)) names.push_back(scalar.tag);
     return names;
   };
   const nlohmann::json step = {{"step", 1}, {"loss", nullptr}, {"lr", 0.5}, {"loss_scale", 4}};
   EXPECT_THAT(tags(step, false), ElementsAre("Train/Samples/train_loss", "Train/Samples/lr"));
   EXPECT_THAT(tags(step, true),
               ElementsAre("Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/loss_scale"));
-  EXPECT_TRUE(std::isnan(ScalarsOf(step, false)[0].value));
+  EXPECT_TRUE(std::isnan(run::ScalarsOf(step, false)[0].value));
   EXPECT_THAT(tags({{"step", 1}, {"loss", 2}, {"windows", 3}}, true), ElementsAre("Train/Samples/eval_loss"));
 }
 
 TEST(Monitors, NoneIsOnUnlessTheConfigSaysSo) {
-  const auto monitors = Monitors::Open(run::Config{}, {.run_id = "mine"}, false);
+  const auto monitors = run::Monitors::Open(run::Config{}, {.run_id = "mine"}, false);
   ASSERT_TRUE(monitors.ok());
   EXPECT_FALSE(monitors->any());
 }
@@ -289,26 +293,28 @@ TEST(Monitors, NoneIsOnUnlessTheConfigSaysSo) {
 // The text exposition format of Prometheus, as its manual has it.
 TEST(PrometheusText, LabelsAreEscapedAndNumbersWritten) {
   const double inf = std::numeric_limits<double>::infinity();
-  EXPECT_EQ(PrometheusText({{.name = "a_total",
-                             .help = "Of all.",
-                             .type = Metric::Type::kCounter,
-                             .samples = {{.labels = {{"cause", "read"}}, .value = 0.1},
-                                         {.labels = {{"cause", "x\"\\\n"}}, .value = 12345678901}}},
-                            {.name = "b", .help = "H", .samples = {{.labels = {}, .value = -inf}}},
-                            {.name = "c", .help = "H", .samples = {{.labels = {}, .value = std::nan("")}}}},
-                           {{"run_id", "r"}}),
-            "# HELP a_total Of all.\n# TYPE a_total counter\n"
-            "a_total{run_id=\"r\",cause=\"read\"} 0.10000000000000001\n"
-            "a_total{run_id=\"r\",cause=\"x\\\"\\\\\\n\"} 12345678901\n"
-            "# HELP b H\n# TYPE b gauge\nb{run_id=\"r\"} -Inf\n"
-            "# HELP c H\n# TYPE c gauge\nc{run_id=\"r\"} NaN\n");
+  EXPECT_EQ(
+      run::PrometheusText({{.name = "a_total",
+                            .help = "Of all.",
+                            .type = run::Metric::Type::kCounter,
+                            .samples = {{.labels = {{"cause", "read"}}, .value = 0.1},
+                                        {.labels = {{"cause", "x\"\\\n"}}, .value = 12345678901}}},
+                           {.name = "b", .help = "H", .samples = {{.labels = {}, .value = -inf}}},
+                           {.name = "c", .help = "H", .samples = {{.labels = {}, .value = std::nan("")}}}},
+                          {{"run_id", "r"}}),
+      "# HELP a_total Of all.\n# TYPE a_total counter\n"
+      "a_total{run_id=\"r\",cause=\"read\"} 0.10000000000000001\n"
+      "a_total{run_id=\"r\",cause=\"x\\\"\\\\\\n\"} 12345678901\n"
+      "# HELP b H\n# TYPE b gauge\nb{run_id=\"r\"} -Inf\n"
+      "# HELP c H\n# TYPE c gauge\nc{run_id=\"r\"} NaN\n");
 }
 
 TEST(PrometheusFile, WhatCannotBeWrittenIsToldOnceUntilItCan) {
   std::string directory = (std::filesystem::temp_directory_path() / "prometheus_test.XXXXXX").string();
   ASSERT_NE(mkdtemp(directory.data()), nullptr);
-  PrometheusFile file(directory + "/run.prom", {});
-  const std::vector<Metric> metrics = {{.name = "a", .help = "H", .samples = {{.labels = {}, .value = 1}}}};
+  run::PrometheusFile file(directory + "/run.prom", {});
+  const std::vector<run::Metric> metrics = {
+      {.name = "a", .help = "H", .samples = {{.labels = {}, .value = 1}}}};
   EXPECT_TRUE(file.Write(metrics).ok());
   for (int i = 0; i < 2; ++i) {
     std::filesystem::remove_all(directory);

@@ -14,12 +14,12 @@
 #include <string>
 #include <vector>
 
+#include "tools/base/verbs.h"
 #include "tools/pages/chart.h"
 #include "tools/pages/markup.h"
 #include "tools/pages/plan_page.h"
 #include "tools/pages/step_charts.h"
 #include "tools/pages/trace_view.h"
-#include "tools/penstock/verbs.h"
 
 namespace penstock::tools {
 namespace {

@@ -1,5 +1,5 @@
 // What --config said holds when the run goes on without it.
-#include "tools/penstock/recorded_config.h"
+#include "run/record/recorded_config.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -122,10 +122,10 @@ TEST_F(RecordedConfigTest, EveryServedKeyThatIsKeptComesBackAsItWas) {
       std::replace(pointer.begin(), pointer.end(), '.', '/');
       config[json::json_pointer(pointer)] = value;
       WriteFile(dir_ + "/one.json", config.dump());
-      const auto recorded = ConfigToRecord(dir_ + "/one.json");
+      const auto recorded = run::ConfigToRecord(dir_ + "/one.json");
       ASSERT_TRUE(recorded.ok()) << recorded.status();
       ASSERT_TRUE(recorded->contains(path)) << *recorded;
-      const auto again = ConfigFromRecord(*recorded);
+      const auto again = run::ConfigFromRecord(*recorded);
       ASSERT_TRUE(again.ok()) << again.status();
       // What is read from it is what is kept of it.
       json said;
@@ -135,7 +135,7 @@ TEST_F(RecordedConfigTest, EveryServedKeyThatIsKeptComesBackAsItWas) {
         said[json::json_pointer(at)] = what;
       }
       WriteFile(dir_ + "/two.json", said.dump());
-      EXPECT_EQ(*ConfigToRecord(dir_ + "/two.json"), *recorded);
+      EXPECT_EQ(*run::ConfigToRecord(dir_ + "/two.json"), *recorded);
     }
   }
 }
@@ -147,12 +147,12 @@ TEST_F(RecordedConfigTest, WhatTheRecordHasByNameIsNotKeptTwice) {
     "penstock": {"sync": "power", "durability": "step", "optimizer_states": "fp32", "versions": 2},
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x", "buffer_count": 4},
                           "stage3_max_live_parameters": "auto"}})");
-  EXPECT_EQ(*ConfigToRecord(dir_ + "/ds.json"),
+  EXPECT_EQ(*run::ConfigToRecord(dir_ + "/ds.json"),
             (json{{"zero_optimization.stage", 3}, {"zero_optimization.offload_optimizer.buffer_count", 4}}));
 }
 
 TEST_F(RecordedConfigTest, WhatALaterVersionKeptIsNamedWithTheWayOut) {
-  const auto config = ConfigFromRecord(json{{"penstock.of_times_to_come", 1}});
+  const auto config = run::ConfigFromRecord(json{{"penstock.of_times_to_come", 1}});
   ASSERT_FALSE(config.ok());
   EXPECT_TRUE(absl::IsDataLoss(config.status()));
   EXPECT_THAT(config.status().message(), AllOf(HasSubstr("of_times_to_come"), HasSubstr("--config FILE")));

@@ -1,5 +1,5 @@
 // Whose lines a log takes, cuts and leaves alone.
-#include "tools/penstock/train_log.h"
+#include "run/watch/train_log.h"
 
 #include <gtest/gtest.h>
 
@@ -29,9 +29,9 @@ class TrainLogTest : public testing::Test {
     return text.str();
   }
   // What Open says, having changed nothing.
-  absl::Status Try(const LogOwner& owner) const {
+  absl::Status Try(const run::LogOwner& owner) const {
     const std::string before = Read();
-    const absl::Status status = TrainLog::Open(path_, owner).status();
+    const absl::Status status = run::TrainLog::Open(path_, owner).status();
     EXPECT_EQ(Read(), before);
     if (!status.ok()) {
       EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
@@ -43,7 +43,7 @@ class TrainLogTest : public testing::Test {
 
 TEST_F(TrainLogTest, EveryLineHasTheRunsIdAndAnotherRunsLogIsLeftAlone) {
   {
-    auto log = TrainLog::Open(path_, {.run_id = "mine"});
+    auto log = run::TrainLog::Open(path_, {.run_id = "mine"});
     ASSERT_TRUE(log.ok()) << log.status();
     ASSERT_TRUE((*log)->Append({{"step", 1}, {"loss", 0.5}}).ok());
     ASSERT_TRUE((*log)->Append({{"step", 1}, {"loss", 0.25}, {"windows", 3}}).ok());
@@ -53,15 +53,15 @@ TEST_F(TrainLogTest, EveryLineHasTheRunsIdAndAnotherRunsLogIsLeftAlone) {
   EXPECT_EQ(Read(),
             "{\"step\": 1, \"loss\": 0.5, \"run_id\": \"mine\"}\n"
             "{\"step\": 1, \"loss\": 0.25, \"windows\": 3, \"run_id\": \"mine\"}\n");
-  EXPECT_EQ(TrainLog::RunIdIn(path_).value(), "mine");
+  EXPECT_EQ(run::TrainLog::RunIdIn(path_).value(), "mine");
   EXPECT_FALSE(Try({.run_id = "mine"}).ok()) << "a new run needs a log of its own";
   EXPECT_FALSE(Try({.run_id = "other", .resumes = true}).ok());
   EXPECT_TRUE(Try({.run_id = "mine", .resumes = true}).ok());
 }
 
 TEST_F(TrainLogTest, WhatStandsAsideIsNoStepAndIsCutWithTheStepsBehindIt) {
-  const LogOwner owner{.run_id = "mine", .resumes = true};
-  auto log = TrainLog::Open(path_, owner);
+  const run::LogOwner owner{.run_id = "mine", .resumes = true};
+  auto log = run::TrainLog::Open(path_, owner);
   ASSERT_TRUE(log.ok()) << log.status();
   ASSERT_TRUE((*log)->Append({{"step", 1}, {"loss", 0.5}}).ok());
   (*log)->AppendAside({{"step", 1}, {"seconds", 60.5}, {"stuck", "stuck: a"}});
@@ -87,7 +87,7 @@ TEST_F(TrainLogTest, ALogThatCannotBeReadIsNeverCut) {
     Write(lines + "{\"step\": 30");
     const Tampered ran =
         RunTampered({.calls = {SYS_read, SYS_pread64, SYS_readv}, .at = at, .error = EIO}, [&] {
-          auto log = TrainLog::Open(path_, {.run_id = "mine", .resumes = true});
+          auto log = run::TrainLog::Open(path_, {.run_id = "mine", .resumes = true});
           absl::Status status = log.status();
           if (status.ok()) status = (*log)->Begin();
           if (status.ok()) status = (*log)->CutAfter(2990);
@@ -110,7 +110,7 @@ TEST_F(TrainLogTest, AFlippedDigitOfAStepCutsNothing) {
       "{\"step\": 3, \"run_id\": \"mine\"}\n"
       "{\"step\": 4, \"run_id\": \"mine\"}\n";
   Write(damaged);
-  auto log = TrainLog::Open(path_, {.run_id = "mine", .resumes = true});
+  auto log = run::TrainLog::Open(path_, {.run_id = "mine", .resumes = true});
   ASSERT_TRUE(log.ok()) << log.status();
   ASSERT_TRUE((*log)->Begin().ok());
   const absl::Status status = (*log)->CutAfter(3);
@@ -123,20 +123,20 @@ TEST_F(TrainLogTest, ATornLineOfAnotherRunStaysAndOnesOwnGoes) {
   const std::string line = "{\"step\": 1, \"run_id\": \"mine\"}\n";
   Write(line + "{\"step\": 2, \"run_");
   EXPECT_FALSE(Try({.run_id = "other", .resumes = true}).ok());
-  const LogOwner owner{.run_id = "mine", .resumes = true};
+  const run::LogOwner owner{.run_id = "mine", .resumes = true};
   EXPECT_TRUE(Try(owner).ok());
-  ASSERT_TRUE((*TrainLog::Open(path_, owner))->Begin().ok());
+  ASSERT_TRUE((*run::TrainLog::Open(path_, owner))->Begin().ok());
   EXPECT_EQ(Read(), line);
 }
 
 // Another process may write to it until the run is this one's.
 TEST_F(TrainLogTest, WhatWasWrittenBetweenOpenAndBeginIsSeen) {
-  const LogOwner owner{.run_id = "mine", .resumes = true};
+  const run::LogOwner owner{.run_id = "mine", .resumes = true};
   const auto line = [](int step) {
     return "{\"step\": " + std::to_string(step) + ", \"run_id\": \"mine\"}\n";
   };
   Write(line(1) + "{\"step\": 2, ");  // it is just being written
-  auto log = TrainLog::Open(path_, owner);
+  auto log = run::TrainLog::Open(path_, owner);
   ASSERT_TRUE(log.ok()) << log.status();
   EXPECT_EQ((*log)->last_step(), 1);
   Write(line(1) + line(2) + line(3));
@@ -147,7 +147,7 @@ TEST_F(TrainLogTest, WhatWasWrittenBetweenOpenAndBeginIsSeen) {
   EXPECT_EQ(Read(), line(1) + line(2) + line(3) + line(4));
   // Likewise one that was empty, of a new run.
   std::filesystem::remove(path_);
-  log = TrainLog::Open(path_, {.run_id = "new"});
+  log = run::TrainLog::Open(path_, {.run_id = "new"});
   ASSERT_TRUE(log.ok()) << log.status();
   Write(line(1));
   EXPECT_TRUE(absl::IsFailedPrecondition((*log)->Begin()));
@@ -155,10 +155,10 @@ TEST_F(TrainLogTest, WhatWasWrittenBetweenOpenAndBeginIsSeen) {
 }
 
 TEST_F(TrainLogTest, TheLogOfARunThatIsReplacedGoesWhenTheNewOneBegins) {
-  const LogOwner owner{.run_id = "new", .replaces = {"old"}};
+  const run::LogOwner owner{.run_id = "new", .replaces = {"old"}};
   const std::string old = "{\"step\": 1, \"run_id\": \"old\"}\n{\"step\": 2, ";
   Write(old);
-  auto log = TrainLog::Open(path_, owner);
+  auto log = run::TrainLog::Open(path_, owner);
   ASSERT_TRUE(log.ok()) << log.status();
   EXPECT_EQ(Read(), old);
   EXPECT_EQ((*log)->last_step(), 0);
@@ -180,7 +180,7 @@ TEST_F(TrainLogTest, LinesWithoutAnIdAreThoseOfARunFromBeforeThereWereIds) {
   EXPECT_FALSE(Try({.run_id = "mine", .resumes = true}).ok());
   EXPECT_FALSE(Try({.run_id = "mine", .resumes = true, .nameless_until = 1}).ok());
   {
-    auto log = TrainLog::Open(path_, {.run_id = "mine", .resumes = true, .nameless_until = 2});
+    auto log = run::TrainLog::Open(path_, {.run_id = "mine", .resumes = true, .nameless_until = 2});
     ASSERT_TRUE(log.ok()) << log.status();
     ASSERT_TRUE((*log)->Append({{"step", 3}}).ok());
   }
@@ -194,7 +194,7 @@ TEST_F(TrainLogTest, LinesWithoutAnIdAreThoseOfARunFromBeforeThereWereIds) {
 }
 
 TEST_F(TrainLogTest, CutsWhatComesAgainAndAddsWhatIsMissing) {
-  auto log = TrainLog::Open(path_, {.run_id = "mine"});
+  auto log = run::TrainLog::Open(path_, {.run_id = "mine"});
   ASSERT_TRUE(log.ok()) << log.status();
   for (int step = 1; step <= 4; ++step) {
     ASSERT_TRUE((*log)->Append({{"step", step}}).ok());
@@ -214,7 +214,7 @@ TEST_F(TrainLogTest, CutsWhatComesAgainAndAddsWhatIsMissing) {
 
 TEST_F(TrainLogTest, APipeOrADeviceIsWrittenToAndNotLookedAt) {
   for (const bool resumes : {false, true}) {
-    auto log = TrainLog::Open("/dev/null", {.run_id = "mine", .resumes = resumes});
+    auto log = run::TrainLog::Open("/dev/null", {.run_id = "mine", .resumes = resumes});
     ASSERT_TRUE(log.ok()) << log.status();
     EXPECT_TRUE((*log)->Append({{"step", 1}}).ok());
   }

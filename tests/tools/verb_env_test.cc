@@ -1,4 +1,4 @@
-#include "tools/penstock/verb_env.h"
+#include "tools/machine/verb_env.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

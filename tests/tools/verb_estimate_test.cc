@@ -1,4 +1,4 @@
-#include "tools/penstock/verb_estimate.h"
+#include "tools/machine/verb_estimate.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

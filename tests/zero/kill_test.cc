@@ -22,7 +22,7 @@
 #include "swap/inspect.h"
 #include "tests/soak.h"
 #include "tests/zero/training.h"
-#include "tools/penstock/train_log.h"
+#include "run/watch/train_log.h"
 #include "zero/engine/report.h"
 #include "zero/engine/restore.h"
 

@@ -72,12 +72,6 @@ int OrBug(const std::function<int()>& run, std::string_view program, std::string
   return kExitFailed;
 }
 
-absl::Status StreamError(std::string_view what) {
-  const int error = errno;
-  if (error != 0) return absl::ErrnoToStatus(error, std::string(what));
-  return absl::UnknownError(absl::StrCat(std::string(what), ": failed, and the system did not say why"));
-}
-
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err) {
   err << std::string(program) << ": " << OneLine(std::string(status.message())) << "\n" << std::flush;
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||

@@ -43,9 +43,6 @@ inline constexpr std::string_view kNoMemory =
 int OrBug(const std::function<int()>& run, std::string_view program, std::string_view arguments,
           std::ostream& err);
 
-// What became of a stream: errno's error, or where the stream did not leave one, kUnknown; never OK.
-absl::Status StreamError(std::string_view what);
-
 // `text` with line breaks and other control characters as blanks.
 std::string OneLine(std::string_view text);
 

@@ -22,7 +22,7 @@
 #include "aio/clock.h"
 #include "aio/io_error.h"
 #include "base/status_macros.h"
-#include "tools/base/whole_file.h"
+#include "base/whole_file.h"
 #include "tools/ds/ds_io_gpu.h"
 #include "tools/ds/ds_io_transfer.h"
 

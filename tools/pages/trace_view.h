@@ -1,6 +1,6 @@
 // One step of a trace: what ran on which lane, what compute waited for, and what lay in which slot.
 //
-// From the file that --trace wrote (tools/penstock/trace.h), or from the simulator's operations.
+// From the file that --trace wrote (tools/pages/trace.h), or from the simulator's operations.
 #ifndef PENSTOCK_TOOLS_PAGES_TRACE_VIEW_H_
 #define PENSTOCK_TOOLS_PAGES_TRACE_VIEW_H_
 

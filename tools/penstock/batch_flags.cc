@@ -5,7 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "run/elasticity.h"
-#include "tools/penstock/flag_check.h"
+#include "tools/base/flag_check.h"
 
 namespace penstock::tools {
 namespace {
@@ -69,8 +69,8 @@ absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool st
 }
 
 absl::Status ResolveBatchSizes(const TrainOptions& flags, const run::Config& config,
-                               const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
-                               TrainSettings* settings) {
+                               const run::RecordedOptions& recorded, const nlohmann::json& run,
+                               run::Changes* changes, TrainSettings* settings) {
   run::BatchRequest request;
   request.train_batch = config.train_batch_size;
   request.micro_batch = config.micro_batch_per_rank;

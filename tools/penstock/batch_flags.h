@@ -10,7 +10,7 @@
 
 #include "absl/status/status.h"
 #include "run/config.h"
-#include "tools/penstock/recorded_options.h"
+#include "run/record/recorded_options.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 
@@ -24,8 +24,8 @@ absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool st
 
 // `run`: the record of a run that goes on, or null.
 absl::Status ResolveBatchSizes(const TrainOptions& flags, const run::Config& config,
-                               const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
-                               TrainSettings* settings);
+                               const run::RecordedOptions& recorded, const nlohmann::json& run,
+                               run::Changes* changes, TrainSettings* settings);
 
 }  // namespace penstock::tools
 

@@ -6,15 +6,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
+#include "base/output_path.h"
 #include "base/status_macros.h"
+#include "run/record/run_record.h"
 #include "swap/checkpoint.h"
 #include "swap/checkpoint_lock.h"
-#include "tools/base/output_path.h"
+#include "tools/base/flag_check.h"
 #include "tools/base/process_start.h"
-#include "tools/penstock/flag_check.h"
 #include "tools/penstock/ranks.h"
-#include "tools/penstock/run_record.h"
-#include "tools/penstock/state_reader.h"
+#include "tools/state/state_reader.h"
 #include "zero/config/json_field.h"
 #include "zero/ranks/agree.h"
 
@@ -78,7 +78,7 @@ absl::Status CheckWasThere(const TrainOptions& flags, const zero::EngineOptions&
   }
   ASSIGN_OR_RETURN(const bool there, IsDirectory(DefaultCheckpoints(flags.state_dirs)));
   if (there) return absl::OkStatus();
-  const absl::Status found = FindRun(flags.state_dirs).status();
+  const absl::Status found = run::FindRun(flags.state_dirs).status();
   return absl::IsFailedPrecondition(found) ? found : absl::OkStatus();
 }
 
@@ -132,7 +132,7 @@ absl::Status SeeReplaced(TrainSettings* settings) {
       places.push_back({*newest});
   }
   for (const std::vector<std::string>& place : places) {
-    const absl::StatusOr<nlohmann::json> run = FindRun(place);
+    const absl::StatusOr<nlohmann::json> run = run::FindRun(place);
     if (run.ok() && run->is_object())
       settings->replaces.insert(zero::JsonField<std::string>(*run, "run_id").value_or(""));
   }

@@ -12,7 +12,7 @@
 
 namespace penstock::tools {
 
-void NoteConfig(const run::Config& config, const RecordedOptions& recorded) {
+void NoteConfig(const run::Config& config, const run::RecordedOptions& recorded) {
   recorded.BeginConfig();
   for (const auto& [name, value] : run::SaidByRecord(config)) recorded.NoteConfig(name, std::optional(value));
   recorded.NoteConfig("durability", DurabilitySaid(config));
@@ -31,7 +31,7 @@ absl::Status TakeFlags(const TrainOptions& flags, run::Config* config) {
   return run::TakeGiven(given, config);
 }
 
-void FillRemoved(const run::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
+void FillRemoved(const run::ParsedConfig& parsed, const run::RecordedOptions& recorded, int64_t steps,
                  run::Config* config) {
   if (!parsed.deepspeeds) return;  // the program's own defaults
   run::Config filled = *config;

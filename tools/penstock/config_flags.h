@@ -8,19 +8,19 @@
 
 #include "absl/status/status.h"
 #include "run/config.h"
-#include "tools/penstock/recorded_options.h"
+#include "run/record/recorded_options.h"
 #include "tools/penstock/train_options.h"
 
 namespace penstock::tools {
 
 // All that the config says of a run, before flags and defaults take its open places.
-void NoteConfig(const run::Config& config, const RecordedOptions& recorded);
+void NoteConfig(const run::Config& config, const run::RecordedOptions& recorded);
 
 // Puts the flags that are settings of a config into it. Offload is that of both its blocks.
 absl::Status TakeFlags(const TrainOptions& flags, run::Config* config);
 
 // Keys that the config has lost since the run was made are as in a file that never had them.
-void FillRemoved(const run::ParsedConfig& parsed, const RecordedOptions& recorded, int64_t steps,
+void FillRemoved(const run::ParsedConfig& parsed, const run::RecordedOptions& recorded, int64_t steps,
                  run::Config* config);
 
 // DeepSpeed's values go into the places that file and flags leave open: a line for each into *filled.

@@ -8,7 +8,7 @@
 #include "base/status_macros.h"
 #include "run/unused_keys.h"
 #include "tiering/plan/byte_size.h"
-#include "tools/penstock/flag_check.h"
+#include "tools/base/flag_check.h"
 #include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/test_device.h"
 

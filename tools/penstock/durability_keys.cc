@@ -64,7 +64,7 @@ void RestoreDurability(const run::Config& config, const nlohmann::json& run, zer
                 DurabilitySaid(config).value_or(run.value("durability", kEachStep)), engine);
 }
 
-absl::Status ResolveDurability(const run::Config& config, const RecordedOptions& recorded,
+absl::Status ResolveDurability(const run::Config& config, const run::RecordedOptions& recorded,
                                TrainSettings* settings) {
   if (settings->resumes) {
     RETURN_IF_ERROR(CheckVersions(config, settings->engine));

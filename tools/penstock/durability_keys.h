@@ -9,7 +9,7 @@
 
 #include "absl/status/status.h"
 #include "run/config.h"
-#include "tools/penstock/recorded_options.h"
+#include "run/record/recorded_options.h"
 #include "tools/penstock/train_settings.h"
 
 namespace penstock::tools {
@@ -23,7 +23,7 @@ void TakeDurability(const run::Config& config, zero::EngineOptions* engine);
 // What a checkpoint's run is restored with: as it was made, but for what the config says.
 void RestoreDurability(const run::Config& config, const nlohmann::json& run, zero::EngineOptions* engine);
 // Of a run, once it is known whether it goes on. kFailedPrecondition: its store was made for something else.
-absl::Status ResolveDurability(const run::Config& config, const RecordedOptions& recorded,
+absl::Status ResolveDurability(const run::Config& config, const run::RecordedOptions& recorded,
                                TrainSettings* settings);
 // What is of no effect without a drive.
 void NoteDurability(const run::Config& config, TrainSettings* settings);

@@ -2,8 +2,8 @@
 
 #include "base/status_macros.h"
 #include "generate/device_pass.h"
+#include "tools/base/verbs.h"
 #include "tools/penstock/device_flags.h"
-#include "tools/penstock/verbs.h"
 #include "zero/compute/libtorch/threads.h"
 
 namespace penstock::tools {

@@ -4,7 +4,7 @@
 
 #include "absl/status/status.h"
 #include "generate/generator.h"
-#include "tools/penstock/generate_flags.h"
+#include "tools/generate/generate_flags.h"
 
 namespace penstock::tools {
 

@@ -10,7 +10,7 @@
 #include "kernels/float16.h"
 #include "models/family.h"
 #include "models/frozen_weights.h"
-#include "tools/penstock/base_files.h"
+#include "tools/state/base_files.h"
 
 namespace penstock::tools {
 

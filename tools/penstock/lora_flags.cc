@@ -8,7 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/status_macros.h"
-#include "tools/penstock/flag_check.h"
+#include "tools/base/flag_check.h"
 
 namespace penstock::tools {
 namespace {

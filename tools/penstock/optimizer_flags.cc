@@ -13,7 +13,8 @@ namespace {
 // Collects values into the record as they are decided, and the first error.
 class Resolver {
  public:
-  Resolver(const RecordedOptions& recorded, nlohmann::json* record) : recorded_(recorded), record_(*record) {}
+  Resolver(const run::RecordedOptions& recorded, nlohmann::json* record)
+      : recorded_(recorded), record_(*record) {}
 
   template <typename T>
   void Take(const char* name, const std::optional<T>& given, T* value) {
@@ -28,7 +29,7 @@ class Resolver {
   const absl::Status& status() const { return status_; }
 
  private:
-  const RecordedOptions& recorded_;
+  const run::RecordedOptions& recorded_;
   nlohmann::json& record_;
   absl::Status status_;
 };
@@ -36,7 +37,7 @@ class Resolver {
 }  // namespace
 
 absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const run::OptimizerConfig& config,
-                                                               const RecordedOptions& recorded,
+                                                               const run::RecordedOptions& recorded,
                                                                nlohmann::json* record) {
   Resolver resolver(recorded, record);
   std::optional<std::string> configured;

@@ -6,7 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "run/config.h"
-#include "tools/penstock/recorded_options.h"
+#include "run/record/recorded_options.h"
 #include "zero/compute/optimizer.h"
 
 namespace penstock::tools {
@@ -14,7 +14,7 @@ namespace penstock::tools {
 // `config` has the flags. What it leaves open has the defaults of DeepSpeed and LibTorch, but AdamW's rate is
 // 3e-4 and its decay 0.01. `record` takes everything that a resumed run must find again.
 absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const run::OptimizerConfig& config,
-                                                               const RecordedOptions& recorded,
+                                                               const run::RecordedOptions& recorded,
                                                                nlohmann::json* record);
 
 }  // namespace penstock::tools

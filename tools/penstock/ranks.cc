@@ -18,12 +18,12 @@
 #include "kernels/checksum.h"
 #include "kernels/cpu_features.h"
 #include "run/config.h"
+#include "run/record/recorded_config.h"
+#include "run/record/recorded_options.h"
 #include "run/settings.h"
 #include "swap/inspect.h"
 #include "tools/base/version.h"
-#include "tools/penstock/recorded_config.h"
-#include "tools/penstock/recorded_options.h"
-#include "tools/penstock/state_reader.h"
+#include "tools/state/state_reader.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
 #include "zero/ranks/agree.h"
@@ -234,7 +234,7 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   same.erase("data_fingerprint");
   if (same.contains("tokenizer")) same["tokenizer"].erase("path");
   same.erase("model_directory");
-  same.erase(kRecordedConfigKey);  // paths of each host; what matters of it is below
+  same.erase(run::kRecordedConfigKey);  // paths of each host; what matters of it is below
   const zero::TileFormat format = zero::FormatOf(engine);
   same["--dtype"] = std::string(zero::DTypeName(format.weights));
   same["--threads"] = engine.intra_op_threads;
@@ -247,7 +247,7 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   same["goes on"] = settings.resumes;
   same["overwrites"] = engine.storage.overwrite;
   same["changes"] = engine.resume.run_changes;
-  same["changes"].erase(kRecordedConfigKey);
+  same["changes"].erase(run::kRecordedConfigKey);
   same["optimizer states"] = std::string(zero::StateTypeName(format.states));
   same["loss scale"] = engine.optimizer.loss_scale.ToJson();
   if (engine.optimizer.schedule.has_value()) same["scheduler"] = engine.optimizer.schedule->ToJson();

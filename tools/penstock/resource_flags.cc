@@ -8,10 +8,10 @@
 #include "base/status_macros.h"
 #include "run/config_options.h"
 #include "run/unused_keys.h"
+#include "tools/base/flag_check.h"
 #include "tools/base/size.h"
 #include "tools/penstock/device_flags.h"
-#include "tools/penstock/flag_check.h"
-#include "tools/penstock/state_reader.h"
+#include "tools/state/state_reader.h"
 #include "zero/memory/thread_times.h"
 
 namespace penstock::tools {

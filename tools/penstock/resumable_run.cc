@@ -6,13 +6,13 @@
 #include "base/directory.h"
 #include "base/status_macros.h"
 #include "models/family.h"
+#include "run/record/run_record.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tools/penstock/checkpoint_flags.h"
 #include "tools/penstock/durability_keys.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
-#include "tools/penstock/run_record.h"
 #include "zero/engine/restore.h"
 #include "zero/ranks/sharded_state.h"
 
@@ -40,7 +40,7 @@ absl::StatusOr<nlohmann::json> FindWithoutDrive(const TrainOptions& flags,
         absl::StrCat("no checkpoint in ", engine.storage.checkpoints.parent, ": starting over"));
     return nlohmann::json();
   }
-  absl::StatusOr<nlohmann::json> run = FindRun(engine.storage.state_dirs);
+  absl::StatusOr<nlohmann::json> run = run::FindRun(engine.storage.state_dirs);
   if (absl::IsFailedPrecondition(run.status()) && !newest.ok()) {
     ASSIGN_OR_RETURN(const bool nothing, KeptNothing(engine.storage.state_dirs));
     if (nothing) run = nlohmann::json();
@@ -80,8 +80,8 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config,
   }
   // Before it is looked at more closely: what is overwritten is that or nothing.
   engine.storage.overwrites_only = swap::SeeCommits(engine.storage.state_dirs);
-  absl::StatusOr<nlohmann::json> run = FindRun(engine.storage.state_dirs);
-  const bool overwritten = IsOverwritten(run.status());
+  absl::StatusOr<nlohmann::json> run = run::FindRun(engine.storage.state_dirs);
+  const bool overwritten = run::IsOverwritten(run.status());
   const bool alone = engine.comm == nullptr;
   if (!run.ok() && !(overwritten && (newest.ok() || !alone))) return run;
   bool from_checkpoint = newest.ok() && (overwritten || run->is_null());
@@ -104,11 +104,11 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config,
     settings->notes.push_back(
         absl::StrCat("training restores ", engine.storage.state_dirs.front(), " from ", *newest));
     *restores = true;
-    return FindRun({*newest});
+    return run::FindRun({*newest});
   }
   if (from_checkpoint) {
     // The state is gone, and a checkpoint is left.
-    ASSIGN_OR_RETURN(const nlohmann::json kept, FindRun({*newest}));
+    ASSIGN_OR_RETURN(const nlohmann::json kept, run::FindRun({*newest}));
     if (!alone && kept.is_object()) {
       const auto model = models::ModelFromJson(kept["model"]);  // one that is unknown is told of later
       if (model.ok()) RETURN_IF_ERROR(CheckOneProcess(**model, engine.world()));
@@ -118,7 +118,7 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config,
     settings->notes.push_back(
         absl::StrCat("restored ", engine.storage.state_dirs.front(), " from ", *newest));
     settings->goes_back = true;
-    return FindRun(engine.storage.state_dirs);
+    return run::FindRun(engine.storage.state_dirs);
   }
   if (run->is_null()) {
     settings->decisions.push_back(

@@ -10,7 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
-#include "tools/penstock/train_log.h"
+#include "run/watch/train_log.h"
 
 namespace penstock::tools {
 namespace {
@@ -39,7 +39,7 @@ absl::StatusOr<std::string> LoggedOrNew(const TrainOptions& flags, const TrainSe
   const std::string what = WhatItIs(options);
   std::string logged;
   if (flags.resume && flags.log.has_value()) {
-    ASSIGN_OR_RETURN(logged, TrainLog::RunIdIn(*flags.log));
+    ASSIGN_OR_RETURN(logged, run::TrainLog::RunIdIn(*flags.log));
   }
   const bool durable = options.storage.offload == zero::OffloadDevice::kNvme &&
                        options.storage.durability == zero::Durability::kStep;

@@ -27,18 +27,18 @@ absl::StatusOr<std::unique_ptr<RunJournal>> RunJournal::Open(const TrainOptions&
   auto journal = absl::WrapUnique(new RunJournal(flags, *settings));
   zero::EngineOptions& options = settings->engine;
   if (options.rank() == 0) {
-    const MonitorOwner owner{.run_id = run.id, .resumes = flags.resume, .replaces = settings->replaces};
+    const run::MonitorOwner owner{.run_id = run.id, .resumes = flags.resume, .replaces = settings->replaces};
     const bool scales_loss = options.dtype == kernels::DType::kFp16;
-    ASSIGN_OR_RETURN(journal->monitors_, Monitors::Open(settings->config, owner, scales_loss));
+    ASSIGN_OR_RETURN(journal->monitors_, run::Monitors::Open(settings->config, owner, scales_loss));
   }
   if (!flags.log.has_value()) return journal;
-  LogOwner owner{.run_id = run.id, .resumes = flags.resume, .replaces = settings->replaces};
+  run::LogOwner owner{.run_id = run.id, .resumes = flags.resume, .replaces = settings->replaces};
   // The record of a run from before there were ids says up to which step it had none.
   if (settings->resumes) {
     owner.nameless_until = run.recorded ? settings->recorded.value("run_id_since", int64_t{0})
                                         : std::numeric_limits<int64_t>::max();
   }
-  ASSIGN_OR_RETURN(journal->log_, TrainLog::Open(*flags.log, owner));
+  ASSIGN_OR_RETURN(journal->log_, run::TrainLog::Open(*flags.log, owner));
   if (settings->resumes && !run.recorded)
     options.resume.run_changes["run_id_since"] = journal->log_->last_step();
   return journal;

@@ -10,9 +10,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "tools/monitor/monitors.h"
+#include "run/watch/monitors.h"
+#include "run/watch/train_log.h"
 #include "tools/penstock/run_id.h"
-#include "tools/penstock/train_log.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "zero/engine/engine.h"
@@ -44,7 +44,7 @@ class RunJournal {
   bool any() const { return log_ != nullptr || monitors_.any(); }
   const absl::Status& trouble() const { return trouble_; }
   // Null: none is kept here.
-  const TrainLog* log() const { return log_.get(); }
+  const run::TrainLog* log() const { return log_.get(); }
   // To drives, by this process and those before it. `before`: what those wrote, where it is more than the
   // last commit says. `probe`: what measuring the machine took.
   void WroteBefore(int64_t bytes) { begins_with_written_bytes_ = bytes; }
@@ -68,8 +68,8 @@ class RunJournal {
   const bool resumes_;
   const TrainSettings& settings_;
   const zero::Engine* engine_ = nullptr;
-  std::unique_ptr<TrainLog> log_;
-  Monitors monitors_;
+  std::unique_ptr<run::TrainLog> log_;
+  run::Monitors monitors_;
   absl::Status trouble_;
   std::vector<nlohmann::json> unlogged_;             // steps since there is trouble
   int64_t begins_at_ = 0, begins_with_samples_ = 0;  // the step, and its samples

@@ -13,7 +13,7 @@ namespace penstock::tools {
 
 using News = zero::StuckOperation::News;
 
-void RunWatch::Begin(const TrainLog* log, std::string what_stands, int64_t step) {
+void RunWatch::Begin(const run::TrainLog* log, std::string what_stands, int64_t step) {
   log_ = log;
   what_stands_ = std::move(what_stands);
   step_ = step;

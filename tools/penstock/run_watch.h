@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <string>
 
+#include "run/watch/train_log.h"
 #include "tools/base/progress.h"
-#include "tools/penstock/train_log.h"
 #include "zero/lanes/stuck_operation.h"
 
 namespace penstock::tools {
@@ -26,7 +26,7 @@ class RunWatch {
 
   // Before the first step, from the caller's thread. `log` may be null. `what_stands`: "the last committed
   // step".
-  void Begin(const TrainLog* log, std::string what_stands, int64_t step);
+  void Begin(const run::TrainLog* log, std::string what_stands, int64_t step);
   // The log has its line.
   void Logged(int64_t step) { step_ = step; }
   // From any thread. Does not return where the operation is hopeless.
@@ -40,7 +40,7 @@ class RunWatch {
   const zero::WatchOptions options_;
   const std::string rank_;
   Progress& progress_;
-  const TrainLog* log_ = nullptr;
+  const run::TrainLog* log_ = nullptr;
   std::string what_stands_;
   std::atomic<int64_t> step_{0};
 };

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
-#include "tools/penstock/flag_check.h"
+#include "tools/base/flag_check.h"
 #include "tools/penstock/optimizer_flags.h"
 
 namespace penstock::tools {
@@ -24,8 +24,8 @@ int64_t HorizonOf(const zero::LrSchedule& schedule) {
 }
 
 // The loss scale of a run that goes on, where its config says something else of it than before.
-absl::Status ReviseLossScale(const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
-                             zero::EngineOptions* engine) {
+absl::Status ReviseLossScale(const run::RecordedOptions& recorded, const nlohmann::json& run,
+                             run::Changes* changes, zero::EngineOptions* engine) {
   const nlohmann::json recorded_scale = run.value("loss_scale", nlohmann::json());
   if (engine->dtype != kernels::DType::kFp16 || !recorded_scale.is_object()) return absl::OkStatus();
   if (!recorded.ConfigChanges("loss_scale", nullptr) && !recorded.Removed("loss_scale"))
@@ -56,8 +56,8 @@ absl::StatusOr<zero::LrSchedule> OwnSchedule(const TrainOptions& flags, const ru
 
 // `schedule` with the rate and the warm-up that are asked for now. `old_lr` was the run's own.
 absl::StatusOr<zero::LrSchedule> WithNewRates(const zero::LrSchedule& schedule, const TrainOptions& flags,
-                                              const RecordedOptions& recorded, bool lr_changes, double old_lr,
-                                              double lr, Changes* changes) {
+                                              const run::RecordedOptions& recorded, bool lr_changes,
+                                              double old_lr, double lr, run::Changes* changes) {
   zero::LrScheduleSpec spec = schedule.spec();
   const auto warm = [&](int64_t* steps) {
     if (!flags.warmup.has_value() || *flags.warmup == *steps) return;
@@ -96,8 +96,8 @@ absl::StatusOr<zero::LrSchedule> WithNewRates(const zero::LrSchedule& schedule, 
 // The schedule of a run that goes on, where its user changes it: its own with another peak rate or warm-up,
 // its horizon as it was, or the one that the config has anew.
 absl::Status ReviseSchedule(const TrainOptions& flags, const run::ParsedConfig& parsed,
-                            const RecordedOptions& recorded, const nlohmann::json& run, Changes* changes,
-                            TrainSettings* settings) {
+                            const run::RecordedOptions& recorded, const nlohmann::json& run,
+                            run::Changes* changes, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   const run::Config& config = parsed.config;
   const double lr = zero::LearningRate(engine.optimizer.algorithm);
@@ -199,8 +199,8 @@ std::optional<nlohmann::json> LossScaleSaid(const run::Fp16Config& config) {
   return said;
 }
 
-absl::Status ResolveOptimizer(const TrainOptions& flags, const RecordedOptions& recorded,
-                              const nlohmann::json& run, Changes* changes, run::ParsedConfig* parsed,
+absl::Status ResolveOptimizer(const TrainOptions& flags, const run::RecordedOptions& recorded,
+                              const nlohmann::json& run, run::Changes* changes, run::ParsedConfig* parsed,
                               TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   run::Config& config = parsed->config;

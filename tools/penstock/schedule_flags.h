@@ -9,7 +9,7 @@
 
 #include "absl/status/status.h"
 #include "run/config.h"
-#include "tools/penstock/recorded_options.h"
+#include "run/record/recorded_options.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 
@@ -31,8 +31,8 @@ std::optional<nlohmann::json> LossScaleSaid(const run::Fp16Config& config);
 
 // The optimizer, its loss scale and schedule, and, in the config, what else a run settles when it begins
 // (run::Settle). `run`: the record of a run that goes on, or null.
-absl::Status ResolveOptimizer(const TrainOptions& flags, const RecordedOptions& recorded,
-                              const nlohmann::json& run, Changes* changes, run::ParsedConfig* parsed,
+absl::Status ResolveOptimizer(const TrainOptions& flags, const run::RecordedOptions& recorded,
+                              const nlohmann::json& run, run::Changes* changes, run::ParsedConfig* parsed,
                               TrainSettings* settings);
 
 }  // namespace penstock::tools

@@ -13,9 +13,9 @@
 #include "models/data_records.h"
 #include "models/family.h"
 #include "models/token_file.h"
+#include "run/record/run_record.h"
 #include "text/foreign_tokenizer.h"
-#include "tools/penstock/flag_check.h"
-#include "tools/penstock/run_record.h"
+#include "tools/base/flag_check.h"
 #include "zero/config/json_field.h"
 
 namespace penstock::tools {
@@ -52,7 +52,7 @@ absl::Status CheckNoOtherTokenizer(const TrainOptions& flags, const TrainSetting
 }
 
 absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run, TrainSettings* settings) {
-  const std::string recorded = RecordedTokenizer(run);
+  const std::string recorded = run::RecordedTokenizer(run);
   std::string& path = settings->text.tokenizer;
   path = flags.tokenizer.value_or(recorded);
   if (!flags.tokenizer.has_value() && !recorded.empty()) {

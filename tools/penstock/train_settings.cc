@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/directory.h"
+#include "base/output_path.h"
 #include "base/status_macros.h"
 #include "kernels/cpu_features.h"
 #include "models/dataset.h"
@@ -18,23 +19,22 @@
 #include "models/weight_import.h"
 #include "run/config.h"
 #include "run/config_options.h"
+#include "run/record/recorded_config.h"
+#include "run/record/recorded_options.h"
+#include "run/record/run_record.h"
 #include "run/unused_keys.h"
 #include "swap/inspect.h"
-#include "tools/base/output_path.h"
+#include "tools/base/flag_check.h"
 #include "tools/base/size.h"
 #include "tools/penstock/batch_flags.h"
 #include "tools/penstock/checkpoint_flags.h"
 #include "tools/penstock/config_flags.h"
 #include "tools/penstock/durability_keys.h"
-#include "tools/penstock/flag_check.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
-#include "tools/penstock/recorded_config.h"
-#include "tools/penstock/recorded_options.h"
 #include "tools/penstock/resource_flags.h"
 #include "tools/penstock/resumable_run.h"
-#include "tools/penstock/run_record.h"
 #include "tools/penstock/run_watch.h"
 #include "tools/penstock/schedule_flags.h"
 #include "tools/penstock/text_flags.h"
@@ -224,17 +224,18 @@ class Resolver {
     if (starts_over) engine_.storage.checkpoints.replaces.emplace();
     // As the file has it: what fills its open places depends on the run's other flags.
     if (flags_.config.has_value()) {
-      ASSIGN_OR_RETURN(nlohmann::json recorded, ConfigToRecord(*flags_.config));
-      if (!recorded.empty() || (settings_.resumes && run_.contains(kRecordedConfigKey)))
-        settings_.to_record[kRecordedConfigKey] = std::move(recorded);
+      ASSIGN_OR_RETURN(nlohmann::json recorded, run::ConfigToRecord(*flags_.config));
+      if (!recorded.empty() || (settings_.resumes && run_.contains(run::kRecordedConfigKey)))
+        settings_.to_record[run::kRecordedConfigKey] = std::move(recorded);
       return absl::OkStatus();
     }
-    if (!settings_.resumes || !run_.contains(kRecordedConfigKey)) return absl::OkStatus();
-    const nlohmann::json& recorded = run_[kRecordedConfigKey];
-    ASSIGN_OR_RETURN(config_, ConfigFromRecord(recorded));
+    if (!settings_.resumes || !run_.contains(run::kRecordedConfigKey)) return absl::OkStatus();
+    const nlohmann::json& recorded = run_[run::kRecordedConfigKey];
+    ASSIGN_OR_RETURN(config_, run::ConfigFromRecord(recorded));
     RETURN_IF_ERROR(TakeFlags(flags_, &config_));
     if (!recorded.empty())
-      settings_.notes.push_back(absl::StrCat("as this run's last --config said: ", RecordedKeys(recorded)));
+      settings_.notes.push_back(
+          absl::StrCat("as this run's last --config said: ", run::RecordedKeys(recorded)));
     return absl::OkStatus();
   }
 
@@ -441,7 +442,7 @@ class Resolver {
     RETURN_IF_ERROR(CheckFlag<int64_t>("--seed", seed, 0, int64_t{1} << 62));
     engine_.seed = static_cast<uint64_t>(seed);
     if (flags_.threads.has_value()) {
-      RETURN_IF_ERROR(CheckFlag<int64_t>("--threads", *flags_.threads, 1, kMostThreads));
+      RETURN_IF_ERROR(CheckFlag<int64_t>("--threads", *flags_.threads, 1, run::kMostThreads));
     }
     const int sharing = engine_.comm != nullptr ? engine_.comm->environment().local_world : 1;
     const int64_t threads =
@@ -642,7 +643,7 @@ class Resolver {
     if (flags_.config.has_value() && run_.value("config", nlohmann::json::object()) != changes_.config)
       changes_.run["config"] = changes_.config;
     for (const char* name : {"tokenizer", "chat_template", "skip_broken_lines", "data_weights", "eval_split",
-                             kRecordedConfigKey}) {
+                             run::kRecordedConfigKey}) {
       if (settings_.to_record.contains(name) &&
           settings_.to_record[name] != run_.value(name, nlohmann::json()))
         changes_.run[name] = settings_.to_record[name];
@@ -665,8 +666,8 @@ class Resolver {
   std::optional<models::PublishedAdapter> adapter_;  // of --init-from
   nlohmann::json base_record_;                       // of what is read in place
   nlohmann::json run_;                               // the record of a run that goes on; null: a new one
-  Changes changes_;
-  const RecordedOptions recorded_;  // of run_ and changes_
+  run::Changes changes_;
+  const run::RecordedOptions recorded_;  // of run_ and changes_
   TrainSettings settings_;
   zero::EngineOptions& engine_ = settings_.engine;
 };

@@ -16,37 +16,37 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
+#include "base/whole_file.h"
 #include "kernels/cpu_features.h"
 #include "models/data_mixture.h"
 #include "models/family.h"
 #include "models/stages.h"
+#include "run/watch/comms_log.h"
+#include "run/watch/run_metrics.h"
+#include "run/watch/step_breakdown.h"
+#include "run/watch/wear_budget.h"
+#include "run/watch/written_count.h"
 #include "swap/checkpoint.h"
 #include "text/tokenizer.h"
 #include "tiering/simulate/run_prediction.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
+#include "tools/base/stop_signal.h"
 #include "tools/base/version.h"
-#include "tools/base/whole_file.h"
 #include "tools/machine/machine_probe.h"
 #include "tools/machine/product_rate.h"
-#include "tools/penstock/base_files.h"
+#include "tools/pages/plan_text.h"
+#include "tools/pages/trace.h"
 #include "tools/penstock/checkpoint_flags.h"
-#include "tools/penstock/comms_log.h"
 #include "tools/penstock/flops_profile.h"
 #include "tools/penstock/plan_model.h"
-#include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/run_id.h"
 #include "tools/penstock/run_journal.h"
-#include "tools/penstock/run_metrics.h"
 #include "tools/penstock/run_watch.h"
-#include "tools/penstock/step_breakdown.h"
 #include "tools/penstock/step_display.h"
-#include "tools/penstock/stop_signal.h"
 #include "tools/penstock/text_flags.h"
-#include "tools/penstock/trace.h"
-#include "tools/penstock/wear_budget.h"
-#include "tools/penstock/written_count.h"
+#include "tools/state/base_files.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/config/json_field.h"
@@ -142,7 +142,7 @@ class Training {
     RETURN_IF_ERROR(CheckRecord());
     RETURN_IF_ERROR(RemoveOldReport());
     if (flags_.prometheus.has_value())
-      metrics_ = std::make_unique<RunMetrics>(*flags_.prometheus, run_id_, settings_.engine.rank());
+      metrics_ = std::make_unique<run::RunMetrics>(*flags_.prometheus, run_id_, settings_.engine.rank());
     RETURN_IF_ERROR(journal_->Begin(*engine_));
     RETURN_IF_ERROR(SaveWritten());
     for (const std::string& decision : settings_.decisions) Tell(decision);
@@ -448,8 +448,8 @@ class Training {
   absl::Status CheckWearBefore() {
     absl::Status used_up;
     if (wear_.any() && settings_.engine.rank() == 0) {
-      absl::StatusOr<WrittenCount> count =
-          flags_.resume ? WrittenCount::Read(Place(), settings_.recorded) : WrittenCount(Place());
+      absl::StatusOr<run::WrittenCount> count =
+          flags_.resume ? run::WrittenCount::Read(Place(), settings_.recorded) : run::WrittenCount(Place());
       used_up = count.status();
       if (count.ok()) {
         written_ = *std::move(count);
@@ -633,7 +633,7 @@ class Training {
     return status;
   }
 
-  RunMetrics::Totals MetricTotals() const {
+  run::RunMetrics::Totals MetricTotals() const {
     return {.last_step = settings_.steps,
             .tokens_per_step = settings_.TokensPerStep(),
             .read_bytes = report_.ReadBytes(*engine_),
@@ -718,9 +718,9 @@ class Training {
   Preparing preparing_;
   StepDisplay display_;
   RunWatch watch_;
-  const WearBudget wear_;
-  absl::Status wear_trouble_;            // it is used up
-  std::optional<WrittenCount> written_;  // empty: there is no budget, or another rank keeps it
+  const run::WearBudget wear_;
+  absl::Status wear_trouble_;                 // it is used up
+  std::optional<run::WrittenCount> written_;  // empty: there is no budget, or another rank keeps it
   absl::Status save_trouble_;
   zero::Report report_;
   Machine machine_;
@@ -733,14 +733,14 @@ class Training {
   std::unique_ptr<Trace> trace_;
   std::unique_ptr<zero::Engine> engine_;
   std::string run_id_;
-  std::string kept_;                        // the checkpoint of the last step, where there is no drive
-  std::string stopped_by_;                  // a signal's name
-  bool evaluation_stopped_ = false;         // before its end, by a stop that all ranks heard of
-  int64_t not_finite_ = 0;                  // steps in a row
-  std::unique_ptr<RunMetrics> metrics_;     // null: nobody asked
-  std::optional<StepBreakdown> breakdown_;  // empty: the same
+  std::string kept_;                             // the checkpoint of the last step, where there is no drive
+  std::string stopped_by_;                       // a signal's name
+  bool evaluation_stopped_ = false;              // before its end, by a stop that all ranks heard of
+  int64_t not_finite_ = 0;                       // steps in a row
+  std::unique_ptr<run::RunMetrics> metrics_;     // null: nobody asked
+  std::optional<run::StepBreakdown> breakdown_;  // empty: the same
   std::optional<FlopsProfile> profile_;
-  std::optional<CommsLog> comms_;
+  std::optional<run::CommsLog> comms_;
   zero::StepResult newest_;
   double first_loss_ = std::numeric_limits<double>::quiet_NaN();
   double evaluation_ = std::numeric_limits<double>::quiet_NaN();

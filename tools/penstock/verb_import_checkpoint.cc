@@ -16,13 +16,13 @@
 #include "models/deepspeed_checkpoint.h"
 #include "models/family.h"
 #include "models/stages.h"
+#include "run/record/recorded_config.h"
 #include "tools/base/cli.h"
-#include "tools/penstock/recorded_config.h"
-#include "tools/penstock/state_reader.h"
+#include "tools/base/verbs.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
-#include "tools/penstock/verbs.h"
 #include "tools/penstock/vocabulary_flags.h"
+#include "tools/state/state_reader.h"
 #include "zero/compute/libtorch/model.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/new_state.h"
@@ -141,7 +141,7 @@ absl::StatusOr<TrainSettings> Settings(const ImportCheckpointFlags& flags,
     return absl::Status(settings.status().code(), named(std::string(settings.status().message())));
   for (std::string& note : settings->notes) note = named(note);
   // What it says of another machine's memory, drives and monitors is no wish for this one.
-  if (!file.path().empty() && settings->engine.resume.run.erase(kRecordedConfigKey) > 0)
+  if (!file.path().empty() && settings->engine.resume.run.erase(run::kRecordedConfigKey) > 0)
     notes.push_back(
         absl::StrCat("what ", kTheirConfig,
                      " says of memory, drives and monitors is not kept: give train --config for it"));

@@ -3,25 +3,25 @@
 #include <CLI/CLI.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "base/output_path.h"
 #include "base/status_macros.h"
+#include "base/whole_file.h"
 #include "models/family.h"
+#include "run/watch/wear_budget.h"
 #include "tiering/advice/what_if.h"
 #include "tools/base/cli.h"
-#include "tools/base/output_path.h"
 #include "tools/base/progress.h"
-#include "tools/base/whole_file.h"
+#include "tools/base/verbs.h"
+#include "tools/generate/plan_generate.h"
+#include "tools/machine/cluster_flags.h"
 #include "tools/pages/plan_page.h"
-#include "tools/penstock/cluster_flags.h"
+#include "tools/pages/plan_text.h"
+#include "tools/pages/planned_model.h"
+#include "tools/pages/trace.h"
 #include "tools/penstock/generate_device.h"
-#include "tools/penstock/plan_generate.h"
 #include "tools/penstock/plan_model.h"
-#include "tools/penstock/plan_text.h"
-#include "tools/penstock/planned_model.h"
-#include "tools/penstock/trace.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
-#include "tools/penstock/verbs.h"
-#include "tools/penstock/wear_budget.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
 
@@ -74,7 +74,7 @@ absl::Status CheckOutputs(const PlanFlags& flags) {
 // What a training would be told of its budget of wear before its first step.
 std::vector<std::string> WearLines(const TrainSettings& settings, const zero::EnginePlan& plan) {
   const bool goes_on = settings.resumes && settings.recorded.is_object();
-  WearBudget::Future future;
+  run::WearBudget::Future future;
   future.last_step = settings.steps;
   if (goes_on) {
     future.first_step = settings.recorded.value("last_step", int64_t{0});
@@ -82,7 +82,7 @@ std::vector<std::string> WearLines(const TrainSettings& settings, const zero::En
   } else if (plan.plan.on_nvme) {
     future.written_bytes = static_cast<double>(plan.state_bytes);  // with which it begins
   }
-  return WearBudget(settings.config.penstock.wear_budget_tb).Warnings(plan, settings.engine, future);
+  return run::WearBudget(settings.config.penstock.wear_budget_tb).Warnings(plan, settings.engine, future);
 }
 
 absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) {

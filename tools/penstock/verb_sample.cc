@@ -13,22 +13,23 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 #include "generate/generator.h"
 #include "models/causal_attention.h"
 #include "models/family.h"
 #include "models/stages.h"
 #include "models/text_sampler.h"
+#include "run/record/run_record.h"
 #include "tools/base/cli.h"
+#include "tools/base/flag_check.h"
 #include "tools/base/size.h"
-#include "tools/penstock/flag_check.h"
-#include "tools/penstock/generate_flags.h"
+#include "tools/base/verbs.h"
+#include "tools/generate/generate_flags.h"
+#include "tools/generate/text_model.h"
 #include "tools/penstock/lora_base.h"
-#include "tools/penstock/run_record.h"
-#include "tools/penstock/state_reader.h"
-#include "tools/penstock/text_model.h"
 #include "tools/penstock/train_settings.h"
-#include "tools/penstock/verbs.h"
+#include "tools/state/state_reader.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
@@ -56,7 +57,7 @@ absl::Status CheckNumbers(const SampleFlags& flags) {
         CheckFlag<int64_t>("--top-k", flags.top_k, 0, int64_t{1} << 32),
         CheckFlag<int64_t>("--seed", flags.seed, 0, int64_t{1} << 62),
         CheckFlag<int64_t>("--samples", flags.samples, 1, int64_t{1} << 32),
-        CheckFlag<int64_t>("--threads", flags.threads.value_or(1), 1, kMostThreads)}) {
+        CheckFlag<int64_t>("--threads", flags.threads.value_or(1), 1, run::kMostThreads)}) {
     RETURN_IF_ERROR(status);
   }
   if (!(flags.temperature >= 0 && flags.temperature <= 1e6)) {

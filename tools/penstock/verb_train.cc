@@ -6,22 +6,22 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/output_path.h"
 #include "base/status_macros.h"
+#include "base/whole_file.h"
 #include "models/family.h"
 #include "models/stages.h"
+#include "run/watch/run_metrics.h"
 #include "tools/base/cli.h"
-#include "tools/base/output_path.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
-#include "tools/base/whole_file.h"
+#include "tools/base/verbs.h"
+#include "tools/pages/plan_text.h"
 #include "tools/penstock/plan_model.h"
-#include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
-#include "tools/penstock/run_metrics.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/training.h"
-#include "tools/penstock/verbs.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
@@ -79,7 +79,7 @@ absl::Status Train(const TrainOptions& flags, std::ostream& out) {
     of_rank.trace.reset();
   }
   if (comm != nullptr && flags.prometheus.has_value())
-    of_rank.prometheus = PrometheusPath(*flags.prometheus, comm->rank(), comm->world());
+    of_rank.prometheus = run::PrometheusPath(*flags.prometheus, comm->rank(), comm->world());
   for (const absl::Status& status :
        {CheckWritable("--report", of_rank.report, /*replaced=*/true), CheckWritable("--log", of_rank.log),
         CheckWritable("--trace", of_rank.trace), CheckWritable("--prometheus", of_rank.prometheus),

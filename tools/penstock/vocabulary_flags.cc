@@ -11,7 +11,7 @@
 #include "base/status_macros.h"
 #include "models/family.h"
 #include "models/vocabulary_tiles.h"
-#include "tools/penstock/flag_check.h"
+#include "tools/base/flag_check.h"
 
 namespace penstock::tools {
 namespace {

@@ -1,0 +1,113 @@
+#include "tools/generate/generate_output.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string_view>
+
+#include "absl/strings/str_cat.h"
+#include "base/file_lock.h"
+#include "base/json.h"
+#include "base/lines.h"
+#include "base/status_macros.h"
+
+namespace penstock::tools {
+namespace {
+
+absl::Status Failed(const std::string& what, const std::string& path, int error) {
+  return absl::ErrnoToStatus(error, absl::StrCat("--out ", path, ": ", what));
+}
+
+// How every line begins.
+constexpr std::string_view kBeginning = "{\"index\":";
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::string& path,
+                                                                     bool overwrite) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (fd < 0) return Failed("open", path, errno);
+  std::unique_ptr<GenerateOutput> output(new GenerateOutput(path, fd));
+  struct stat found = {};
+  if (::fstat(fd, &found) != 0) return Failed("look at", path, errno);
+  if (!S_ISREG(found.st_mode)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--out ", path,
+                     ": is no regular file, and one is needed to go on after a kill; without --out texts "
+                     "are printed"));
+  }
+  ASSIGN_OR_RETURN(const bool locked, TryLockFile(fd, path));
+  if (!locked) {
+    return absl::FailedPreconditionError(absl::StrCat("--out ", path, ": another process writes it"));
+  }
+  output->replaces_ = overwrite;
+  if (!overwrite) RETURN_IF_ERROR(output->ReadDone());
+  return output;
+}
+
+GenerateOutput::~GenerateOutput() { ::close(fd_); }
+
+absl::Status GenerateOutput::ReadDone() {
+  int64_t number = 0;
+  bool ours = true;
+  const auto take = [&](std::string_view line) {
+    ++number;
+    const nlohmann::json json = ParseJson(line, "").value_or(nlohmann::json());
+    ours = json.is_object() && json.contains("index") && json["index"].is_number_integer() &&
+           json.contains("key") && json["key"].is_string();
+    if (ours) keys_[json["index"].get<int64_t>()] = json["key"].get<std::string>();
+    return ours;
+  };
+  const absl::StatusOr<uint64_t> whole = ForEachLine(fd_, path_, take);
+  if (!whole.ok())
+    return absl::Status(whole.status().code(), absl::StrCat("--out: ", whole.status().message()));
+  bytes_ = *whole;
+  if (ours) {  // what follows has no line break: torn, if it is ours
+    ++number;
+    char torn[kBeginning.size()];
+    const ssize_t seen = ::pread(fd_, torn, sizeof(torn), static_cast<off_t>(bytes_));
+    if (seen < 0) return Failed("read", path_, errno);
+    ours = kBeginning.compare(0, static_cast<size_t>(seen), torn, static_cast<size_t>(seen)) == 0;
+  }
+  if (!ours) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--out ", path_, ", line ", number,
+                     ": not a line of penstock generate: give another file, or --overwrite"));
+  }
+  if (::ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) return Failed("truncate", path_, errno);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> GenerateOutput::Has(int64_t index, const std::string& key) const {
+  const auto found = keys_.find(index);
+  if (found == keys_.end()) return false;
+  if (found->second == key) return true;
+  return absl::FailedPreconditionError(absl::StrCat(
+      "--out ", path_, ": prompt ", index,
+      " is there from another model, prompt, seed or option: give another file, or --overwrite"));
+}
+
+absl::Status GenerateOutput::Append(const nlohmann::ordered_json& line) {
+  // Texts of bytes may be no UTF-8.
+  const std::string text = line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  if (replaces_ && ::ftruncate(fd_, 0) != 0) return Failed("truncate", path_, errno);
+  replaces_ = false;
+  for (size_t written = 0; written < text.size();) {
+    const ssize_t n = ::write(fd_, text.data() + written, text.size() - written);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) {
+      const int error = n == 0 ? ENOSPC : errno;
+      // A torn line would be cut off at the next start all the same.
+      if (::ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) return Failed("truncate", path_, errno);
+      return Failed(absl::StrCat("write of ", text.size(), " bytes at offset ", bytes_), path_, error);
+    }
+    written += static_cast<size_t>(n);
+  }
+  bytes_ += text.size();
+  keys_[line["index"].get<int64_t>()] = line["key"].get<std::string>();
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::tools
