@@ -18,11 +18,11 @@
 #include <sstream>
 
 #include "models/stages.h"
+#include "run/watch/train_log.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tests/soak.h"
 #include "tests/zero/training.h"
-#include "run/watch/train_log.h"
 #include "zero/engine/report.h"
 #include "zero/engine/restore.h"
 
