@@ -32,15 +32,15 @@ absl::Status Foreign(const std::string& path, const std::string& what) {
 }
 
 // A line as Append writes it; `step` is -1 where it is none.
-struct Entry {
+struct LogLine {
   nlohmann::json json;
   int64_t step = -1;
   std::string run_id;
   bool evaluates = false;
 };
 
-Entry Parse(std::string_view line) {
-  Entry entry;
+LogLine ParseLine(std::string_view line) {
+  LogLine entry;
   entry.json = ParseJson(line, "").value_or(nlohmann::json());
   if (!entry.json.is_object()) return entry;
   entry.step = zero::JsonField<int64_t>(entry.json, "step").value_or(-1);
@@ -91,7 +91,7 @@ absl::StatusOr<std::string> TrainLog::RunIdIn(const std::string& path) {
                               }).status();
   close(fd);
   RETURN_IF_ERROR(status);
-  return Parse(last).run_id;
+  return ParseLine(last).run_id;
 }
 
 void TrainLog::Note(const nlohmann::json& entry) {
@@ -115,7 +115,7 @@ absl::StatusOr<off_t> TrainLog::Look() {
   int64_t number = 0, nameless = 0;
   const auto check = [&](std::string_view line) {
     ++number;
-    const Entry entry = Parse(line);
+    const LogLine entry = ParseLine(line);
     if (entry.step < 0) {
       status = Foreign(path_, absl::StrCat("is no log of a training (line ", number, ")"));
     } else if (replaces) {
@@ -184,7 +184,7 @@ absl::Status TrainLog::CutAfter(int64_t step) {
   int64_t number = 0, behind = 0, cut_line = 0, kept_line = 0;
   const auto look = [&](std::string_view line) {
     ++number;
-    const Entry entry = Parse(line);
+    const LogLine entry = ParseLine(line);
     if (cut_line == 0 && entry.step <= step) {
       Note(entry.json);
       end += static_cast<off_t>(line.size()) + 1;

@@ -180,8 +180,9 @@ TEST(Settings, ARunSettlesWhatIsRecordedWithItAsAWhole) {
     return Settle([&](const char*, const json&, const json&) { return absl::StatusOr<json>(value); },
                   &config);
   };
-  EXPECT_THAT(damaged(-1).message(), StartsWith("the run's record: clip: must be a number of 0 or more"));
-  EXPECT_THAT(damaged("much").message(), StartsWith("the run's record: clip: must be a number"));
+  EXPECT_THAT(std::string(damaged(-1).message()),
+              StartsWith("the run's record: clip: must be a number of 0 or more"));
+  EXPECT_THAT(std::string(damaged("much").message()), StartsWith("the run's record: clip: must be a number"));
 }
 
 TEST(Settings, AMessageNamesSettingsAsPythonSpellsThem) {

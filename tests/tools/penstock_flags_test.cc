@@ -49,7 +49,7 @@ TEST_F(FlagsTest, NumbersThatMakeNoSense) {
                                                                                     {"--lr", "nan"},
                                                                                     {"--lr", "-1"},
                                                                                     {"--warmup", "-1"},
-                                                                                    {"--clip", "inf"},
+                                                                                    {"--clip", "nan"},
                                                                                     {"--weight-decay", "-2"},
                                                                                     {"--seed", "-1"},
                                                                                     {"--vocab", "0"},
