@@ -190,7 +190,7 @@ TEST_F(FlagsTest, DirectoriesOfAnotherRun) {
        {resume({"--optimizer-states", "8bit"}), 2, {"--optimizer-states \"8bit\"", "created with \"fp32\""}},
        {resume({"--vocab", "300"}), 2, {"--vocab 300", "created with 0"}},
        {resume({"--seq", "129"}), 2, {"--seq 129", "context"}},
-       {resume({"--lr", "-1"}), 2, {"--lr -1"}},
+       {resume({"--lr", "-1"}), 2, {"--lr: must be a number from 0"}},
        {{"train", "--model", "gpt-tiny", "--data", text_, "--offload", "cpu", "--steps", "2", "--resume"},
         2,
         {"penstock-state/checkpoints holds none", "--checkpoint-dir"}}});
