@@ -61,7 +61,7 @@ def calls():
         for known, method in vars(kind).items():
             # What is the model's has the model's arguments.
             if inspect.isfunction(method) and not known.startswith("_") and known not in ("forward", "generate", "state_dict"):
-                yield f"{name}.{known}", method
+                yield f"{name}.{known}", inspect.unwrap(method)  # an engine's are its parts'
 
 
 FOUND = dict(calls())
