@@ -12,8 +12,9 @@ import os
 from typing import Any
 
 # What may be kept beyond the most that was in use: giving it back means to fault it in again, so it is some of what torch takes anyhow.
-# With 2 for 8 a step took a fifth longer than with nothing given back, with 8 a twelfth.
-_SLACK = 64 << 20  # bytes
+# With 2 for 8 a step took a fifth longer than with nothing given back, with 8 a twelfth. Of a small budget it is at most the half, but
+# what a block's tensors take in any case.
+_SLACK, _LEAST_SLACK = 64 << 20, 16 << 20  # bytes
 _SLACK_OF_USED = 8  # and of what torch has taken since the engine was made, so many times
 
 
@@ -25,9 +26,12 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class Heap:
-    """Looked at where a block begins: a look costs some microseconds, and giving back some milliseconds."""
+    """Looked at where a block begins: a look costs some microseconds, and giving back some milliseconds.
 
-    def __init__(self) -> None:
+    budget: bytes of host memory that the engine was given; 0: no bound.
+    """
+
+    def __init__(self, budget: int) -> None:
         libc: Any = None
         with contextlib.suppress(OSError):
             libc = ctypes.CDLL(None)
@@ -38,7 +42,8 @@ class Heap:
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._base = self._used()
         self._most = 0  # of the process's own memory, without what was kept
-        self._slack = _SLACK
+        self._least = max(_LEAST_SLACK, min(_SLACK, budget // 2)) if budget else _SLACK
+        self._slack = self._least
 
     def look(self) -> bool:
         """Gives back what is kept, where that is much. Whether it was."""
@@ -46,7 +51,7 @@ class Heap:
             return False
         self._trim(0)
         self._most = max(self._most, self._own())
-        self._slack = max(self._slack, _SLACK + _SLACK_OF_USED * (self._used() - self._base))
+        self._slack = max(self._slack, self._least + _SLACK_OF_USED * (self._used() - self._base))
         return True
 
     # Bytes that malloc has given to anybody.

@@ -282,7 +282,9 @@ class Preparation:
             run.layout = _parameters.describe(given.module, given.blocks, places, trains, run.info()["model"])
             if settings.state_dirs and run.ranks.rank == 0:
                 _parameters.write(self._places.own()[0], _parameters.with_buffers(run.layout, run.buffers))
-            run.runtime = Runtime(core, given.module, given.blocks, shown.uses, weights, trains, shown.input_gradients, shown.changing)
+            run.runtime = Runtime(
+                core, given.module, given.blocks, shown.uses, weights, trains, shown.input_gradients, shown.changing, settings.host_memory
+            )
         except BaseException:
             try:
                 if weights is not None:

@@ -153,10 +153,11 @@ class Runtime:
         trains: Sequence[Sequence[bool]],
         input_gradients: bool,
         changing: Sequence[nn.Module],
+        host_memory: int,
     ) -> None:
         """trains: of each parameter of each block, whether it is updated. input_gradients: what goes into the model may ask for them.
 
-        changing: modules whose attributes a forward changes.
+        changing: modules whose attributes a forward changes. host_memory: the engine's budget in bytes; 0: no bound.
         """
         self._core = core
         self._model = model
@@ -176,7 +177,7 @@ class Runtime:
         self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
         self._structure = Structure(model)
         self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-        self._heap = Heap()
+        self._heap = Heap(host_memory)
         self._local = threading.local()
         self._open: Optional[bool] = None  # trains; None: no pass is open
         self._drivers: List[Driver] = []
