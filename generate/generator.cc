@@ -64,6 +64,35 @@ class PinnedForDevice {
   const absl::Status status_;
 };
 
+// What the mixtures of a model add to its sizes. All experts are alike.
+void AddExpertSizes(const MatrixOrder& order, const models::ModelLayout& layout, const WeightSource& source,
+                    DType type, GenerationSizes* sizes) {
+  if (order.experts.empty()) return;
+  ExpertSizes& experts = sizes->experts;
+  experts.each = sizes->decoder.mixture.experts;
+  experts.chosen = sizes->decoder.mixture.chosen;
+  experts.place_bytes = source.largest_expert_bytes();
+  for (size_t i = 0; i < order.experts.size(); i += static_cast<size_t>(experts.each)) {
+    if (order.experts[i].there()) ++experts.layers;
+  }
+  for (const WeightUnit& unit : source.experts()) {
+    int64_t elements = 0;
+    for (const WeightPart& part : unit.parts) {
+      const StoredMatrix stored = StoredAs(source, layout, part.tensor);
+      elements += part.elements;
+      sizes->largest_part = std::max(sizes->largest_part, part.elements);
+      sizes->largest_part_rows = std::max(sizes->largest_part_rows, stored.rows);
+      if (MultipliesAllPacked(type, stored))
+        sizes->largest_packed_rows = std::max(sizes->largest_packed_rows, stored.rows);
+      if (stored.code.has_value() || stored.scaled != nullptr) {
+        sizes->decoded_elements =
+            std::max(sizes->decoded_elements, DecodedRows(stored.columns) * stored.columns);
+      }
+    }
+    experts.elements = std::max(experts.elements, elements);
+  }
+}
+
 GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayout& layout,
                         const MatrixOrder& order, const WeightSource& source, uint64_t budget) {
   GenerationSizes sizes;
@@ -102,6 +131,7 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
       sizes.decoded_elements = std::max(sizes.decoded_elements, DecodedRows(stored.columns) * stored.columns);
     }
   }
+  AddExpertSizes(order, layout, source, type, &sizes);
   if (scaled * 2 < sizes.matrix_elements) sizes.scaled = std::nullopt;
   const KeptTensors::Sizes with = KeptTensors::SizesOf(decoder, source, type, budget / kTableShare);
   sizes.kept_bytes = KeptTensors::SizesOf(decoder, source, type, 0).kept_bytes;
@@ -147,8 +177,11 @@ absl::Status MeasureProducts(const GenerationSizes& sizes, const GeneratorOption
   ProductScratch scratch(options.threads);
   ASSIGN_OR_RETURN(const double one, MeasureProduct(piece, 1, &scratch));
   ASSIGN_OR_RETURN(const double more, MeasureProduct(piece, 1 + kFurther, &scratch));
-  wish->product_seconds = one * pieces;
-  wish->row_seconds = std::max(0.0, more - one) / kFurther * pieces;
+  // Each row has experts of its own, at most.
+  const double of_experts = one * static_cast<double>(sizes.experts.row_elements()) /
+                            static_cast<double>(piece.rows * piece.columns);
+  wish->product_seconds = one * pieces + of_experts;
+  wish->row_seconds = std::max(0.0, more - one) / kFurther * pieces + of_experts;
   return absl::OkStatus();
 }
 
@@ -241,10 +274,11 @@ class Generator::Impl {
     const zero::TensorScope scope(memory_.pool());
     ASSIGN_OR_RETURN(const GenerationSizes surveyed, Generator::Survey(*model_, open, &options_));
     ASSIGN_OR_RETURN(plan_, PlanGeneration(surveyed, options_.wish));
-    const uint64_t arena = plan_.ring_bytes + plan_.scratch_bytes + plan_.cache_bytes + plan_.resident_bytes;
+    const uint64_t arena = plan_.ring_bytes + plan_.scratch_bytes + plan_.cache_bytes + plan_.resident_bytes +
+                           plan_.experts.memory_bytes;
     ASSIGN_OR_RETURN(arena_, MakeArena(arena));
     ASSIGN_OR_RETURN(engine_, MakeEngine(arena_.get(), options_.log));
-    ASSIGN_OR_RETURN(source_, open(engine_.get(), order_.all));
+    ASSIGN_OR_RETURN(source_, open(engine_.get(), order_.uses()));
     RETURN_IF_ERROR(OpenDevice());
     const DType type = ComputeType(*source_, order_.all);
     ASSIGN_OR_RETURN(ring_, arena_->Allocate(plan_.ring_bytes));
@@ -283,6 +317,12 @@ class Generator::Impl {
                                                       ring, DeviceHomes());
       items = device_stream_.get();
     }
+    if (plan_.experts.memory_bytes > 0) {
+      ASSIGN_OR_RETURN(expert_memory_, arena_->Allocate(plan_.experts.memory_bytes));
+      experts_ = std::make_unique<ExpertCache>(source_.get(), engine_.get(),
+                                               std::span(expert_memory_.data(), plan_.experts.memory_bytes),
+                                               decoder_.shape.layers, decoder_.shape.mixture.experts);
+    }
     const PassParts parts = {.model = model_.get(),
                              .decoder = &decoder_,
                              .layout = &layout_,
@@ -291,6 +331,7 @@ class Generator::Impl {
                              .kept = kept_.get(),
                              .stream = items,
                              .cache = cache_.get(),
+                             .experts = experts_.get(),
                              .device = options_.device.get()};
     if (!NeedsDeviceCompute(*options_.device)) {
       runner_ = MakeHostPass(parts, options_.threads);
@@ -327,10 +368,14 @@ class Generator::Impl {
   GenerationStats stats() const {
     GenerationStats stats = stats_;
     stats.active = static_cast<int64_t>(active_.size());
-    stats.weight_read_bytes = stream_->stats().weight_bytes + source_->rows_bytes();
+    stats.weight_read_bytes = WeightBytes();
     stats.cache_read_bytes = cache_->read_bytes();
     stats.cache_written_bytes = cache_->written_bytes();
     stats.wait_seconds = stream_->stats().wait_seconds;
+    if (experts_ != nullptr) {
+      stats.experts = experts_->stats();
+      stats.wait_seconds += stats.experts.wait_seconds + stats.experts.guess_wait_seconds;
+    }
     stats.peak_tensor_bytes = memory_.Stats().peak_bytes;
     if (device_stream_ != nullptr) {
       const zero::Device::Traffic traffic = options_.device->traffic();
@@ -387,9 +432,11 @@ class Generator::Impl {
     return homes;
   }
 
-  uint64_t ReadBytes() const {
-    return stream_->stats().weight_bytes + source_->rows_bytes() + cache_->read_bytes();
+  uint64_t WeightBytes() const {
+    const uint64_t experts = experts_ != nullptr ? experts_->stats().read_bytes : 0;
+    return stream_->stats().weight_bytes + source_->rows_bytes() + experts;
   }
+  uint64_t ReadBytes() const { return WeightBytes() + cache_->read_bytes(); }
 
   // Fills the places that are free with sequences that wait.
   absl::Status Admit(const GenerationCallbacks& callbacks) {
@@ -584,10 +631,11 @@ class Generator::Impl {
   std::optional<PinnedForDevice> pinned_;  // the arena
   std::span<std::byte> device_left_;       // of the device's, not given to anybody yet
   zero::Device::Traffic traffic_before_;
-  aio::Region ring_, scratch_, resident_;
+  aio::Region ring_, scratch_, resident_, expert_memory_;
   std::unique_ptr<KvCache> cache_;
   std::unique_ptr<KeptTensors> kept_;
   std::unique_ptr<Stream> stream_;
+  std::unique_ptr<ExpertCache> experts_;         // null: the model has no mixtures
   std::unique_ptr<DeviceStream> device_stream_;  // null: the device computes in host memory
   std::unique_ptr<PassRunner> runner_;
 
@@ -609,6 +657,7 @@ absl::Status PlanAsPacked(const kernels::WeightCode& code, const GeneratorOption
                        static_cast<double>(code.row_bytes(row)) / static_cast<double>(row);
   const double share = stored > 0 ? coded / stored : 1;
   for (uint64_t& unit : sizes->units) unit = static_cast<uint64_t>(static_cast<double>(unit) * share);
+  sizes->experts.place_bytes = static_cast<uint64_t>(static_cast<double>(sizes->experts.place_bytes) * share);
   sizes->code = code;
   sizes->scaled = std::nullopt;
   sizes->coded_elements = sizes->matrix_elements;
@@ -620,6 +669,11 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
                                                   GeneratorOptions* options) {
   const std::optional<models::Decoder> decoder = model.decoder();
   const models::ModelLayout layout = model.Layout();
+  if (options->device->has_own_memory() && decoder->shape.mixture.experts > 0) {
+    return absl::UnimplementedError(
+        "generate: a mixture of experts is computed on the processor: leave out --device and "
+        "--device-memory");
+  }
   const MatrixOrder order = OrderOf(*decoder, layout);
   // A text that grows beyond is read once more, as a prompt.
   if (const int64_t near = decoder->function.NearPositions(); near > 0 && options->wish.positions > near)
@@ -629,7 +683,7 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
   ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> arena,
                    MakeArena(std::clamp<uint64_t>(options->wish.budget_bytes / 2, 4096, kMeasuringBytes)));
   ASSIGN_OR_RETURN(const std::unique_ptr<aio::Engine> engine, MakeEngine(arena.get(), options->log));
-  ASSIGN_OR_RETURN(const std::unique_ptr<WeightSource> source, open(engine.get(), order.all));
+  ASSIGN_OR_RETURN(const std::unique_ptr<WeightSource> source, open(engine.get(), order.uses()));
   GenerationSizes sizes = SizesOf(*decoder, layout, order, *source, options->wish.budget_bytes);
   // Whether the budget holds it at all, before anything is read.
   ASSIGN_OR_RETURN(const GenerationPlan plan, PlanGeneration(sizes, options->wish));

@@ -16,7 +16,8 @@
 // take for themselves.
 //
 // Threads: one; `threads` of its own compute, and others of these may run meanwhile. Errors:
-// kFailedPrecondition: the budget is too small; as generate/weight_source.h and aio/engine.h.
+// kFailedPrecondition: the budget is too small; kUnimplemented: a mixture of experts on a device with memory
+// of its own; as generate/weight_source.h and aio/engine.h.
 #ifndef PENSTOCK_GENERATE_GENERATOR_H_
 #define PENSTOCK_GENERATE_GENERATOR_H_
 
@@ -30,6 +31,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "aio/engine.h"
+#include "generate/expert_cache.h"
 #include "generate/memory_plan.h"
 #include "generate/pass.h"
 #include "generate/weight_source.h"
@@ -41,7 +43,7 @@ namespace penstock::generate {
 
 // Opens the weights over an engine, for the matrices of a pass.
 using OpenWeights =
-    std::function<absl::StatusOr<std::unique_ptr<WeightSource>>(aio::Engine*, std::span<const int> uses)>;
+    std::function<absl::StatusOr<std::unique_ptr<WeightSource>>(aio::Engine*, const WeightUses& uses)>;
 
 struct GeneratorOptions {
   // Budget, batch, place of the cache, and what is known of the sequences: positions and prompt are limits.
@@ -80,6 +82,7 @@ struct GenerationStats {
   int64_t decode_tokens = 0, decode_passes = 0;
   int64_t drafted_tokens = 0, accepted_tokens = 0;  // guessed, and of those the right ones
   uint64_t decode_read_bytes = 0;
+  ExpertStats experts;  // of a model with mixtures
   int64_t peak_tensor_bytes = 0, io_errors_retried = 0;
 };
 

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "base/check.h"
 #include "base/status_macros.h"
+#include "generate/host_mixture.h"
 #include "generate/matrix_product.h"
 #include "kernels/attention.h"
 #include "kernels/layer.h"
@@ -45,7 +47,9 @@ struct PassRows {
 class HostPass : public PassRunner {
  public:
   HostPass(const PassParts& parts, int threads)
-      : PassRunner(parts), f_(parts.decoder->function), shape_(parts.decoder->shape), scratch_(threads) {}
+      : PassRunner(parts), f_(parts.decoder->function), shape_(parts.decoder->shape), scratch_(threads) {
+    if (parts.experts != nullptr) mixture_.emplace(parts, &scratch_);
+  }
 
   int64_t RowsOf(int64_t tokens) const override { return tokens; }
 
@@ -285,12 +289,28 @@ class HostPass : public PassRunner {
       RETURN_IF_ERROR(AddResult(f_.attention_result_norm, &y, x));
     }
     RETURN_IF_ERROR(NormalizeOrCopy(f_.inner_norm, *x, &normal));
-    HostRows gate;
-    if (!f_.gate.empty()) {
-      ASSIGN_OR_RETURN(gate, Linear(f_.gate, normal, rows.single));
+    HostRows y;
+    if (mixture_.has_value() && mixture_->Has(layer)) {
+      ASSIGN_OR_RETURN(y, ComputeMixture(layer, rows, normal, *x));
+    } else {
+      ASSIGN_OR_RETURN(y, ComputeInner({f_.gate, f_.up, f_.down}, rows, &normal));
     }
-    ASSIGN_OR_RETURN(HostRows inner, Linear(f_.up, normal, rows.single));
-    normal = {};
+    return AddResult(f_.inner_result_norm, &y, x);
+  }
+
+  // The matrices between the widths of a layer; gate may be empty.
+  struct InnerNames {
+    const std::string &gate, &up, &down;
+  };
+  // `normal` is given up as soon as it has been used, where it is not kept.
+  absl::StatusOr<HostRows> ComputeInner(const InnerNames& names, const PassRows& rows, HostRows* normal,
+                                        bool keeps = false) {
+    HostRows gate;
+    if (!names.gate.empty()) {
+      ASSIGN_OR_RETURN(gate, Linear(names.gate, *normal, rows.single));
+    }
+    ASSIGN_OR_RETURN(HostRows inner, Linear(names.up, *normal, rows.single));
+    if (!keeps) *normal = {};
     if (f_.gate_in_up) {
       ASSIGN_OR_RETURN(inner, ActivateHalves(inner));
     } else {
@@ -303,8 +323,35 @@ class HostPass : public PassRunner {
       });
     }
     gate = {};
-    ASSIGN_OR_RETURN(HostRows y, Linear(f_.down, inner, rows.single));
-    return AddResult(f_.inner_result_norm, &y, x);
+    return Linear(names.down, inner, rows.single);
+  }
+
+  // `normal`: what the mixture takes of x.
+  absl::StatusOr<HostRows> ComputeMixture(int64_t layer, const PassRows& rows, HostRows& normal,
+                                          const HostRows& x) {
+    RETURN_IF_ERROR(mixture_->Choose(layer, normal, rows.single));
+    RETURN_IF_ERROR(GuessNext(layer + 1, rows, x));
+    const models::MixtureFunction& mixture = f_.mixture;
+    HostRows shared;
+    if (!mixture.shared_router.empty()) {  // while experts are read
+      ASSIGN_OR_RETURN(shared, ComputeInner({mixture.shared_gate, mixture.shared_up, mixture.shared_down},
+                                            rows, &normal, /*keeps=*/true));
+      RETURN_IF_ERROR(mixture_->ScaleShared(layer, normal, rows.single, &shared));
+    }
+    ASSIGN_OR_RETURN(HostRows y, mixture_->Compute(normal, rows.single));
+    if (shared.rows() > 0) AddTo(&y, shared);
+    return y;
+  }
+
+  // The next layer's router, with what there is of its input: its attention is not in it yet.
+  absl::Status GuessNext(int64_t layer, const PassRows& rows, const HostRows& x) {
+    if (layer >= shape_.layers || !mixture_->Has(layer) || parts_.experts->has_all()) return absl::OkStatus();
+    ASSIGN_OR_RETURN(HostRows normal, HostRows::Of(x.type(), x.rows(), x.columns()));
+    ++block_;
+    const absl::Status status = NormalizeOrCopy(f_.inner_norm, x, &normal);
+    --block_;
+    RETURN_IF_ERROR(status);
+    return mixture_->Guess(layer, normal, rows.single);
   }
 
   // Of rows whose first half is the gate of the second: [rows, half of the columns].
@@ -394,6 +441,7 @@ class HostPass : public PassRunner {
   const models::DecoderFunction& f_;
   const models::DecoderShape& shape_;
   ProductScratch scratch_;
+  std::optional<HostMixture> mixture_;
   std::vector<Angles> angles_;  // by rotation
   HostRows logits_;
   int block_ = 0;

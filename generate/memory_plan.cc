@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <numeric>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "generate/decode.h"
+#include "generate/expert_cache.h"
 #include "kernels/many_rows.h"
 #include "tiering/plan/byte_size.h"
 
@@ -37,11 +39,17 @@ uint64_t RowBytes(const GenerationSizes& s) {
   const uint64_t norm = 3 * e * U(d.width) + 12 * U(d.width);
   const uint64_t attend = e * (4 * U(d.width) + 5 * mixed + 6 * kept) + 4 * (mixed + U(d.width));
   const uint64_t inner = e * 5 * (U(d.width) + U(d.inner));  // in one matrix or in two
-  return 2 * e * U(d.width) + std::max({norm, attend, inner});
+  // What a row's experts give, and of one of them what is in between; the scores, and what is chosen.
+  const models::MixtureShape& m = d.mixture;
+  const uint64_t mixture = m.experts == 0 ? 0
+                                          : e * (U(m.chosen + 7) * U(d.width) + 5 * U(m.inner)) +
+                                                (e + 8) * U(m.experts) + 48 * U(m.chosen);
+  return 2 * e * U(d.width) + std::max({norm, attend, inner + mixture});
 }
 uint64_t WidestRow(const GenerationSizes& s) {
   const models::DecoderShape& d = s.decoder;
-  return U(std::max({d.width, d.inner, d.inner_rows, d.heads * d.depth + 2 * d.key_heads * d.depth}));
+  return U(std::max({d.width, d.inner, d.inner_rows, d.mixture.inner, d.mixture.experts,
+                     d.heads * d.depth + 2 * d.key_heads * d.depth}));
 }
 uint64_t LogitsBytes(const GenerationSizes& s, int64_t decoded) {
   const models::DecoderShape& d = s.decoder;
@@ -62,8 +70,8 @@ uint64_t TensorBytes(const GenerationSizes& s, int64_t decoded, int64_t prompted
   const uint64_t turned =
       prompted > 0
           ? kernels::ManyRowsScratch(
-                many,
-                static_cast<size_t>(std::max({s.largest_part_rows, s.decoder.inner, s.decoder.inner_rows})))
+                many, static_cast<size_t>(std::max({s.largest_part_rows, s.decoder.inner,
+                                                    s.decoder.inner_rows, s.decoder.mixture.experts})))
           : 0;
   const uint64_t product = 8 * U(decoded) * widest + packed + turned;
   const uint64_t angles = 4 * U(decoded + prompted) * U(s.decoder.depth) * U(s.decoder.rotations);
@@ -126,6 +134,13 @@ struct Candidate {
   bool tables = false;
 };
 
+// Experts in places, out of all.
+void SetPlaces(const GenerationSizes& s, int64_t places, GenerationPlan* plan) {
+  plan->experts.places = places;
+  plan->experts.all = s.experts.all();
+  plan->experts.memory_bytes = U(places) * s.experts.place_bytes;
+}
+
 GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const Candidate& candidate,
                      uint64_t ring, int64_t prompt_rows) {
   GenerationPlan plan;
@@ -135,6 +150,7 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
   plan.prompt_rows = prompt_rows;
   plan.ring_bytes = ring;
   plan.scratch_bytes = s.scratch_bytes;
+  if (s.experts.all() > 0) SetPlaces(s, static_cast<int64_t>(ExpertCache::kLeastPlaces), &plan);
   const uint64_t cache =
       U(plan.batch) * (candidate.place == CachePlace::kDevice ? s.cache.device_bytes(wish.positions)
                                                               : s.cache.host_bytes(wish.positions));
@@ -154,7 +170,7 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
     device.tensor_bytes = DeviceTensorBytes(s, wish, decoded, prompt_rows);
     device.total_bytes = device.arena_bytes() + device.tensor_bytes;
   }
-  const uint64_t arena = plan.ring_bytes + plan.scratch_bytes + plan.cache_bytes;
+  const uint64_t arena = plan.ring_bytes + plan.scratch_bytes + plan.cache_bytes + plan.experts.memory_bytes;
   plan.total_bytes = (arena + kPages - 1) / kPages * kPages + plan.tensor_bytes;
   return plan;
 }
@@ -209,12 +225,34 @@ void ChooseAllResident(const GenerationSizes& s, const GenerationWish& wish, Gen
   plan->pass_bytes = all - device_bytes - plan->resident_bytes;
 }
 
+// `more` experts beyond those that have places, as far as there are so many and `room` holds them.
+void AddPlaces(const GenerationSizes& s, int64_t more, uint64_t room, GenerationPlan* plan) {
+  if (s.experts.all() == 0) return;
+  const auto held = static_cast<int64_t>(std::min(room / s.experts.place_bytes, U(s.experts.all())));
+  const int64_t added = std::clamp<int64_t>(std::min(more, held), 0,
+                                            std::max<int64_t>(0, s.experts.all() - plan->experts.places));
+  SetPlaces(s, plan->experts.places + added, plan);
+  plan->total_bytes += U(added) * s.experts.place_bytes;
+}
+
+// How many a pass uses, and how many of those are not in memory.
+void PredictExperts(const GenerationSizes& s, int64_t rows, GenerationPlan* plan) {
+  ExpertPart& experts = plan->experts;
+  if (experts.all == 0) return;
+  experts.pass_used = s.experts.used(rows);
+  const double held = static_cast<double>(experts.places) / static_cast<double>(experts.all);
+  experts.pass_read = experts.pass_used * std::max(0.0, 1 - held);
+  experts.pass_bytes = static_cast<uint64_t>(experts.pass_read * static_cast<double>(s.experts.place_bytes));
+  plan->pass_bytes += experts.pass_bytes;
+}
+
 void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPlan* plan) {
   plan->cache_pass_bytes =
       plan->cache == CachePlace::kDrive ? U(plan->batch) * s.cache.pass_bytes(wish.positions) : 0;
+  const int64_t rows = RowsThatDecode(*plan, wish);
+  PredictExperts(s, rows, plan);
   const double drive =
       static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
-  const int64_t rows = RowsThatDecode(*plan, wish);
   // On a device those of a block cost as much as one.
   const int64_t first = wish.device.has_value() ? kDeviceRows : 1;
   const auto further = static_cast<double>(RoundUp(rows, first) - first);
@@ -274,7 +312,15 @@ std::optional<GenerationPlan> PlanExactly(const GenerationSizes& s, const Genera
   const uint64_t longer = std::min(std::max(kComfortableRing, least_ring) - least_ring, left / 4);
   plan = Fixed(s, wish, candidate, least_ring + longer / 4096 * 4096, plan.prompt_rows);
   if (plan.total_bytes > wish.budget_bytes) plan = Fixed(s, wish, candidate, least_ring, plan.prompt_rows);
+  // Experts of a row and of its guesses, for a quarter of what is left; then what every pass uses; then the
+  // other experts. An arena is rounded up to whole pages.
+  const auto room = [&](uint64_t share) {
+    const uint64_t beside = plan.total_bytes + 2 * kPages;
+    return wish.budget_bytes > beside ? (wish.budget_bytes - beside) / share : 0;
+  };
+  AddPlaces(s, 2 * s.experts.chosen, room(4), &plan);
   ChooseAllResident(s, wish, &plan);
+  AddPlaces(s, s.experts.all(), room(1), &plan);
   plan.least_bytes = least.total_bytes;
   if (plan.device.has_value()) plan.device->least_bytes = least.device->total_bytes;
   Predict(s, wish, &plan);
@@ -293,6 +339,13 @@ std::optional<GenerationPlan> PlanOf(const GenerationSizes& s, const GenerationW
 }
 
 }  // namespace
+
+double ExpertSizes::used(int64_t rows) const {
+  if (layers == 0) return 0;
+  const double missed =
+      std::pow(1 - static_cast<double>(chosen) / static_cast<double>(each), static_cast<double>(rows));
+  return static_cast<double>(layers * each) * (1 - missed);
+}
 
 const char* PassBoundName(PassBound bound) {
   return bound == PassBound::kRead ? "read" : bound == PassBound::kCopy ? "copy" : "compute";

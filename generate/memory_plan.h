@@ -7,6 +7,8 @@
 // once for all of them. A device keeps what its memory holds: keys and values first, then weights; the others
 // are copied there in each pass.
 //
+// Of a model with mixtures the memory that is left keeps first what every pass uses, and then experts.
+//
 // Pure numbers.
 #ifndef PENSTOCK_GENERATE_MEMORY_PLAN_H_
 #define PENSTOCK_GENERATE_MEMORY_PLAN_H_
@@ -41,6 +43,20 @@ enum class CachePlace : uint8_t { kAuto, kDevice, kHost, kDrive };
 // layer's records, and others are on their way.
 inline constexpr uint64_t kDevicePlaces = 4;
 
+// The experts of a model's mixtures, which are read when a router has chosen them.
+struct ExpertSizes {
+  int64_t layers = 0;        // that have a mixture; 0: there is none
+  int64_t each = 0;          // experts of a layer
+  int64_t chosen = 0;        // of them for each row
+  uint64_t place_bytes = 0;  // of an expert in memory
+  int64_t elements = 0;      // of an expert's matrices
+
+  int64_t all() const { return layers * each; }
+  int64_t row_elements() const { return layers * chosen * elements; }
+  // Experts that a pass of `rows` rows uses in all layers, where each is as likely as any other.
+  double used(int64_t rows) const;
+};
+
 struct GenerationSizes {
   models::DecoderShape decoder;
   CacheGeometry cache;
@@ -60,6 +76,7 @@ struct GenerationSizes {
   int64_t decoded_elements = 0;     // that are decoded at once, at most
   // Of most of those with scales of their own; null: there are none, or they are fewer than coded ones.
   std::optional<models::ScaledCode> scaled;
+  ExpertSizes experts;
   uint64_t loading_bytes = 0;  // of a table as it is stored, where it is kept in another form
 };
 
@@ -103,6 +120,16 @@ struct DevicePart {
   uint64_t arena_bytes() const { return ring_bytes + cache_bytes + resident_bytes; }
 };
 
+// What a plan has of the experts of mixtures.
+struct ExpertPart {
+  int64_t places = 0, all = 0;  // experts in memory, and those of the model; 0: it has no mixtures
+  uint64_t memory_bytes = 0;
+  // Of a pass that decodes: experts that it uses, and those that it reads, in all layers, where each is as
+  // likely as any other. Routers that prefer some, or choose alike for what follows, read less.
+  double pass_used = 0, pass_read = 0;
+  uint64_t pass_bytes = 0;  // of those that it reads
+};
+
 struct GenerationPlan {
   int64_t batch = 1;
   int64_t prompt_rows = 0;  // of prompts in one pass, at most
@@ -113,10 +140,11 @@ struct GenerationPlan {
   uint64_t scratch_bytes = 0;
   uint64_t tensor_bytes = 0;  // LibTorch's, at most
   uint64_t resident_bytes = 0;
-  std::vector<bool> resident;     // by unit, in host memory
-  uint64_t total_bytes = 0;       // all of these
-  uint64_t least_bytes = 0;       // the least budget for this batch and place
-  uint64_t pass_bytes = 0;        // of weights, read in each pass
+  std::vector<bool> resident;  // by unit, in host memory
+  uint64_t total_bytes = 0;    // all of these
+  uint64_t least_bytes = 0;    // the least budget for this batch and place
+  ExpertPart experts;
+  uint64_t pass_bytes = 0;        // of weights, read in each pass; experts as far as can be expected
   uint64_t cache_pass_bytes = 0;  // of keys and values, read in each pass at the longest
   std::optional<DevicePart> device;
   double pass_seconds = 0;  // predicted, of decoding

@@ -16,6 +16,20 @@ using kernels::DType;
 
 bool IsMatrix(const models::ParameterDescription& parameter) { return parameter.columns > 0; }
 
+// A matrix of an expert of layer `layer`.
+void AddExpert(const models::Decoder& decoder, size_t layer, const models::ParameterDescription& parameter,
+               int number, std::vector<ExpertMatrices>* experts) {
+  const models::DecoderShape& shape = decoder.shape;
+  const models::MixtureFunction& mixture = decoder.function.mixture;
+  experts->resize(static_cast<size_t>(shape.layers * shape.mixture.experts));
+  const auto each = static_cast<size_t>(shape.mixture.experts);
+  ExpertMatrices& of = (*experts)[layer * each + static_cast<size_t>(parameter.expert)];
+  for (const auto& [name, tensor] :
+       {std::pair(&mixture.gate, &of.gate), {&mixture.up, &of.up}, {&mixture.down, &of.down}}) {
+    if (parameter.name == mixture.ExpertParameter(parameter.expert, *name)) *tensor = number;
+  }
+}
+
 }  // namespace
 
 MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& layout) {
@@ -27,7 +41,9 @@ MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& l
     const bool layer = block_number >= 1 && block_number <= static_cast<size_t>(shape.layers);
     const size_t first = order.all.size();
     for (const models::ParameterDescription& parameter : block.parameters) {
-      if (layer && IsMatrix(parameter)) order.all.push_back(number);
+      const bool stays = decoder.function.mixture.IsRouter(parameter.name);
+      if (layer && IsMatrix(parameter) && !stays && parameter.expert < 0) order.all.push_back(number);
+      if (parameter.expert >= 0) AddExpert(decoder, block_number - 1, parameter, number, &order.experts);
       if (block_number == static_cast<size_t>(shape.head_block) && parameter.name == shape.head)
         head = number;
       ++number;
@@ -61,10 +77,12 @@ DType ComputeType(const WeightSource& source, std::span<const int> uses) {
 
 namespace {
 
-// Vectors, and tables of block 0 that are small; not the matrices that are only multiplied with.
-bool IsKept(const models::DecoderShape& shape, size_t block, const models::ParameterDescription& parameter,
+// Vectors, routers, and tables of block 0 that are small; not the other matrices that are only multiplied
+// with.
+bool IsKept(const models::Decoder& decoder, size_t block, const models::ParameterDescription& parameter,
             uint64_t width, uint64_t table_bytes) {
-  if (!IsMatrix(parameter)) return true;
+  const models::DecoderShape& shape = decoder.shape;
+  if (!IsMatrix(parameter) || decoder.function.mixture.IsRouter(parameter.name)) return true;
   const bool table =
       block == 0 && (parameter.name == shape.token_table || parameter.name == shape.position_table);
   return table && static_cast<uint64_t>(parameter.elements()) * width <= table_bytes;
@@ -72,14 +90,13 @@ bool IsKept(const models::DecoderShape& shape, size_t block, const models::Param
 
 template <typename Visit>
 void ForKept(const models::Decoder& decoder, DType type, uint64_t table_bytes, Visit visit) {
-  const models::DecoderShape& shape = decoder.shape;
   const uint64_t width = type == DType::kFp32 ? 4 : 2;
   int number = 0;
   size_t block_number = 0;
   for (const models::BlockDescription& block : decoder.blocks) {
     for (const models::ParameterDescription& parameter : block.parameters) {
       visit(static_cast<int>(block_number), parameter, number++,
-            IsKept(shape, block_number, parameter, width, table_bytes), width);
+            IsKept(decoder, block_number, parameter, width, table_bytes), width);
     }
     ++block_number;
   }

@@ -3,7 +3,8 @@
 //
 //   rows     the sequences that decode, one token each and those drafted behind it; then pieces of prompts
 //   order    of the stream: the matrices of a layer, the records of its sequences (cache on a drive), the
-//            rest of the layer; then the head
+//            rest of the layer; then the head. Experts that routers choose come beside it
+//            (generate/expert_cache.h)
 //
 // What it computes is the function of models/decoder.h. There are two of it: generate/host_pass.h in host
 // memory, and generate/device_pass.h on a device with memory of its own, with LibTorch.
@@ -35,6 +36,8 @@
 
 namespace penstock::generate {
 
+class ExpertCache;
+
 // What a sequence has in a pass.
 struct Share {
   int slot = 0;      // of the cache
@@ -50,16 +53,22 @@ struct Share {
 struct MatrixOrder {
   std::vector<int> all;
   std::vector<size_t> before_attention;  // by layer: how many of `all` are used before it attends
+  // Those that routers choose, which `all` has not: expert e of layer i is number i * experts + e. Empty: the
+  // model has no mixtures.
+  std::vector<ExpertMatrices> experts;
+
+  WeightUses uses() const { return {all, experts}; }
 };
 MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& layout);
 
 // How a matrix of the layout is stored.
 StoredMatrix StoredAs(const WeightSource& source, const models::ModelLayout& layout, int tensor);
 
-// bf16 where all matrices are, else fp32, to which all types convert exactly.
+// bf16 where all matrices that every pass uses are, else fp32, to which all types convert exactly.
 kernels::DType ComputeType(const WeightSource& source, std::span<const int> uses);
 
-// What stays in host memory besides the resident units: vectors and small tables, in the compute type.
+// What stays in host memory besides the resident units: vectors, routers and small tables, in the compute
+// type.
 class KeptTensors {
  public:
   // Tables of at most `table_bytes` are kept. `scratch`: source->scratch_bytes(), used here and in Rows. All
@@ -80,7 +89,7 @@ class KeptTensors {
   int tensor(int block, std::string_view name) const;  // -1: the block has none of this name
   // NAME.weight, or NAME where the block calls it that. It must be there.
   int matrix(int block, std::string_view name) const;
-  // By tensor; a vector is one row.
+  // By tensor; a vector is one row, a router as many as it has.
   const std::map<int, HostRows>& kept() const { return kept_; }
   const HostRows& vector(int tensor) const { return kept_.at(tensor); }
   // Rows of a table.
@@ -107,6 +116,7 @@ struct PassParts {
   KeptTensors* kept = nullptr;
   ItemStream* stream = nullptr;
   KvCache* cache = nullptr;
+  ExpertCache* experts = nullptr;  // null: the model has no mixtures
   zero::Device* device = nullptr;
 };
 

@@ -42,7 +42,7 @@ class SafetensorsSource : public WeightSource {
   SafetensorsSource(aio::Engine* engine, const models::ModelLayout& layout)
       : WeightSource(engine), layout_(layout) {}
 
-  absl::Status Open(const std::string& path, std::span<const int> uses, const std::string& label) {
+  absl::Status Open(const std::string& path, const WeightUses& uses, const std::string& label) {
     ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
                      models::WeightImport::OpenAnyCode(path, layout_, label));
     for (size_t i = 0; i < layout_.tensors.size(); ++i) {
@@ -58,7 +58,8 @@ class SafetensorsSource : public WeightSource {
       places_.push_back({file, place.offset});
       largest_row_ = std::max(largest_row_, RowBytes(i));
     }
-    for (const int tensor : uses) Cut(tensor);
+    for (const int tensor : uses.in_order) Cut(tensor);
+    for (const ExpertMatrices& expert : uses.experts) AddExpert(expert);
     return absl::OkStatus();
   }
 
@@ -70,6 +71,24 @@ class SafetensorsSource : public WeightSource {
     RETURN_IF_ERROR(engine_.Submit(&read->request));
     read->pending = true;
     return absl::OkStatus();
+  }
+
+  absl::Status StartExpert(size_t expert, std::byte* memory, aio::Priority priority,
+                           ExpertRead* read) override {
+    read->started = 0;
+    absl::Status status;
+    for (const Extent& extent : expert_extents_[expert]) {
+      aio::Request& request = read->requests[read->started];
+      request.PrepareRead(*files_[extent.file], extent.offset, memory, extent.bytes);
+      request.set_priority(priority);
+      status = engine_.Submit(&request);
+      if (!status.ok()) break;
+      ++read->started;
+      memory += aio::AlignUp(extent.bytes, aio::kSectorBytes);
+    }
+    // What was started before one that cannot be is waited for: it writes to memory of the caller's.
+    if (!status.ok()) FinishExpert(read).IgnoreError();
+    return status;
   }
 
   uint64_t scratch_bytes() const override {
@@ -160,6 +179,42 @@ class SafetensorsSource : public WeightSource {
       Add(tensor, at * t.columns, std::min(rows, t.rows - at) * t.columns);
   }
 
+  uint64_t TensorBytes(int tensor) const {
+    const models::PublishedTensor& t = layout_.tensors[static_cast<size_t>(tensor)];
+    const auto index = static_cast<size_t>(tensor);
+    return RowBytes(index) * static_cast<uint64_t>(t.elements() / RowElements(index));
+  }
+
+  // One unit of all of an expert's matrices. Those that lie side by side in a file are one extent.
+  void AddExpert(const ExpertMatrices& expert) {
+    WeightUnit unit;
+    std::vector<Extent> extents;
+    if (expert.there()) {
+      std::array<int, 3> tensors = {expert.gate, expert.up, expert.down};
+      const auto place_of = [&](int tensor) {
+        const Place& place = places_[static_cast<size_t>(tensor)];
+        return std::pair(place.file, place.offset);
+      };
+      std::sort(tensors.begin(), tensors.end(), [&](int a, int b) { return place_of(a) < place_of(b); });
+      for (size_t i = 0; i < tensors.size();) {
+        const auto [file, begin] = place_of(tensors[i]);
+        size_t next = i;
+        uint64_t end = begin;
+        while (next < tensors.size() && place_of(tensors[next]) == std::pair(file, end))
+          end += TensorBytes(tensors[next++]);
+        const Sectors sectors(begin, end, sizes_[file]);
+        for (uint64_t from = begin; i < next; from += TensorBytes(tensors[i++])) {
+          unit.parts.push_back({tensors[i], 0, layout_.tensors[static_cast<size_t>(tensors[i])].elements(),
+                                unit.bytes + from - sectors.begin});
+        }
+        extents.push_back({file, sectors.begin, sectors.end - sectors.begin});
+        unit.bytes += sectors.padded();
+      }
+    }
+    experts_.push_back(std::move(unit));
+    expert_extents_.push_back(std::move(extents));
+  }
+
   absl::Status ReadSome(size_t tensor, std::span<const int64_t> rows, uint64_t row_bytes, uint64_t slot,
                         std::byte* memory, std::byte* to) {
     const Place& place = places_[tensor];
@@ -189,9 +244,10 @@ class SafetensorsSource : public WeightSource {
   const models::ModelLayout layout_;
   std::map<std::string, size_t> by_path_;
   std::vector<std::unique_ptr<aio::File>> files_;
-  std::vector<uint64_t> sizes_;  // parallel to files_
-  std::vector<Place> places_;    // parallel to layout_.tensors
-  std::vector<Extent> extents_;  // parallel to units_
+  std::vector<uint64_t> sizes_;                      // parallel to files_
+  std::vector<Place> places_;                        // parallel to layout_.tensors
+  std::vector<Extent> extents_;                      // parallel to units_
+  std::vector<std::vector<Extent>> expert_extents_;  // parallel to experts_
   std::array<aio::Request, kRowReads> requests_;
   uint64_t largest_row_ = aio::kSectorBytes;
 };
@@ -200,7 +256,7 @@ class SafetensorsSource : public WeightSource {
 
 absl::StatusOr<std::unique_ptr<WeightSource>> OpenSafetensors(aio::Engine* engine, const std::string& path,
                                                               const models::ModelLayout& layout,
-                                                              std::span<const int> uses,
+                                                              const WeightUses& uses,
                                                               const std::string& label) {
   auto source = std::make_unique<SafetensorsSource>(engine, layout);
   RETURN_IF_ERROR(source->Open(path, uses, label));

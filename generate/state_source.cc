@@ -152,9 +152,11 @@ absl::StatusOr<std::unique_ptr<WeightSource>> OpenState(aio::Engine* engine,
                                                         const zero::ShardDirectories& parts,
                                                         uint64_t sequence, DType type,
                                                         const models::ModelLayout& layout,
-                                                        std::span<const int> uses) {
+                                                        const WeightUses& uses) {
+  if (!uses.experts.empty())
+    return absl::UnimplementedError("weights: a state of a mixture of experts, which nothing trains yet");
   auto source = std::make_unique<StateSource>(engine, layout, type);
-  RETURN_IF_ERROR(source->Open(parts, sequence, uses));
+  RETURN_IF_ERROR(source->Open(parts, sequence, uses.in_order));
   return source;
 }
 

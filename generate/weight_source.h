@@ -4,6 +4,9 @@
 // A source cuts the matrices that a pass uses into *units*, in the order in which the pass uses them. A unit
 // is what one read brings: rows of one matrix (safetensors), or a tile (a store). Its *parts* say which
 // elements of which matrix stand where in its memory. Vectors, and rows of tables, are read when asked for.
+// An expert of a mixture is a unit of its own, with all of its matrices, which is read when a router has
+// chosen it: where they lie side by side in a file, as `penstock pack` and transformers write them, by one
+// request.
 //
 //   ASSIGN_OR_RETURN(auto source, OpenSafetensors(&engine, directory, layout, uses));
 //   UnitRead read;
@@ -15,6 +18,8 @@
 #ifndef PENSTOCK_GENERATE_WEIGHT_SOURCE_H_
 #define PENSTOCK_GENERATE_WEIGHT_SOURCE_H_
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -53,12 +58,34 @@ struct WeightUnit {
   std::vector<WeightPart> parts;
 };
 
+// The matrices of an expert: numbers of layout.tensors. -1: a layer without a mixture.
+struct ExpertMatrices {
+  int gate = -1, up = -1, down = -1;
+  bool there() const { return gate >= 0; }
+};
+
+// The matrices of a pass: numbers of layout.tensors.
+struct WeightUses {
+  std::span<const int> in_order;            // that every pass uses, in the order of use
+  std::span<const ExpertMatrices> experts;  // of all layers, layer by layer
+};
+
 // One read in flight.
 struct UnitRead {
   aio::Request request;
   swap::TileIo tile;
   swap::Store* store = nullptr;  // null: `request`
   bool pending = false;
+};
+
+// The reads of an expert in flight: one for each run of its bytes in a file.
+struct ExpertRead {
+  std::array<aio::Request, 3> requests;
+  size_t started = 0;  // of them
+  bool finished() const {
+    return std::all_of(requests.begin(), requests.begin() + static_cast<std::ptrdiff_t>(started),
+                       [](const aio::Request& request) { return request.finished(); });
+  }
 };
 
 class WeightSource {
@@ -87,6 +114,17 @@ class WeightSource {
   virtual absl::Status Start(size_t unit, std::byte* memory, UnitRead* read) = 0;
   absl::Status Finish(UnitRead* read);
 
+  // Of WeightUses::experts, by their numbers; without parts where there is none.
+  const std::vector<WeightUnit>& experts() const { return experts_; }
+  // Of the largest; 0: there are none.
+  uint64_t largest_expert_bytes() const;
+  // Reads an expert as Start does. `memory`: experts()[expert].bytes, at 4096; it and `read` stay until the
+  // read is finished. A read that could not be started has nothing in flight.
+  virtual absl::Status StartExpert(size_t expert, std::byte* memory, aio::Priority priority,
+                                   ExpertRead* read);
+  // Waits. The status of the first request that failed.
+  absl::Status FinishExpert(ExpertRead* read);
+
   // Rows of a table, or with rows 0..n all of it, as they are stored, row by row into `to`. Waits. `memory`:
   // scratch_bytes(), at 4096.
   virtual absl::Status ReadRows(int tensor, std::span<const int64_t> rows, std::span<std::byte> memory,
@@ -104,25 +142,24 @@ class WeightSource {
   explicit WeightSource(aio::Engine* engine) : engine_(*engine) {}
 
   aio::Engine& engine_;
-  std::vector<WeightUnit> units_;
+  std::vector<WeightUnit> units_, experts_;
   std::vector<Stored> tensors_;  // parallel to ModelLayout::tensors
   uint64_t rows_bytes_ = 0;
 };
 
-// `uses`: the matrices of a pass, numbers of layout.tensors, in the order of use. `label`: the words of the
-// command line that errors begin with.
+// `label`: the words of the command line that errors begin with.
 absl::StatusOr<std::unique_ptr<WeightSource>> OpenSafetensors(aio::Engine* engine, const std::string& path,
                                                               const models::ModelLayout& layout,
-                                                              std::span<const int> uses,
+                                                              const WeightUses& uses,
                                                               const std::string& label);
 
 // The committed weights of a run whose weights are of type `type`. `parts`, by rank, at commit `sequence`:
-// held open and locked, so that nobody trains there meanwhile.
+// held open and locked, so that nobody trains there meanwhile. kUnimplemented: a mixture of experts.
 absl::StatusOr<std::unique_ptr<WeightSource>> OpenState(aio::Engine* engine,
                                                         const zero::ShardDirectories& parts,
                                                         uint64_t sequence, kernels::DType type,
                                                         const models::ModelLayout& layout,
-                                                        std::span<const int> uses);
+                                                        const WeightUses& uses);
 
 }  // namespace penstock::generate
 

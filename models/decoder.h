@@ -12,7 +12,14 @@
 //   logits = soft_cap(head * norm(x) / logits_divisor)
 //
 // where a norm that has no name is none. A layer with a window looks at the last positions alone, its own
-// included.
+// included. A layer may have a mixture of experts for its inner network (Shazeer et al. 2017): a router
+// scores the experts for each row, and a row's result is
+//
+//   scores = softmax(router n), in fp32; the `chosen` highest of them are the row's experts
+//   sum over these, in the order of their numbers, of weight * down_e (activation(gate_e n) * up_e n)
+//     + sigmoid(shared_router n) * the same of an expert that all rows share, where there is one
+//
+// where a weight is the expert's score, divided by the sum of the chosen ones' where the mixture normalizes.
 //
 // Between any two of these a value is rounded to the compute type, as transformers has it.
 #ifndef PENSTOCK_MODELS_DECODER_H_
@@ -35,9 +42,18 @@ struct Rotation {
   double scale = 1;  // of cosine and sine
 };
 
+// How large the mixtures of a decoder's layers are; all of them are alike.
+struct MixtureShape {
+  int64_t experts = 0, chosen = 0;  // of a layer, and of those for each row; 0: no layer has a mixture
+  int64_t inner = 0;                // of an expert
+};
+
 // Numbers of a decoder. Layer i is block 1 + i of the model's description.
 struct DecoderShape {
-  int64_t layers = 0, width = 0, inner = 0, vocab = 0;
+  int64_t layers = 0, width = 0;
+  int64_t inner =
+      0;  // of layers without a mixture, and of a shared expert: the larger one; 0: there is neither
+  int64_t vocab = 0;
   int64_t inner_rows = 0;  // of the matrix before `inner`: twice as many where it is two in one
   int64_t rotations = 1;   // DecoderFunction::rotations, at least 1
   int64_t heads = 0, key_heads = 0, depth = 0;  // of attention
@@ -46,6 +62,28 @@ struct DecoderShape {
   int64_t matrices_before_attention = 0;        // of a layer, in the order of its description
   int head_block = 0;                           // of the matrix that makes logits
   std::string head;                             // its name there
+  MixtureShape mixture = {};
+};
+
+// The parameters of a mixture, by name in the layer's block. Those of expert e are EXPERTS.e.GATE.weight and
+// so on (ExpertParameter).
+struct MixtureFunction {
+  std::vector<bool> layers;  // by layer: whether it has one; empty: none has
+  std::string router;        // [experts, width]
+  std::string experts, gate, up, down;
+  bool normalizes = false;
+  bool rounds_weights = true;  // to the compute type, before they multiply
+  // Of the expert that all rows share; empty: there is none.
+  std::string shared_router, shared_gate, shared_up, shared_down;
+
+  bool Has(int64_t layer) const { return !layers.empty() && layers[static_cast<size_t>(layer)]; }
+  std::string ExpertParameter(int64_t expert, const std::string& matrix) const {
+    return experts + "." + std::to_string(expert) + "." + matrix + ".weight";
+  }
+  // Whether a matrix of this name is small, and used before a layer's other matrices: it stays in memory.
+  bool IsRouter(const std::string& name) const {
+    return !layers.empty() && (name == router + ".weight" || name == shared_router + ".weight");
+  }
 };
 
 // What is computed with which parameters of a block. A matrix or a norm NAME is NAME.weight, with NAME.bias
@@ -64,6 +102,7 @@ struct DecoderFunction {
   std::string output;
   std::string gate;  // empty: none
   std::string up, down;
+  MixtureFunction mixture;  // instead of gate, up and down, in the layers that have one
   bool gate_in_up = false;  // the first half of what `up` gives is the gate
   kernels::Activation activation = kernels::Activation::kGelu;
   std::vector<double> scales;    // of the scores, by layer

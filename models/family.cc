@@ -73,7 +73,7 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohman
     return absl::InvalidArgumentError(
         absl::StrCat("model: model_type is ", zero::ShowValue(type),
                      ", none of gpt2, llama, mistral, qwen2, qwen3, smollm3, granite, olmo2, phi3, "
-                     "gemma2, gemma3, gemma3_text"));
+                     "gemma2, gemma3, gemma3_text, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe"));
   }
   ASSIGN_OR_RETURN(const GptConfig config, GptConfigFromJson(json, notes));
   return DescribeGpt(config);
@@ -88,7 +88,7 @@ int64_t UsualVocabularyTiles(const LanguageModel& model) {
   int64_t layer = 0, width = 0;
   for (const BlockDescription& block : whole.Blocks()) {
     if (width == 0) width = block.parameters.front().columns;  // the embedding's
-    if (block.kind != "layer") continue;
+    if (block.kind != "layer" && block.kind != "mixture") continue;
     int64_t parameters = 0;
     for (const ParameterDescription& parameter : block.parameters) parameters += parameter.elements();
     layer = std::max(layer, parameters);

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "models/decoder.h"
 #include "models/layout.h"
@@ -81,6 +82,10 @@ class LanguageModel {
   // The same function in blocks of `rows` rows; 0: in one. Of a model with adapters, see
   // WithVocabularyTiles.
   virtual std::shared_ptr<const LanguageModel> WithTileRows(int64_t rows) const = 0;
+
+  // Whether `penstock train` and its siblings train it, from the processor or a device. kInvalidArgument says
+  // in one line why not, and what does.
+  virtual absl::Status CheckTrains() const { return absl::OkStatus(); }
 
   // The same function, for generation with a cache. Of a model with adapters: nullopt.
   virtual std::optional<Decoder> decoder() const = 0;

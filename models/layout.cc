@@ -83,7 +83,8 @@ ModelLayout LayoutOf(const std::vector<BlockDescription>& blocks) {
                                   .rows = p.is_tile() ? p.published_rows : p.rows,
                                   .columns = p.columns,
                                   .transposed = p.transposed,
-                                  .rows_of_block = p.is_tile() ? p.rows : 0});
+                                  .rows_of_block = p.is_tile() ? p.rows : 0,
+                                  .other_places = p.other_places});
       }
       offset = tiering::AlignUp(offset + p.elements(), kParameterAlignment);
     }

@@ -18,6 +18,14 @@ namespace penstock::models {
 
 inline constexpr int64_t kParameterAlignment = 64;  // zero/compute/block.h's
 
+// Where a published file may have a parameter under another name: elements [first, first + elements) of that
+// tensor, which has this shape.
+struct OtherPlace {
+  std::string name;
+  std::vector<uint64_t> shape;
+  int64_t first = 0;
+};
+
 struct ParameterDescription {
   std::string name;         // in its block: "attn.c_attn.weight"
   std::string published;    // in Hugging Face's files, whole: "transformer.h.0.attn.c_attn.weight"
@@ -31,6 +39,9 @@ struct ParameterDescription {
   // Of a block's rows of a matrix that is published as one: the first of them there, and how many there are.
   int64_t first_row = 0;
   int64_t published_rows = 0;  // 0: these are all
+  std::vector<OtherPlace> other_places = {};
+  // Of a mixture: which of its experts the matrix is a part of; -1: of none.
+  int expert = -1;
 
   int64_t elements() const { return columns == 0 ? rows : rows * columns; }
   bool is_tile() const { return published_rows > 0; }
@@ -69,6 +80,8 @@ struct PublishedTensor {
   int64_t rows_of_block = 0;
   // As it is published, where it is neither a vector nor a matrix: `rows` are its elements then.
   std::optional<std::vector<uint64_t>> shape = std::nullopt;
+  // Where files may have it instead of under `name`; not of one that is published turned.
+  std::vector<OtherPlace> other_places = {};
 
   int64_t elements() const { return columns == 0 ? rows : rows * columns; }
   std::vector<uint64_t> published_shape() const;

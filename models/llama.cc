@@ -81,7 +81,9 @@ std::vector<BlockDescription> BlocksOfLlama(const LlamaConfig& c) {
   if (c.tied) add_norm("norm", c.width);
   for (int64_t i = 0; i < c.layers; ++i) {
     prefix = absl::StrCat(kPrefix, "layers.", i, ".");
-    blocks.push_back({.name = absl::StrCat("layers.", i), .kind = "layer", .parameters = {}});
+    blocks.push_back({.name = absl::StrCat("layers.", i),
+                      .kind = c.mixture.Has(i) ? "mixture" : "layer",
+                      .parameters = {}});
     if (c.norms_inputs) add_norm("input_layernorm", c.width);
     if (c.joined) {
       add_linear("self_attn.qkv_proj", c.width, (c.heads + 2 * c.key_heads) * c.depth, c.qkv_bias);
@@ -98,6 +100,10 @@ std::vector<BlockDescription> BlocksOfLlama(const LlamaConfig& c) {
     }
     add_norm("post_attention_layernorm", c.width);
     if (c.norms_inputs && c.norms_results) add_norm("pre_feedforward_layernorm", c.width);
+    if (c.mixture.Has(i)) {
+      AddMixture(c.type, c.mixture, prefix, c.width, c.deviation, &blocks.back());
+      continue;
+    }
     if (c.joined) {
       add_linear("mlp.gate_up_proj", c.width, 2 * c.inner, c.mlp_bias);
     } else {
@@ -136,11 +142,14 @@ Decoder DecoderOf(const LlamaConfig& c) {
   LlamaConfig whole = c;  // its tensors are the same, wherever they lie
   whole.tile_rows = 0;
   Decoder decoder;
+  const MixtureConfig& m = c.mixture;
+  const bool dense = std::find(m.layers.begin(), m.layers.end(), false) != m.layers.end();
+  const int64_t inner = m.experts == 0 || dense ? std::max(c.inner, m.shared_inner) : m.shared_inner;
   decoder.shape = {.layers = c.layers,
                    .width = c.width,
-                   .inner = c.inner,
+                   .inner = inner,
                    .vocab = c.vocab,
-                   .inner_rows = c.joined ? 2 * c.inner : c.inner,
+                   .inner_rows = c.joined ? 2 * c.inner : inner,
                    .rotations = c.window_rope.has_value() ? 2 : 1,
                    .heads = c.heads,
                    .key_heads = c.key_heads,
@@ -149,7 +158,8 @@ Decoder DecoderOf(const LlamaConfig& c) {
                    .position_table = "",
                    .matrices_before_attention = c.joined ? 1 : 3,
                    .head_block = c.tied ? 0 : static_cast<int>(c.layers) + 1,
-                   .head = c.tied ? "embed_tokens.weight" : "lm_head.weight"};
+                   .head = c.tied ? "embed_tokens.weight" : "lm_head.weight",
+                   .mixture = {.experts = m.experts, .chosen = m.chosen, .inner = m.inner}};
   DecoderFunction& f = decoder.function;
   f.norm = DecoderFunction::Norm::kRootMeanSquare;
   f.epsilon = c.epsilon;
@@ -185,6 +195,7 @@ Decoder DecoderOf(const LlamaConfig& c) {
   if (!c.joined) f.gate = "mlp.gate_proj";
   f.up = c.joined ? "mlp.gate_up_proj" : "mlp.up_proj";
   f.down = "mlp.down_proj";
+  f.mixture = MixtureFunctionOf(c.type, c.mixture);
   f.activation = c.tangent_gelu ? kernels::Activation::kGeluNew : kernels::Activation::kSilu;
   f.scales.assign(static_cast<size_t>(c.layers), c.AttentionScale());
   f.rotations = c.Rotations();
@@ -194,6 +205,13 @@ Decoder DecoderOf(const LlamaConfig& c) {
   }
   decoder.blocks = BlocksOfLlama(whole);
   return decoder;
+}
+
+// Parameters of a mixture that a row is multiplied with.
+int64_t ActiveInMixture(const LlamaConfig& c) {
+  const MixtureConfig& m = c.mixture;
+  const int64_t shared = m.shared_inner > 0 ? 3 * m.shared_inner + 1 : 0;
+  return c.width * (m.experts + 3 * m.chosen * m.inner + shared);
 }
 
 class Llama : public LanguageModel {
@@ -217,6 +235,13 @@ class Llama : public LanguageModel {
     return DescribeLlama(config);
   }
 
+  absl::Status CheckTrains() const override {
+    if (config_.mixture.experts == 0) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("model_type ", config_.type,
+                     " is a mixture of experts, which is not trained from the command line yet: `penstock "
+                     "generate` makes its texts, and penstock.initialize trains transformers' module of it"));
+  }
   std::optional<Decoder> decoder() const override { return DecoderOf(config_); }
   const LlamaConfig* llama() const override { return &config_; }
   std::vector<std::string> AdapterTargets() const override {
@@ -244,7 +269,7 @@ class Llama : public LanguageModel {
       products.push_back({.stage = cut.StageOf("embed", tile), .block = tile});
     for (int64_t i = 0; i < c.layers; ++i) {
       const int64_t in_attention = 2 * c.width * (c.heads + c.key_heads) * c.depth,
-                    in_between = 3 * c.width * c.inner;
+                    in_between = c.mixture.Has(i) ? ActiveInMixture(c) : 3 * c.width * c.inner;
       products.push_back({.stage = absl::StrCat("layers.", i),
                           .block = blocks.layer + static_cast<int>(i),
                           .parameters = in_attention + in_between,

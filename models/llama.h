@@ -1,8 +1,9 @@
 // The family of Llama: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM 1 to 3, Granite, OLMo 2, Phi 3 and 4,
-// Gemma 2 and 3 (Touvron et al. 2023). RMSNorm before each half of a layer, behind it (OLMo 2) or both
-// (Gemma); rotary positions of all kinds (models/rope.h), in some layers none (SmolLM 3); grouped queries,
-// windows in all layers or in some, SwiGLU or GeGLU; biases, norms of queries and keys, multipliers, soft
-// caps, matrices that are several in one (Phi), and one embedding for input and output where a model has
+// Gemma 2 and 3 (Touvron et al. 2023); and those of them whose inner networks are mixtures of experts
+// (models/mixture.h), which generate and do not train. RMSNorm before each half of a layer, behind it (OLMo
+// 2) or both (Gemma); rotary positions of all kinds (models/rope.h), in some layers none (SmolLM 3); grouped
+// queries, windows in all layers or in some, SwiGLU or GeGLU; biases, norms of queries and keys, multipliers,
+// soft caps, matrices that are several in one (Phi), and one embedding for input and output where a model has
 // them.
 //
 // Block 0 is the embedding, blocks 1..L are the layers. With a head of its own (untied) the last block is the
@@ -23,6 +24,7 @@
 
 #include "absl/status/statusor.h"
 #include "models/family.h"
+#include "models/mixture.h"
 #include "models/rope.h"
 
 namespace penstock::models {
@@ -53,6 +55,7 @@ struct LlamaConfig {
   std::vector<bool> turns;  // by layer: whether positions turn its queries and keys; empty: in all
   int64_t tile_rows = 0;    // of the vocabulary's blocks; 0: one has all of it
   Rope rope;
+  MixtureConfig mixture;
   std::optional<Rope> window_rope;  // of layers with a window, where theirs is another
   // As given, for those who read what is exported: tokens, and which layers look back how far.
   nlohmann::json kept = nlohmann::json::object();

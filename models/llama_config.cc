@@ -24,9 +24,10 @@ using QkNorm = LlamaConfig::QkNorm;
 enum class Windows : uint8_t {
   kNone,
   kAll,
-  kSwitched,   // use_sliding_window: those from max_window_layers on
-  kUnturned,   // use_sliding_window: those without positions
-  kAllButNth,  // all but every sliding_window_pattern-th
+  kSwitched,     // use_sliding_window: those from max_window_layers on
+  kUnturned,     // use_sliding_window: those without positions
+  kAllSwitched,  // use_sliding_window: all
+  kAllButNth,    // all but every sliding_window_pattern-th
 };
 
 // What a model_type has where its config.json says nothing, as transformers.
@@ -77,6 +78,36 @@ constexpr auto kTypes = std::to_array<TypeDefaults>(
       .window = 4096,
       .attention_bias = true,
       .qk_norm = QkNorm::kOfHeads},
+     {.type = "mixtral",
+      .architecture = "MixtralForCausalLM",
+      .key_heads = 8,
+      .positions = 131072,
+      .windows = Windows::kAll,
+      .theta = 1e6,
+      .epsilon = 1e-5},
+     {.type = "qwen2_moe",
+      .architecture = "Qwen2MoeForCausalLM",
+      .key_heads = 16,
+      .positions = 32768,
+      .windows = Windows::kSwitched,
+      .window = 4096,
+      .qkv_bias = true},
+     {.type = "qwen3_moe",
+      .architecture = "Qwen3MoeForCausalLM",
+      .key_heads = 4,
+      .positions = 32768,
+      .windows = Windows::kAllSwitched,
+      .window = 4096,
+      .attention_bias = true,
+      .qk_norm = QkNorm::kOfHeads},
+     {.type = "olmoe",
+      .architecture = "OlmoeForCausalLM",
+      .positions = 4096,
+      .attention_bias = true,
+      .qk_norm = QkNorm::kOfAll,
+      .epsilon = 1e-5,
+      .padding = 1},
+     {.type = "granitemoe", .architecture = "GraniteMoeForCausalLM", .attention_bias = true},
      {.type = "smollm3",
       .architecture = "SmolLM3ForCausalLM",
       .key_heads = 4,
@@ -159,7 +190,17 @@ constexpr const char* kPhiKeys[] = {"resid_pdrop", "embd_pdrop"};
 // ---- config.json.
 
 const std::vector<std::string_view>& FunctionKeys() {
-  static const auto& keys = *new std::vector<std::string_view>{"model_type",
+  static const auto& keys = *new std::vector<std::string_view>{"num_local_experts",
+                                                               "num_experts",
+                                                               "num_experts_per_tok",
+                                                               "moe_intermediate_size",
+                                                               "shared_expert_intermediate_size",
+                                                               "norm_topk_prob",
+                                                               "decoder_sparse_step",
+                                                               "mlp_only_layers",
+                                                               "clip_qkv",
+                                                               "qkv_bias",
+                                                               "model_type",
                                                                "vocab_size",
                                                                "hidden_size",
                                                                "intermediate_size",
@@ -213,9 +254,11 @@ constexpr KeyAlias kMeant[] = {{"layer_norm_eps", "rms_norm_eps"},
                                {"n_head", "num_attention_heads"},
                                {"n_positions", "max_position_embeddings"}};
 
+bool IsGranite(std::string_view type) { return type == "granite" || type == "granitemoe"; }
+
 // Granite's multipliers. In a model of another type, which would not use them, each must be 1 or absent.
 void ReadMultipliers(ModelKeys* keys, LlamaConfig* c) {
-  const bool has_them = c->type == "granite";
+  const bool has_them = IsGranite(c->type);
   if (has_them) c->attention_multiplier = 1;
   for (const auto& [key, to] : {std::pair{"embedding_multiplier", &c->embedding_multiplier},
                                 {"residual_multiplier", &c->residual_multiplier},
@@ -256,7 +299,8 @@ void ReadTurns(ModelKeys* keys, LlamaConfig* c) {
 // Which layers look at a part of the sequence alone, and how long it is.
 void ReadWindows(const TypeDefaults& defaults, const json& config, ModelKeys* keys, LlamaConfig* c) {
   const std::string type(defaults.type);
-  const bool switched = defaults.windows == Windows::kSwitched || defaults.windows == Windows::kUnturned;
+  const bool switched = defaults.windows == Windows::kSwitched || defaults.windows == Windows::kAllSwitched ||
+                        defaults.windows == Windows::kUnturned;
   int64_t width = defaults.window, full = 28, pattern = defaults.pattern;
   // Null switches it off, which is not what absence does.
   if (config.contains("sliding_window") && config["sliding_window"].is_null()) width = 0;
@@ -281,10 +325,11 @@ void ReadWindows(const TypeDefaults& defaults, const json& config, ModelKeys* ke
   }
   std::vector<bool> slides;
   for (int64_t i = 0; used && i < c->layers; ++i) {
-    slides.push_back(defaults.windows == Windows::kAll        ? true
-                     : defaults.windows == Windows::kSwitched ? i >= full
-                     : defaults.windows == Windows::kUnturned ? !c->Turns(i)
-                                                              : (i + 1) % pattern != 0);
+    slides.push_back(defaults.windows == Windows::kAll           ? true
+                     : defaults.windows == Windows::kAllSwitched ? true
+                     : defaults.windows == Windows::kSwitched    ? i >= full
+                     : defaults.windows == Windows::kUnturned    ? !c->Turns(i)
+                                                                 : (i + 1) % pattern != 0);
   }
   if (const json* types = keys->Find("layer_types"); types != nullptr) {
     if (!types->is_array() || types->size() != static_cast<size_t>(std::max<int64_t>(c->layers, 0)))
@@ -436,12 +481,14 @@ nlohmann::ordered_json LlamaConfig::ToPublished() const {
   }
   if (defaults.attention_bias) json["attention_bias"] = qkv_bias;
   if (defaults.mlp_bias) json["mlp_bias"] = mlp_bias;
-  if (type == "granite") {
+  if (type == "qwen2_moe") json["qkv_bias"] = qkv_bias;
+  if (IsGranite(type)) {
     json["embedding_multiplier"] = embedding_multiplier;
     json["residual_multiplier"] = residual_multiplier;
     json["attention_multiplier"] = attention_multiplier;
     json["logits_scaling"] = logits_scaling;
   }
+  WriteMixture(type, mixture, &json);
   if (!turns.empty()) {
     json["no_rope_layers"] = nlohmann::ordered_json::array();
     for (const bool each : turns) json["no_rope_layers"].push_back(each ? 1 : 0);
@@ -458,7 +505,8 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
       type != nullptr && type->is_string() ? DefaultsOf(type->get<std::string>()) : nullptr;
   if (defaults == nullptr) return absl::InvalidArgumentError("model: model_type is none of Llama's family");
   keys.LookAtUnknown(FunctionKeys(),
-                     {"pretraining_tp", "is_llama_config", "transformers.js_config", "cache_implementation"},
+                     {"pretraining_tp", "is_llama_config", "transformers.js_config", "cache_implementation",
+                      "router_aux_loss_coef", "router_jitter_noise", "output_router_logits"},
                      kMeant, notes);
   keys.RefuseOtherForms();
   LlamaConfig c;
@@ -498,6 +546,12 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   } else if (c.qkv_bias != defaults->qkv_bias) {
     keys.Wrong("attention_bias", absl::StrCat("which no ", c.type, " has"));
   }
+  if (c.type == "qwen2_moe") {
+    keys.Switch("qkv_bias", &c.qkv_bias);
+  } else if (bool given = defaults->qkv_bias; keys.Find("qkv_bias") != nullptr) {
+    keys.Switch("qkv_bias", &given);
+    if (given != c.qkv_bias) keys.Wrong("qkv_bias", absl::StrCat("which no ", c.type, " has"));
+  }
   keys.Switch("mlp_bias", &c.mlp_bias);
   if (c.mlp_bias && !defaults->mlp_bias) keys.Wrong("mlp_bias", absl::StrCat("which no ", c.type, " has"));
   c.qk_norm = defaults->qk_norm;
@@ -516,6 +570,7 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   ReadTypesOwn(*defaults, &keys, &c);
   ReadMultipliers(&keys, &c);
   ReadTurns(&keys, &c);
+  ReadMixture(c.type, c.layers, c.inner, &keys, &c.mixture);
   ReadTileRows(c.vocab, &keys, &c.tile_rows);
   bool interleaved = false;
   keys.Switch("rope_interleaved", &interleaved);

@@ -227,6 +227,32 @@ absl::StatusOr<WeightImport::Source> WeightImport::TakeMxfp4(const PublishedTens
   return source;
 }
 
+absl::StatusOr<WeightImport::Source> WeightImport::TakeOtherPlace(const PublishedTensor& tensor,
+                                                                  const Sources& there,
+                                                                  std::set<std::string>* known) const {
+  for (const OtherPlace& place : tensor.other_places) {
+    const std::string name = WithoutPrefix(place.name);
+    const auto found = there.find(name);
+    if (found == there.end()) continue;
+    const swap::TensorInfo& info = *found->second.info;
+    if (info.shape != place.shape) {
+      return Wrong(path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " there and ",
+                                       ShapeText(place.shape), " in this model, which has ", tensor.name,
+                                       " in it: give the --model that the weights were made for"));
+    }
+    if (!IsFloat(info.dtype)) {
+      return Wrong(path_, absl::StrCat(info.name, " is of type ", std::string(swap::DtypeName(info.dtype)),
+                                       ": F32, BF16 or F16 can be taken of a tensor that holds several "
+                                       "matrices"));
+    }
+    known->insert(name);
+    Source source = found->second;
+    source.first = place.first;
+    return source;
+  }
+  return Source{};
+}
+
 absl::Status WeightImport::Find(const Sources& there) {
   std::set<std::string> known;
   bool scaled = false;
@@ -242,8 +268,16 @@ absl::Status WeightImport::Find(const Sources& there) {
         continue;
       }
     }
+    if (found == there.end() && !tensor.other_places.empty()) {
+      ASSIGN_OR_RETURN(Source source, TakeOtherPlace(tensor, there, &known));
+      if (source.file != nullptr) {
+        sources_.push_back(std::move(source));
+        continue;
+      }
+    }
     if (found == there.end()) {
-      const std::string nor = name == tensor.name ? "" : absl::StrCat(" (nor ", name, ")");
+      std::string nor = name == tensor.name ? "" : absl::StrCat(" (nor ", name, ")");
+      for (const OtherPlace& place : tensor.other_places) absl::StrAppend(&nor, ", nor ", place.name);
       return Wrong(path_, absl::StrCat("no tensor ", tensor.name, nor, ": not weights of this model"));
     }
     const swap::TensorInfo& info = *found->second.info;
@@ -311,7 +345,8 @@ absl::Status WeightImport::Load(const Source& source, int64_t from, int64_t n) {
   values_.resize(std::max(values_.size(), count));
   raw_.resize(std::max<size_t>(raw_.size(), count * width));
   const std::span<std::byte> bytes(raw_.data(), count * width);
-  absl::Status status = source.file->Read(*source.info, static_cast<uint64_t>(from) * width, bytes);
+  const auto begin = static_cast<uint64_t>(source.first + from);
+  absl::Status status = source.file->Read(*source.info, begin * width, bytes);
   RETURN_IF_ERROR(status);
   kernels::Convert(StoredType(dtype), bytes.data(), kernels::DType::kFp32, values_.data(), count);
   return status;

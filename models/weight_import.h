@@ -80,8 +80,10 @@ class WeightImport {
     std::shared_ptr<const ScaledMatrix> scaled;  // of a matrix with scales of its own; else null
   };
   Place PlaceOf(size_t i) const {
-    return {sources_[i].file->path(), sources_[i].file->data_start() + sources_[i].info->offset,
-            sources_[i].info->dtype, CodeOf(i), sources_[i].scaled};
+    const Source& source = sources_[i];
+    const uint64_t before = static_cast<uint64_t>(source.first) * swap::DtypeBytes(source.info->dtype);
+    return {source.file->path(), source.file->data_start() + source.info->offset + before, source.info->dtype,
+            CodeOf(i), source.scaled};
   }
   // Null: not packed.
   const std::optional<PackedWeights>& packed() const { return packed_; }
@@ -91,6 +93,7 @@ class WeightImport {
     const swap::SafetensorsReader* file = nullptr;
     const swap::TensorInfo* info = nullptr;
     std::shared_ptr<const ScaledMatrix> scaled = nullptr;
+    int64_t first = 0;  // element of the file's tensor that the model's begins with
   };
   using Sources = std::map<std::string, Source>;  // by name, without the prefix
   WeightImport(std::string path, ModelLayout layout) : path_(std::move(path)), layout_(std::move(layout)) {}
@@ -105,6 +108,9 @@ class WeightImport {
                        std::set<std::string>* known) const;
   absl::StatusOr<Source> TakeMxfp4(const PublishedTensor& tensor, const Sources& there,
                                    std::set<std::string>* known) const;
+  // Where a tensor that has not its own name there has another place. Without a file: it has none.
+  absl::StatusOr<Source> TakeOtherPlace(const PublishedTensor& tensor, const Sources& there,
+                                        std::set<std::string>* known) const;
   absl::Status Find(const Sources& there);
   absl::Status CheckTied(const Source& output);
   absl::Status ReadPlain(const Source& source, int64_t from, int64_t to, float* out);

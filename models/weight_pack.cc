@@ -74,7 +74,7 @@ class Packer {
       Planned planned;
       planned.index = i;
       planned.info = {tensor.name, import_.PlaceOf(i).dtype, tensor.published_shape(), 0};
-      if (IsMatrix(tensor)) {
+      if (IsMatrix(tensor) && options_.whole.count(tensor.name) == 0) {
         planned.code = {BitsOf(tensor), options_.group};
         planned.info.dtype = swap::Dtype::kU8;
         planned.info.shape = {static_cast<uint64_t>(tensor.rows),
@@ -198,6 +198,18 @@ class Packer {
 };
 
 }  // namespace
+
+std::set<std::string> RoutersOf(const LanguageModel& model) {
+  std::set<std::string> names;
+  const std::optional<Decoder> decoder = model.decoder();
+  if (!decoder.has_value()) return names;
+  for (const BlockDescription& block : decoder->blocks) {
+    for (const ParameterDescription& parameter : block.parameters) {
+      if (decoder->function.mixture.IsRouter(parameter.name)) names.insert(parameter.published);
+    }
+  }
+  return names;
+}
 
 absl::StatusOr<PackResult> PackWeights(WeightImport* import, const ModelLayout& layout,
                                        const std::string& directory, const PackOptions& options) {

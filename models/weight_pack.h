@@ -1,17 +1,20 @@
 // Codes the weights of a model in 8 or 4 bit: from Hugging Face's safetensors to packed ones
 // (models/packed_weights.h), in bounded memory, whatever the model.
 //
-// Matrices are coded, vectors stay as they are. With 4 bit the embeddings and the output stay at 8: every
+// Matrices are coded; vectors, and routers of mixtures, stay as they are. The matrices of an expert lie side
+// by side, so that one read brings all of them. With 4 bit the embeddings and the output stay at 8: every
 // token depends on them, and they are read by the row, or once a pass.
 #ifndef PENSTOCK_MODELS_WEIGHT_PACK_H_
 #define PENSTOCK_MODELS_WEIGHT_PACK_H_
 
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "models/family.h"
 #include "models/layout.h"
 #include "models/weight_import.h"
 
@@ -20,10 +23,14 @@ namespace penstock::models {
 struct PackOptions {
   int bits = 8;
   size_t group = 64;
-  std::string source;  // kept with the weights: what they were made of
+  std::set<std::string> whole;  // names of matrices that are not coded (RoutersOf)
+  std::string source;           // kept with the weights: what they were made of
   uint64_t max_shard_bytes = uint64_t{4} << 30;
   std::function<void(uint64_t done, uint64_t total)> progress;  // in coded bytes; may be null
 };
+
+// The published names of the matrices that choose experts: none of a model without mixtures.
+std::set<std::string> RoutersOf(const LanguageModel& model);
 
 struct PackResult {
   int files = 0;

@@ -282,7 +282,7 @@ TEST_F(GenerateOnDeviceTest, ACopyThatFailsEndsTheRunWithItsError) {
     options.wish.prompt = 8;
     options.cache_directory = dir_;
     options.device = Device({.fail_copy = copy});
-    const auto open = [&](aio::Engine* engine, std::span<const int> uses) {
+    const auto open = [&](aio::Engine* engine, const WeightUses& uses) {
       return OpenSafetensors(engine, directory, layout, uses, "weights");
     };
     auto generator = Generator::Create(*model, open, std::move(options));

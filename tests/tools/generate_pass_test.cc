@@ -6,10 +6,12 @@
 
 #include "aio/arena.h"
 #include "generate/device_pass.h"
+#include "generate/expert_cache.h"
 #include "generate/host_pass.h"
 #include "generate/weight_source.h"
 #include "models/family.h"
 #include "tests/tools/golden_models.h"
+#include "tests/tools/mixtures.h"
 #include "tests/tools/penstock_program.h"
 
 namespace penstock::generate {
@@ -36,7 +38,7 @@ class Passes {
     aio::EngineOptions options;
     options.arenas = {arena_.get()};
     engine_ = *aio::Engine::Create(std::move(options));
-    auto source = OpenSafetensors(engine_.get(), directory, layout_, order_.all, "weights");
+    auto source = OpenSafetensors(engine_.get(), directory, layout_, order_.uses(), "weights");
     EXPECT_TRUE(source.ok()) << source.status();
     source_ = *std::move(source);
     const kernels::DType type = ComputeType(*source_, order_.all);
@@ -53,6 +55,14 @@ class Passes {
     stream_ = std::make_unique<Stream>(source_.get(), cache_.get(), engine_.get(),
                                        std::span(ring_.data(), 3 * source_->largest_unit_bytes()),
                                        std::vector<std::byte*>(source_->units().size(), nullptr));
+    if (!order_.experts.empty()) {
+      // Fewer than a pass uses.
+      const uint64_t places = 4 * source_->largest_expert_bytes();
+      expert_memory_ = *arena_->Allocate(places);
+      experts_ = std::make_unique<ExpertCache>(source_.get(), engine_.get(),
+                                               std::span(expert_memory_.data(), places), shape.layers,
+                                               shape.mixture.experts);
+    }
     const PassParts parts = {.model = model_.get(),
                              .decoder = &decoder_,
                              .layout = &layout_,
@@ -61,6 +71,7 @@ class Passes {
                              .kept = kept_.get(),
                              .stream = stream_.get(),
                              .cache = cache_.get(),
+                             .experts = experts_.get(),
                              .device = zero::HostDevice().get()};
     runner_ =
         products == Products::kOwn ? MakeHostPass(parts, /*threads=*/2) : *LibTorchCompute()->MakePass(parts);
@@ -91,8 +102,9 @@ class Passes {
   std::unique_ptr<aio::Engine> engine_;
   std::unique_ptr<WeightSource> source_;
   std::unique_ptr<KvCache> cache_;
-  aio::Region scratch_, ring_;
+  aio::Region scratch_, ring_, expert_memory_;
   std::unique_ptr<KeptTensors> kept_;
+  std::unique_ptr<ExpertCache> experts_;
   std::unique_ptr<Stream> stream_;
   std::unique_ptr<PassRunner> runner_;
 };
@@ -235,6 +247,18 @@ TEST_F(GeneratePassTest, ARowHasTheSameBitsInAnyCompanyInFp32AndBf16) {
     for (const swap::Dtype dtype : {swap::Dtype::kF32, swap::Dtype::kBf16}) {
       SCOPED_TRACE(config.dump());
       const std::string directory = dir_ + "/model" + std::to_string(number++);
+      tools::testing_support::WriteModel(directory, config, 1, dtype);
+      ExpectTheSameBitsInAnyCompany(directory);
+    }
+  }
+}
+
+TEST_F(GeneratePassTest, ARowHasTheSameBitsInAnyCompanyOfMixtures) {
+  int number = 0;
+  for (const json& config : tools::testing_support::MixtureConfigs()) {
+    for (const swap::Dtype dtype : {swap::Dtype::kF32, swap::Dtype::kBf16}) {
+      SCOPED_TRACE(config.dump());
+      const std::string directory = dir_ + "/mixture" + std::to_string(number++);
       tools::testing_support::WriteModel(directory, config, 1, dtype);
       ExpectTheSameBitsInAnyCompany(directory);
     }

@@ -83,7 +83,7 @@ class GeneratingTest : public tools::testing_support::ProgramTest {
     }
     options.sampling = sampling;
     options.cache_directory = dir_;
-    const auto open = [&](aio::Engine* engine, std::span<const int> uses) {
+    const auto open = [&](aio::Engine* engine, const WeightUses& uses) {
       return OpenSafetensors(engine, directory, layout, uses, "weights");
     };
     auto generator = Generator::Create(*model, open, std::move(options));
@@ -103,6 +103,7 @@ class GeneratingTest : public tools::testing_support::ProgramTest {
     EXPECT_TRUE(import.ok()) << import.status();
     models::PackOptions options;
     options.bits = bits;
+    options.whole = models::RoutersOf(**model);
     const auto packed = models::PackWeights(import->get(), layout, to, options);
     EXPECT_TRUE(packed.ok()) << packed.status();
     return to;

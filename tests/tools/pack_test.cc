@@ -75,7 +75,7 @@ class PackTest : public testing_support::ProgramTest {
     options.wish.prompt = 140;
     options.wish.positions = 152;
     options.cache_directory = dir_;
-    const auto open = [&](aio::Engine* engine, std::span<const int> uses) {
+    const auto open = [&](aio::Engine* engine, const generate::WeightUses& uses) {
       return generate::OpenSafetensors(engine, directory, layout, uses, "weights");
     };
     auto generator = generate::Generator::Create(*model, open, std::move(options));

@@ -1,6 +1,7 @@
 #include "tools/generate/generate_flags.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -88,7 +89,7 @@ absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads
 }
 
 generate::OpenWeights OpenWeightsOf(const TextModel& model) {
-  return [&model](aio::Engine* engine, std::span<const int> uses) {
+  return [&model](aio::Engine* engine, const generate::WeightUses& uses) {
     return model.directory.empty()
                ? generate::OpenState(engine, model.parts, model.sequence, model.dtype, model.model->Layout(),
                                      uses)
@@ -97,6 +98,21 @@ generate::OpenWeights OpenWeightsOf(const TextModel& model) {
 }
 
 int64_t WeightBits(const TextModel& model) { return model.packed.has_value() ? model.packed->bits : 16; }
+
+namespace {
+
+// Empty of a model without mixtures.
+std::string ExpertPlanText(const generate::GenerationPlan& plan) {
+  const generate::ExpertPart& experts = plan.experts;
+  if (experts.all == 0) return "";
+  return absl::StrFormat(
+      "experts: %d of %d in memory (%s); a pass uses about %.0f of them and reads %.0f (%s), if its routers "
+      "choose each alike\n",
+      experts.places, experts.all, FormatBytes(static_cast<int64_t>(experts.memory_bytes)), experts.pass_used,
+      experts.pass_read, FormatBytes(static_cast<int64_t>(experts.pass_bytes)));
+}
+
+}  // namespace
 
 std::string GenerationPlanText(const generate::GenerationPlan& plan, const generate::GenerationWish& wish) {
   const auto size = [](uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); };
@@ -117,11 +133,11 @@ std::string GenerationPlanText(const generate::GenerationPlan& plan, const gener
                                                      : " (the rest on the drive)");
   return absl::StrFormat(
       "%d at once; host memory %s: weights resident %s, in flight %s; keys and values %s; tensors %s; "
-      "the least that works here %s\n%s"
+      "the least that works here %s\n%s%s"
       "each pass reads %s of weights and up to %s of keys and values; drive %s: about %.3f s a pass, %.2f "
       "tokens/s, bound by %s\n",
       plan.batch, size(plan.total_bytes), size(plan.resident_bytes), size(plan.ring_bytes), cache,
-      size(plan.tensor_bytes), size(plan.least_bytes), device, size(plan.pass_bytes),
+      size(plan.tensor_bytes), size(plan.least_bytes), device, ExpertPlanText(plan), size(plan.pass_bytes),
       size(plan.cache_pass_bytes), FormatBandwidth(wish.drive_bytes_per_second), plan.pass_seconds,
       plan.tokens_per_second(), generate::PassBoundName(plan.bound));
 }
@@ -144,6 +160,11 @@ nlohmann::ordered_json GenerationPlanJson(const generate::GenerationPlan& plan,
                                  {"predicted_pass_seconds", plan.pass_seconds},
                                  {"predicted_tokens_per_second", plan.tokens_per_second()},
                                  {"bound_by", generate::PassBoundName(plan.bound)}};
+  if (const generate::ExpertPart& experts = plan.experts; experts.all > 0) {
+    json["experts"] = {{"in_memory", experts.places},          {"all", experts.all},
+                       {"memory_bytes", experts.memory_bytes}, {"pass_used", experts.pass_used},
+                       {"pass_read", experts.pass_read},       {"pass_bytes", experts.pass_bytes}};
+  }
   if (plan.device.has_value()) {
     const generate::DevicePart& device = *plan.device;
     json.update({{"device_memory_budget_bytes", wish.device->budget_bytes},
@@ -157,6 +178,44 @@ nlohmann::ordered_json GenerationPlanJson(const generate::GenerationPlan& plan,
                  {"copy_bandwidth_bytes_per_s", wish.device->copy_bytes_per_second}});
   }
   return json;
+}
+
+void AddGenerationRun(const generate::GenerationStats& stats, nlohmann::ordered_json* json) {
+  const double decode = std::max(stats.decode_seconds, 1e-9);
+  json->update({{"peak_tensor_bytes", stats.peak_tensor_bytes},
+                {"finished", stats.finished},
+                {"passes", stats.passes},
+                {"prompt_tokens", stats.prompt_tokens},
+                {"tokens", stats.tokens},
+                {"seconds", stats.seconds},
+                {"stall_io_seconds", stats.wait_seconds},
+                {"stall_copy_seconds", stats.copy_wait_seconds},
+                {"h2d_bytes", stats.h2d_bytes},
+                {"d2h_bytes", stats.d2h_bytes},
+                {"peak_device_bytes", stats.peak_device_bytes},
+                {"tokens_per_second", static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9)},
+                {"weight_read_bytes", stats.weight_read_bytes},
+                {"kv_read_bytes", stats.cache_read_bytes},
+                {"kv_write_bytes", stats.cache_written_bytes},
+                {"drafted_tokens", stats.drafted_tokens},
+                {"accepted_tokens", stats.accepted_tokens},
+                {"decode_passes", stats.decode_passes},
+                {"decode_seconds", stats.decode_seconds},
+                {"decode_read_bytes", stats.decode_read_bytes},
+                {"decode_tokens_per_second", static_cast<double>(stats.decode_tokens) / decode},
+                {"decode_read_bytes_per_s", static_cast<double>(stats.decode_read_bytes) / decode}});
+  if (!json->contains("experts")) return;
+  const generate::ExpertStats& experts = stats.experts;
+  (*json)["experts"].update({{"used", experts.used},
+                             {"hits", experts.hits},
+                             {"guessed_hits", experts.guessed_hits},
+                             {"misses", experts.misses},
+                             {"guesses", experts.guesses},
+                             {"right_guesses", experts.right_guesses},
+                             {"read_bytes", experts.read_bytes},
+                             {"wrong_guess_bytes", experts.wrong_bytes},
+                             {"stall_seconds", experts.wait_seconds},
+                             {"stall_guessed_seconds", experts.guess_wait_seconds}});
 }
 
 }  // namespace penstock::tools

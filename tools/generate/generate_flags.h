@@ -51,10 +51,12 @@ generate::OpenWeights OpenWeightsOf(const TextModel& model);
 // Bits of a weight as it is stored: 16 (of what is not coded), 8 or 4.
 int64_t WeightBits(const TextModel& model);
 
-// Two lines for people, and the keys that reports and --json have of a plan.
+// Some lines for people, and the keys that reports and --json have of a plan.
 std::string GenerationPlanText(const generate::GenerationPlan& plan, const generate::GenerationWish& wish);
 nlohmann::ordered_json GenerationPlanJson(const generate::GenerationPlan& plan,
                                           const generate::GenerationWish& wish);
+// Adds what a run has done so far: counts, bytes and seconds; of experts, to what the plan says of them.
+void AddGenerationRun(const generate::GenerationStats& stats, nlohmann::ordered_json* json);
 
 }  // namespace penstock::tools
 

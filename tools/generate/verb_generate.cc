@@ -266,6 +266,13 @@ class Generation {
                         static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9),
                         FormatBytes(static_cast<int64_t>(stats.weight_read_bytes + stats.cache_read_bytes)),
                         FormatBandwidth(Rate(stats))));
+    if (const generate::ExpertStats& experts = stats.experts; experts.used > 0) {
+      Say(absl::StrFormat(
+          "experts: %d used, %d of them in memory; %d of %d guesses were right; read %s, waited %s",
+          experts.used, experts.hits, experts.right_guesses, experts.guesses,
+          FormatBytes(static_cast<int64_t>(experts.read_bytes)),
+          FormatDuration(experts.wait_seconds + experts.guess_wait_seconds)));
+    }
     if (stats.drafted_tokens > 0) {
       Say(absl::StrFormat("%d of %d guessed tokens were right: %.2f tokens a pass of each text",
                           stats.accepted_tokens, stats.drafted_tokens,
@@ -403,33 +410,9 @@ class Generation {
   }
 
   void AddRun(nlohmann::ordered_json* report) const {
-    const generate::GenerationPlan& plan = generator_->plan();
-    const generate::GenerationStats stats = generator_->stats();
-    const double decode = std::max(stats.decode_seconds, 1e-9);
-    report->update(GenerationPlanJson(plan, generator_->wish()));
-    report->update(
-        {{"peak_tensor_bytes", stats.peak_tensor_bytes}, {"io_backend", generator_->backend_name()}});
-    report->update({{"finished", stats.finished},
-                    {"passes", stats.passes},
-                    {"prompt_tokens", stats.prompt_tokens},
-                    {"tokens", stats.tokens},
-                    {"seconds", stats.seconds},
-                    {"stall_io_seconds", stats.wait_seconds},
-                    {"stall_copy_seconds", stats.copy_wait_seconds},
-                    {"h2d_bytes", stats.h2d_bytes},
-                    {"d2h_bytes", stats.d2h_bytes},
-                    {"peak_device_bytes", stats.peak_device_bytes},
-                    {"tokens_per_second", static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9)},
-                    {"weight_read_bytes", stats.weight_read_bytes},
-                    {"kv_read_bytes", stats.cache_read_bytes},
-                    {"kv_write_bytes", stats.cache_written_bytes},
-                    {"drafted_tokens", stats.drafted_tokens},
-                    {"accepted_tokens", stats.accepted_tokens},
-                    {"decode_passes", stats.decode_passes},
-                    {"decode_seconds", stats.decode_seconds},
-                    {"decode_read_bytes", stats.decode_read_bytes},
-                    {"decode_tokens_per_second", static_cast<double>(stats.decode_tokens) / decode},
-                    {"decode_read_bytes_per_s", static_cast<double>(stats.decode_read_bytes) / decode}});
+    report->update(GenerationPlanJson(generator_->plan(), generator_->wish()));
+    report->update({{"io_backend", generator_->backend_name()}});
+    AddGenerationRun(generator_->stats(), report);
   }
 
   const GenerateFlags& flags_;

@@ -225,6 +225,7 @@ absl::Status Pack(PackFlags flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
                    models::WeightImport::Open(flags.from, layout, "weights"));
   ASSIGN_OR_RETURN(const bool replace, CheckOut(flags));
+  options.whole = models::RoutersOf(*model);
   std::error_code error;
   options.source = fs::absolute(flags.from, error).lexically_normal().string();
   Partial partial(flags.out);

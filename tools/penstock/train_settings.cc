@@ -265,6 +265,8 @@ class Resolver {
     }
     RETURN_IF_ERROR(ChooseModelDirectory());
     RETURN_IF_ERROR(ChooseBase());
+    if (const absl::Status trains = settings_.model->CheckTrains(); !trains.ok())
+      return WrongFlag(absl::StrCat("--model: ", std::string(trains.message())));
     if (settings_.resumes) return TakeRecordedAdapters();
     ASSIGN_OR_RETURN(settings_.model, Adapted(settings_.model, flags_, adapter_));
     if (settings_.model->lora() == nullptr) return absl::OkStatus();

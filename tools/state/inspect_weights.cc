@@ -1,5 +1,6 @@
 #include "tools/state/inspect_weights.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <filesystem>
 #include <map>
@@ -14,6 +15,7 @@
 #include "base/directory.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "models/family.h"
 #include "models/packed_weights.h"
 #include "models/weight_files.h"
 #include "swap/safetensors.h"
@@ -36,11 +38,19 @@ struct File {
   int64_t tensors = 0;
 };
 
+// Of a mixture of experts, as config.json describes it.
+struct Experts {
+  int64_t layers = 0, each = 0,
+          chosen = 0;      // layers with a mixture, experts of one, and of those for a token
+  int64_t parameters = 0;  // of an expert
+};
+
 struct Weights {
   std::optional<models::PackedWeights> packed;
   std::string form;        // fp8 or mxfp4, of matrices with scales of their own; empty: there are none
   std::string source;      // of packed ones; empty: pack did not say
   std::string model_type;  // by config.json; empty: there is none
+  std::optional<Experts> experts;
   std::vector<File> files;
   std::map<std::string, Kind> kinds;  // by type
 
@@ -82,6 +92,20 @@ absl::Status Add(const std::string& path, Weights* weights) {
   return absl::OkStatus();
 }
 
+// nullopt: not a model that is served, or one without mixtures.
+std::optional<Experts> ExpertsOf(const nlohmann::json& config) {
+  const auto model = models::ModelFromJson(config);
+  if (!model.ok() || !(*model)->decoder().has_value()) return std::nullopt;
+  const models::Decoder decoder = *(*model)->decoder();
+  const models::MixtureShape& mixture = decoder.shape.mixture;
+  if (mixture.experts == 0) return std::nullopt;
+  const std::vector<bool>& layers = decoder.function.mixture.layers;
+  return Experts{.layers = std::count(layers.begin(), layers.end(), true),
+                 .each = mixture.experts,
+                 .chosen = mixture.chosen,
+                 .parameters = 3 * mixture.inner * decoder.shape.width};
+}
+
 nlohmann::ordered_json ToJson(const Weights& weights) {
   nlohmann::ordered_json types = nlohmann::ordered_json::array(), files = types, packed;
   for (const auto& [type, kind] : weights.kinds)
@@ -97,10 +121,17 @@ nlohmann::ordered_json ToJson(const Weights& weights) {
               {"source", nullptr}};
     if (!weights.source.empty()) packed["source"] = weights.source;
   }
-  return {{"packed", std::move(packed)},      {"form", form},
-          {"model_type", weights.model_type}, {"tensors", weights.All().tensors},
-          {"bytes", weights.All().bytes},     {"types", std::move(types)},
-          {"files", std::move(files)}};
+  nlohmann::ordered_json json = {{"packed", std::move(packed)},      {"form", form},
+                                 {"model_type", weights.model_type}, {"tensors", weights.All().tensors},
+                                 {"bytes", weights.All().bytes},     {"types", std::move(types)},
+                                 {"files", std::move(files)}};
+  if (const auto& experts = weights.experts; experts.has_value()) {
+    json["experts"] = {{"layers", experts->layers},
+                       {"experts_per_layer", experts->each},
+                       {"experts_per_token", experts->chosen},
+                       {"parameters_per_expert", experts->parameters}};
+  }
+  return json;
 }
 
 std::string Text(const Weights& weights) {
@@ -120,6 +151,10 @@ std::string Text(const Weights& weights) {
                     weights.form == "fp8" ? "F8_E4M3 numbers\n" : "E2M1 numbers, two to a byte of U8\n");
   }
   if (!weights.model_type.empty()) absl::StrAppend(&text, "model     ", weights.model_type, "\n");
+  if (const auto& experts = weights.experts; experts.has_value()) {
+    absl::StrAppend(&text, "experts   ", experts->layers, " layers of ", experts->each, ", ", experts->chosen,
+                    " of them for a token; an expert has ", experts->parameters, " parameters\n");
+  }
   const Kind all = weights.All();
   std::vector<std::string> kinds;
   for (const auto& [type, kind] : weights.kinds) {
@@ -156,6 +191,7 @@ absl::Status InspectWeights(const std::string& path, bool json, std::ostream& ou
   if (!published.ok() && !absl::IsNotFound(published.status())) return published.status();
   if (published.ok())
     weights.model_type = zero::JsonField<std::string>(*published, "model_type").value_or("");
+  if (published.ok()) weights.experts = ExpertsOf(*published);
   if (json) {
     out << ToJson(weights).dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << "\n";
   } else {

@@ -1,0 +1,86 @@
+#include "generate/routing.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/float16.h"
+
+namespace penstock::generate {
+namespace {
+
+using kernels::DType;
+
+float Rounded(DType type, float value) {
+  return type == DType::kBf16 ? kernels::Bf16ToFloat(kernels::FloatToBf16(value)) : value;
+}
+
+// The softmax of a row, in place.
+void Softmax(std::vector<float>* row) {
+  const float most = *std::max_element(row->begin(), row->end());
+  float sum = 0;
+  for (float& value : *row) {
+    value = std::exp(value - most);
+    sum += value;
+  }
+  for (float& value : *row) value /= sum;
+}
+
+}  // namespace
+
+absl::StatusOr<Routes> Route(const HostRows& scores, const RoutingOptions& options,
+                             const std::string& where) {
+  const int64_t experts = scores.columns();
+  const auto chosen = static_cast<size_t>(options.chosen);
+  std::vector<float> row(static_cast<size_t>(experts)), given(row.size());
+  std::vector<int64_t> order(row.size());
+  std::vector<std::vector<RoutedRow>> by_expert(row.size());
+  for (int64_t i = 0; i < scores.rows(); ++i) {
+    kernels::Convert(scores.type(), scores.row(i), DType::kFp32, row.data(), row.size());
+    if (!std::all_of(row.begin(), row.end(), [](float score) { return std::isfinite(score); })) {
+      return absl::DataLossError(
+          absl::StrCat(where,
+                       ": the router's scores are not finite numbers: its weights, or those of a layer "
+                       "before it, are damaged, or too large for their type"));
+    }
+    given = row;
+    Softmax(&row);
+    std::iota(order.begin(), order.end(), int64_t{0});
+    const auto higher = [&](int64_t a, int64_t b) {
+      const float x = given[static_cast<size_t>(a)], y = given[static_cast<size_t>(b)];
+      return x > y || (x == y && a < b);
+    };
+    const auto end = order.begin() + static_cast<std::ptrdiff_t>(chosen);
+    std::partial_sort(order.begin(), end, order.end(), higher);
+    float sum = 1;
+    if (options.normalizes) {
+      sum = 0;
+      for (size_t k = 0; k < chosen; ++k) sum += row[static_cast<size_t>(order[k])];
+    }
+    std::sort(order.begin(), end);
+    for (size_t k = 0; k < chosen; ++k) {
+      const auto expert = static_cast<size_t>(order[k]);
+      const float weight = row[expert] / sum;
+      by_expert[expert].push_back(
+          {.row = i,
+           .number = static_cast<int64_t>(k),
+           .weight = options.rounds_weights ? Rounded(scores.type(), weight) : weight});
+    }
+  }
+  Routes routes;
+  for (int64_t e = 0; e < experts; ++e) {
+    std::vector<RoutedRow>& rows = by_expert[static_cast<size_t>(e)];
+    if (rows.empty()) continue;
+    routes.experts.push_back(e);
+    routes.rows.push_back(std::move(rows));
+  }
+  std::vector<size_t> by_rows(routes.experts.size());
+  std::iota(by_rows.begin(), by_rows.end(), size_t{0});
+  std::stable_sort(by_rows.begin(), by_rows.end(),
+                   [&](size_t a, size_t b) { return routes.rows[a].size() > routes.rows[b].size(); });
+  for (const size_t i : by_rows) routes.likeliest.push_back(routes.experts[i]);
+  return routes;
+}
+
+}  // namespace penstock::generate

@@ -1,0 +1,233 @@
+// Which experts stay in memory, beside what only a prophet could keep (Belady 1966), on routes of several
+// kinds; and which experts a row takes, beside their definition.
+#include "generate/expert_use.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "generate/routing.h"
+
+namespace penstock::generate {
+namespace {
+
+using testing::HasSubstr;
+
+// By pass and layer: the experts that a token took.
+using Tape = std::vector<std::vector<std::vector<int64_t>>>;
+
+struct TapeKind {
+  double skew = 1;   // an expert's popularity is its rank to the power of minus this
+  double stays = 0;  // chance that an expert of the token before is taken again
+};
+
+constexpr int64_t kLayers = 8, kExperts = 64, kChosen = 4, kPasses = 160;
+
+Tape MakeTape(const TapeKind& kind, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::uniform_real_distribution<double> uniform(1e-12, 1);
+  std::vector<std::vector<double>> popularity(kLayers);
+  for (std::vector<double>& layer : popularity) {
+    for (int64_t rank = 1; rank <= kExperts; ++rank)
+      layer.push_back(-kind.skew * std::log(static_cast<double>(rank)));
+    std::shuffle(layer.begin(), layer.end(), random);
+  }
+  Tape tape;
+  std::vector<std::set<int64_t>> before(kLayers);
+  for (int64_t pass = 0; pass < kPasses; ++pass) {
+    auto& of_pass = tape.emplace_back();
+    for (int64_t layer = 0; layer < kLayers; ++layer) {
+      std::set<int64_t> taken;
+      for (const int64_t expert : before[static_cast<size_t>(layer)]) {
+        if (uniform(random) < kind.stays) taken.insert(expert);
+      }
+      std::vector<std::pair<double, int64_t>> drawn;  // Gumbel's: without replacement, by popularity
+      for (int64_t e = 0; e < kExperts; ++e) {
+        const double noise = -std::log(-std::log(uniform(random)));
+        drawn.emplace_back(popularity[static_cast<size_t>(layer)][static_cast<size_t>(e)] + noise, e);
+      }
+      std::sort(drawn.rbegin(), drawn.rend());
+      for (size_t i = 0; taken.size() < static_cast<size_t>(kChosen); ++i) taken.insert(drawn[i].second);
+      of_pass.emplace_back(taken.begin(), taken.end());
+      before[static_cast<size_t>(layer)] = std::move(taken);
+    }
+  }
+  return tape;
+}
+
+// Share of uses that are in a memory of `places` experts; `wait(number, pass, layer)`: the larger, the sooner
+// an expert is given up. What a layer uses is not given up before the next one.
+template <typename Enter, typename Wait>
+double HitRate(const Tape& tape, size_t places, const Enter& enter, const Wait& wait) {
+  std::set<size_t> held;
+  int64_t hits = 0, uses = 0;
+  for (size_t pass = 0; pass < tape.size(); ++pass) {
+    for (size_t layer = 0; layer < tape[pass].size(); ++layer) {
+      enter(pass, layer);
+      for (const int64_t expert : tape[pass][layer]) {
+        const size_t number = layer * kExperts + static_cast<size_t>(expert);
+        hits += held.insert(number).second ? 0 : 1;
+        ++uses;
+      }
+      while (held.size() > places) {
+        const auto last = std::max_element(held.begin(), held.end(), [&](size_t a, size_t b) {
+          return wait(a, pass, layer) < wait(b, pass, layer);
+        });
+        held.erase(last);
+      }
+    }
+  }
+  return static_cast<double>(hits) / static_cast<double>(uses);
+}
+
+double HitRateOfUse(const Tape& tape, size_t places) {
+  ExpertUse use(kLayers, kExperts);
+  return HitRate(
+      tape, places,
+      [&](size_t pass, size_t layer) {
+        use.EnterLayer(static_cast<int64_t>(layer));
+        for (const int64_t expert : tape[pass][layer])
+          use.Touch(layer * kExperts + static_cast<size_t>(expert));
+      },
+      [&](size_t number, size_t, size_t) { return use.ExpectedWait(number); });
+}
+
+double HitRateOfBelady(const Tape& tape, size_t places) {
+  std::map<size_t, std::vector<size_t>> turns;  // by number: when it is used, in layers from the beginning
+  for (size_t pass = 0; pass < tape.size(); ++pass) {
+    for (size_t layer = 0; layer < tape[pass].size(); ++layer) {
+      for (const int64_t expert : tape[pass][layer])
+        turns[layer * kExperts + static_cast<size_t>(expert)].push_back(pass * kLayers + layer);
+    }
+  }
+  return HitRate(
+      tape, places, [](size_t, size_t) {},
+      [&](size_t number, size_t pass, size_t layer) {
+        const std::vector<size_t>& of = turns[number];
+        const auto next = std::upper_bound(of.begin(), of.end(), pass * kLayers + layer);
+        return next == of.end() ? std::numeric_limits<double>::infinity() : static_cast<double>(*next);
+      });
+}
+
+double HitRateOfTheLatest(const Tape& tape, size_t places) {
+  std::map<size_t, size_t> used;
+  return HitRate(
+      tape, places,
+      [&](size_t pass, size_t layer) {
+        for (const int64_t expert : tape[pass][layer])
+          used[layer * kExperts + static_cast<size_t>(expert)] = pass * kLayers + layer;
+      },
+      [&](size_t number, size_t, size_t) { return -static_cast<double>(used[number]); });
+}
+
+TEST(ExpertUseTest, KeepsNearlyWhatAProphetWouldWhereSomeAreTakenOften) {
+  for (const TapeKind& kind : {TapeKind{1.2, 0.3}, TapeKind{1.5, 0}, TapeKind{1.5, 0.5}}) {
+    const Tape tape = MakeTape(kind, 5);
+    const size_t places = kLayers * kExperts / 2;
+    EXPECT_GE(HitRateOfUse(tape, places), HitRateOfBelady(tape, places) - 0.05)
+        << kind.skew << " " << kind.stays;
+  }
+}
+
+TEST(ExpertUseTest, IsAboveTheLatestUsedAndBelowAProphetOnAllRoutes) {
+  for (const TapeKind& kind : {TapeKind{0, 0}, TapeKind{0.5, 0}, TapeKind{1, 0}, TapeKind{1, 0.3},
+                               TapeKind{1.2, 0.3}, TapeKind{0.5, 0.5}}) {
+    const Tape tape = MakeTape(kind, 7);
+    for (const size_t places : {kLayers * kExperts / 10, kLayers * kExperts / 4, kLayers * kExperts / 2}) {
+      const double use = HitRateOfUse(tape, places), best = HitRateOfBelady(tape, places);
+      EXPECT_LE(use, best);
+      EXPECT_GE(use, HitRateOfTheLatest(tape, places) - 0.01)
+          << kind.skew << " " << kind.stays << " " << places;
+      RecordProperty(absl::StrCat("skew ", kind.skew, " stays ", kind.stays, " places ", places),
+                     absl::StrCat(use, " of ", best));
+    }
+  }
+}
+
+TEST(ExpertUseTest, WhatHasNeverBeenUsedGoesFirstAndOfTwoAlikeTheLayerThatHasJustPassed) {
+  ExpertUse use(3, 4);
+  use.EnterLayer(0);
+  use.Touch(1);
+  use.EnterLayer(1);
+  use.Touch(4 + 1);
+  use.EnterLayer(2);
+  EXPECT_GT(use.ExpectedWait(2), use.ExpectedWait(1));
+  EXPECT_GT(use.ExpectedWait(4 + 1), use.ExpectedWait(1)) << "layer 0 comes before layer 1 again";
+}
+
+// By the definition, in double.
+void ExpectRoutesOf(const std::vector<std::vector<float>>& scores, const RoutingOptions& options) {
+  const auto experts = static_cast<int64_t>(scores.front().size());
+  auto rows = HostRows::Of(kernels::DType::kFp32, static_cast<int64_t>(scores.size()), experts);
+  ASSERT_TRUE(rows.ok());
+  for (size_t i = 0; i < scores.size(); ++i)
+    std::copy(scores[i].begin(), scores[i].end(), rows->floats() + static_cast<int64_t>(i) * experts);
+  const auto routes = Route(*rows, options, "router");
+  ASSERT_TRUE(routes.ok()) << routes.status();
+  std::map<std::pair<int64_t, int64_t>, RoutedRow> got;  // by row and expert
+  for (size_t i = 0; i < routes->experts.size(); ++i) {
+    ASSERT_FALSE(routes->rows[i].empty());
+    for (const RoutedRow& row : routes->rows[i]) got[{row.row, routes->experts[i]}] = row;
+  }
+  EXPECT_TRUE(std::is_sorted(routes->experts.begin(), routes->experts.end()));
+  EXPECT_EQ(got.size(), scores.size() * static_cast<size_t>(options.chosen));
+  for (size_t i = 0; i < scores.size(); ++i) {
+    std::vector<int64_t> order(static_cast<size_t>(experts));
+    std::iota(order.begin(), order.end(), int64_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+      return scores[i][static_cast<size_t>(a)] > scores[i][static_cast<size_t>(b)];
+    });
+    order.resize(static_cast<size_t>(options.chosen));
+    double all = 0, chosen = 0;
+    for (const float score : scores[i]) all += std::exp(static_cast<double>(score));
+    for (const int64_t e : order) chosen += std::exp(static_cast<double>(scores[i][static_cast<size_t>(e)]));
+    std::sort(order.begin(), order.end());
+    for (size_t k = 0; k < order.size(); ++k) {
+      const auto at = got.find({static_cast<int64_t>(i), order[k]});
+      ASSERT_NE(at, got.end()) << "row " << i << " takes expert " << order[k];
+      EXPECT_EQ(at->second.number, static_cast<int64_t>(k));
+      const double weight = std::exp(static_cast<double>(scores[i][static_cast<size_t>(order[k])])) /
+                            (options.normalizes ? chosen : all);
+      EXPECT_NEAR(at->second.weight, weight, 1e-6);
+    }
+  }
+}
+
+TEST(RoutingTest, ARowTakesTheHighestScoresByTheirSoftmax) {
+  std::mt19937_64 random(testing::UnitTest::GetInstance()->random_seed());
+  std::normal_distribution<float> normal(0, 3);
+  for (int round = 0; round < 100; ++round) {
+    const auto experts = static_cast<size_t>(1 + random() % 20);
+    std::vector<std::vector<float>> scores(1 + random() % 9, std::vector<float>(experts));
+    for (std::vector<float>& row : scores) {
+      for (float& score : row) score = round % 5 == 0 ? static_cast<float>(random() % 3) : normal(random);
+    }
+    ExpectRoutesOf(scores,
+                   {.chosen = static_cast<int64_t>(1 + random() % experts), .normalizes = round % 2 == 0});
+  }
+}
+
+TEST(RoutingTest, AScoreThatIsNoNumberIsDamage) {
+  auto rows = HostRows::Of(kernels::DType::kFp32, 1, 3);
+  ASSERT_TRUE(rows.ok());
+  for (const float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    rows->floats()[0] = 1;
+    rows->floats()[1] = bad;
+    rows->floats()[2] = 2;
+    const auto routes = Route(*rows, {.chosen = 2}, "model.layers.4.mlp.gate.weight");
+    EXPECT_EQ(routes.status().code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(routes.status().message()), HasSubstr("model.layers.4.mlp.gate.weight: "));
+  }
+}
+
+}  // namespace
+}  // namespace penstock::generate
