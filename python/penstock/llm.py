@@ -180,7 +180,7 @@ class TextStream(Iterator[str]):
 class LLM:
     """A language model, opened where it lies.
 
-    model: a Hugging Face directory (GPT-2, Llama, Mistral, Qwen 2 and 3, Phi 3 and 4, Gemma 2 and 3, ...), packed by ``penstock pack`` or not; or a state directory or
+    model: a Hugging Face directory (GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3 with and without experts, Phi 3 and 4, Gemma 2 and 3, ...), packed by ``penstock pack`` or not; or a state directory or
         checkpoint of ``penstock train`` (all directories of a striped run, as a list).
     host_memory: bytes, or "4GiB": a hard budget for weights in flight and kept, keys and values, and what a pass computes. Default:
         half of what is free. One that is too small is a MemoryError that says the least.
@@ -251,6 +251,11 @@ class LLM:
     def planned_bytes(self) -> int:
         """Of the budget."""
         return int(self._core.planned_bytes)
+
+    def report(self) -> Dict[str, Any]:
+        """What was planned, and what has been done up to the last pass that ended: bytes, counts and seconds, under the keys of
+        ``penstock generate --report``. Of a mixture of experts, ``["experts"]`` has how many are in memory, and hits, misses, guesses, bytes and waits."""
+        return dict(json.loads(self._core.report()))
 
     def generate(
         self,

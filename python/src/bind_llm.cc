@@ -203,6 +203,7 @@ void BindLlm(nb::module_& module) {
       .def_prop_ro("default_stop", [](const PyLlm& llm) { return llm.get().defaults().stop; })
       .def_prop_ro("notes", [](const PyLlm& llm) { return llm.get().notes(); })
       .def_prop_ro("texts", [](const PyLlm& llm) { return llm.get().plan().batch; })
+      .def("report", [](const PyLlm& llm) { return llm.get().Report().dump(); })
       .def_prop_ro("planned_bytes", [](const PyLlm& llm) { return llm.get().plan().total_bytes; });
 }
 

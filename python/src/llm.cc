@@ -110,6 +110,13 @@ Llm::~Llm() {
   if (thread_.joinable()) thread_.join();
 }
 
+nlohmann::ordered_json Llm::Report() const {
+  nlohmann::ordered_json report = tools::GenerationPlanJson(generator_->plan(), generator_->wish());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  tools::AddGenerationRun(stats_, &report);
+  return report;
+}
+
 absl::StatusOr<std::vector<int64_t>> Llm::Encode(const std::string& text, bool complete) const {
   if (!complete || model_->tokenizer == nullptr) return model_->TokensOf(text);
   ASSIGN_OR_RETURN(const std::vector<int32_t> ids,
@@ -201,6 +208,10 @@ void Llm::Work() {
     end(*active_.at(id), absl::OkStatus(), generate::FinishName(finish));
     active_.erase(id);
     return absl::OkStatus();
+  };
+  callbacks.progress = [&](const generate::GenerationStats& stats) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stats_ = stats;
   };
   callbacks.cancelled = [&] {
     const std::lock_guard<std::mutex> lock(mutex_);

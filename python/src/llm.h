@@ -18,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <thread>
@@ -116,6 +117,9 @@ class Llm {
   int64_t vocabulary() const { return model_->model->vocabulary(); }
   const std::vector<std::string>& notes() const { return notes_; }
   const generate::GenerationPlan& plan() const { return generator_->plan(); }
+  // What was planned and what has been done, up to the last pass that ended: the keys of `penstock generate
+  // --report`.
+  nlohmann::ordered_json Report() const;
 
  private:
   Llm() = default;
@@ -127,11 +131,12 @@ class Llm {
   int64_t max_length_ = 0;
   std::unique_ptr<generate::Generator> generator_;
 
-  std::mutex mutex_;  // of the following
+  mutable std::mutex mutex_;  // of the following
   std::condition_variable given_;
   std::deque<std::shared_ptr<LlmText>> waiting_;
   bool closing_ = false;
   absl::Status broken_;
+  generate::GenerationStats stats_;
 
   std::map<int64_t, std::shared_ptr<LlmText>> active_;  // of the thread, by id
   int64_t next_id_ = 0;

@@ -31,6 +31,11 @@ def tiny(family):
         "phi3-longrope": ("Phi3Config", "Phi3ForCausalLM"),
         "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
         "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+        "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+        "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+        "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+        "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+        "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     }[family]
     if not hasattr(transformers, config):
         pytest.skip(f"this transformers has no {config}")
@@ -47,6 +52,11 @@ def tiny(family):
         },
         "gemma2": {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0},
         "gemma3": {"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 20},
+        "mixtral": {"num_local_experts": 6, "sliding_window": 24},
+        "qwen2_moe": {"num_hidden_layers": 3, "num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72, "mlp_only_layers": [1]},
+        "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "head_dim": 24, "norm_topk_prob": True},
+        "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None},
+        "granitemoe": {"num_local_experts": 5, "residual_multiplier": 0.25, "attention_multiplier": 0.125, "logits_scaling": 5.0},
     }.get(family, {})
     made = getattr(transformers, config)(**{**LLAMA, **more}, tie_word_embeddings=family in ("qwen2", "gemma2", "gemma3"))
     made._attn_implementation = "eager"
@@ -84,6 +94,41 @@ def test_greedy_tokens_are_those_of_transformers(directory, family):
     assert [text.tokens for text in texts] == [greedy(model, prompt, 20) for prompt in prompts]
     assert all(text.finish == "length" for text in texts)
     assert [text.prompt_tokens for text in texts] == [len(prompt) for prompt in prompts]
+
+
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_make_the_tokens_of_transformers_within_the_least_memory(directory, family):
+    model = written(directory, family)
+    prompts = [[1, 2, 3], [250, 7], [9] * 40, list(range(3, 150))]
+    expected = [greedy(model, prompt, 20) for prompt in prompts]
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        assert [text.tokens for text in llm.generate(prompts, max_tokens=20)] == expected
+        experts = llm.report()["experts"]
+        assert experts["in_memory"] == experts["all"] > 0
+        assert experts["hits"] + experts["misses"] == experts["used"] > 0
+    with pytest.raises(MemoryError) as small:
+        penstock.LLM(directory, host_memory="1MiB")
+    least = int(str(small.value).rsplit("(", 1)[1].split()[0])
+    with penstock.LLM(directory, host_memory=least) as llm:
+        assert llm.planned_bytes <= least
+        assert [text.tokens for text in llm.generate(prompts, max_tokens=20)] == expected
+        experts = llm.report()["experts"]
+        assert experts["in_memory"] < experts["all"]
+        assert experts["misses"] > 0 and experts["read_bytes"] > 0
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_in_one_tensor_are_read_in_place(directory, family):
+    model = written(directory, family)
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("this transformers writes one form alone")
+    model.save_pretrained(directory, save_original_format=False)
+    prompts = [[1, 2, 3], [9] * 40]
+    with penstock.LLM(directory, host_memory="256MiB") as llm:
+        assert [text.tokens for text in llm.generate(prompts, max_tokens=12)] == [greedy(model, prompt, 12) for prompt in prompts]
 
 
 def test_a_text_depends_on_prompt_seed_and_options_alone(directory):

@@ -140,7 +140,7 @@ class Application:
         return JSONResponse({"status": "ok"}) if broken is None else JSONResponse({"status": "broken", "error": str(broken)}, 503)
 
     async def _tell_metrics(self, _: Request) -> Response:
-        return PlainTextResponse(self.metrics.text(self.engine.running, self.engine.waiting), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self.metrics.text(self.engine.running, self.engine.waiting, self._llm.report()), media_type="text/plain; version=0.0.4")
 
     def _description(self) -> Dict[str, Any]:
         return {"id": self._settings.name, "object": "model", "created": self._created, "owned_by": "penstock", "max_model_len": self._context}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import List, Tuple
+from typing import Any, List, Mapping, Tuple
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -22,7 +22,8 @@ class Metrics:
         self._first[next((i for i, bound in enumerate(_BUCKETS) if seconds <= bound), len(_BUCKETS))] += 1
         self._first_seconds += seconds
 
-    def text(self, running: int, waiting: int) -> str:
+    def text(self, running: int, waiting: int, report: Mapping[str, Any]) -> str:
+        """report: of the LLM."""
         lines: List[str] = []
 
         def metric(name: str, kind: str, what: str, *samples: Tuple[str, float]) -> None:
@@ -35,6 +36,15 @@ class Metrics:
         metric("prompt_tokens_total", "counter", "Tokens of prompts.", ("", self.prompt_tokens))
         metric("generated_tokens_total", "counter", "Tokens of texts that have ended.", ("", self.generated_tokens))
         metric("texts_cancelled_total", "counter", "Texts that were cancelled: clients that left, time that ran out, the server's end.", ("", self.cancelled))
+        metric("weight_read_bytes_total", "counter", "Bytes of weights that were read.", ("", int(report["weight_read_bytes"])))
+        if "experts" in report:
+            experts = report["experts"]
+            metric("expert_hits_total", "counter", "Experts that layers used and found in memory.", ("", int(experts["hits"])))
+            metric("expert_misses_total", "counter", "Experts that layers used and that were not in memory.", ("", int(experts["misses"])))
+            metric("expert_guesses_total", "counter", "Experts that were read before a router had chosen them.", ("", int(experts["guesses"])))
+            metric("expert_right_guesses_total", "counter", "Of these, that a layer used.", ("", int(experts["right_guesses"])))
+            metric("expert_read_bytes_total", "counter", "Bytes of experts that were read.", ("", int(experts["read_bytes"])))
+            metric("expert_wait_seconds_total", "counter", "Waits for experts.", ("", float(experts["stall_seconds"] + experts["stall_guessed_seconds"])))
         total, samples = 0, []
         for bound, count in zip((*map(str, _BUCKETS), "+Inf"), self._first):
             total += count
