@@ -1,6 +1,6 @@
 """transformers for bench/peers/generate, in the environment with torch, transformers and accelerate.
 
-    generate_transformers.py make MODEL LAYERS WIDTH INNER HEADS KEY_HEADS VOCABULARY
+    generate_transformers.py make MODEL LAYERS WIDTH INNER HEADS KEY_HEADS VOCABULARY [EXPERTS CHOSEN]
     generate_transformers.py oracle|accelerate MODEL PROMPTS TOKENS OFFLOAD LIMIT
 
 Prints a line of JSON: tokens a second behind the first, the tokens, peak RSS.
@@ -17,14 +17,20 @@ import transformers
 import peers
 
 
-def make(model, layers, width, inner, heads, key_heads, vocabulary):
+def make(model, layers, width, inner, heads, key_heads, vocabulary, experts=0, chosen=0):
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=key_heads, max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     torch.set_default_dtype(torch.bfloat16)
-    transformers.LlamaForCausalLM(config).save_pretrained(model, max_shard_size="1GB")
+    if experts:
+        config = transformers.Qwen3MoeConfig(
+            vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, moe_intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=key_heads, num_experts=experts, num_experts_per_tok=chosen, norm_topk_prob=True, max_position_embeddings=2048,
+            tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model, max_shard_size="1GB")
 
 
 class FirstToken(transformers.StoppingCriteria):
@@ -42,7 +48,7 @@ def run(who, model, prompts, tokens, offload, limit):
     if who == "accelerate":
         # What a layer and its neighbours take beside what stays: half of the limit, as accelerate's users leave room.
         options |= {"device_map": "auto", "max_memory": {"cpu": limit // 2}, "offload_folder": offload}
-    loaded = transformers.LlamaForCausalLM.from_pretrained(model, **options).eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, **options).eval()
     ids = torch.tensor(json.loads(pathlib.Path(prompts).read_text()))
     first = FirstToken()
     made = loaded.generate(
@@ -56,6 +62,6 @@ def run(who, model, prompts, tokens, offload, limit):
 
 if __name__ == "__main__":
     if sys.argv[1] == "make":
-        make(sys.argv[2], *map(int, sys.argv[3:9]))
+        make(sys.argv[2], *map(int, sys.argv[3:]))
     else:
         run(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5], int(sys.argv[6]))
