@@ -52,58 +52,19 @@ constexpr bool InOrder() {
 }
 static_assert(InOrder());
 
+// In the order of the lanes, and of the stalls.
+constexpr std::array<std::string_view, kLanes> kLaneNames = {
+    "read", "write", "compute", "update", "commit", "host", "copy in", "copy out", "gather", "reduce"};
+static_assert(kLaneNames[static_cast<size_t>(Lane::kReduceScatter)] == "reduce");
+constexpr std::array<std::string_view, kStalls + 1> kStallNames = {
+    "read", "write", "update", "commit", "batch", "copy", "network", "host", "compute"};
+static_assert(kStallNames[static_cast<size_t>(Stall::kNone)] == "compute");
+
 }  // namespace
 
 const OpTraits& TraitsOf(OpKind kind) { return kTraits[static_cast<size_t>(kind)]; }
 
-std::string_view StallName(Stall stall) {
-  switch (stall) {
-    case Stall::kRead:
-      return "read";
-    case Stall::kWrite:
-      return "write";
-    case Stall::kUpdate:
-      return "update";
-    case Stall::kCommit:
-      return "commit";
-    case Stall::kBatch:
-      return "batch";
-    case Stall::kCopy:
-      return "copy";
-    case Stall::kNetwork:
-      return "network";
-    case Stall::kHost:
-      return "host";
-    case Stall::kNone:
-      return "compute";
-  }
-  return "unknown";
-}
-
-std::string_view LaneName(Lane lane) {
-  switch (lane) {
-    case Lane::kRead:
-      return "read";
-    case Lane::kWrite:
-      return "write";
-    case Lane::kCompute:
-      return "compute";
-    case Lane::kUpdate:
-      return "update";
-    case Lane::kCommit:
-      return "commit";
-    case Lane::kHost:
-      return "host";
-    case Lane::kCopyIn:
-      return "copy in";
-    case Lane::kCopyOut:
-      return "copy out";
-    case Lane::kAllGather:
-      return "gather";
-    case Lane::kReduceScatter:
-      return "reduce";
-  }
-  return "unknown";
-}
+std::string_view StallName(Stall stall) { return kStallNames[static_cast<size_t>(stall)]; }
+std::string_view LaneName(Lane lane) { return kLaneNames[static_cast<size_t>(lane)]; }
 
 }  // namespace penstock::tiering

@@ -2,14 +2,21 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "tiering/simulate/op_work.h"
 
 namespace penstock::tiering {
+namespace {
+
+// Lanes with servers, in the order in which operations that end at the same moment are reported.
+constexpr std::array kServed = {Lane::kRead,    Lane::kWrite,     Lane::kCompute,       Lane::kCopyIn,
+                                Lane::kCopyOut, Lane::kAllGather, Lane::kReduceScatter, Lane::kUpdate};
+
+}  // namespace
 
 bool SimLanes::HasRoom(Lane lane) const {
-  if (lane == Lane::kCompute) return (computing_.has_value() ? 1 : 0) + computes_.size() < 2;
-  return true;
+  return lane != Lane::kCompute || at(lane).running.size() + at(lane).waiting.size() < 2;
 }
 
 double SimLanes::Work(const Op& op) const {
@@ -39,87 +46,52 @@ double SimLanes::Work(const Op& op) const {
 void SimLanes::Start(OpId id, const Op& op) {
   Job job{id, op.lane, Work(op), now_, fault_ ? fault_(op) : absl::OkStatus()};
   work_[static_cast<size_t>(op.lane)] += job.left;
-  switch (op.lane) {
-    case Lane::kRead:
-      (op.kind == OpKind::kReadWeights ? urgent_reads_ : reads_).push_back(std::move(job));
-      break;
-    case Lane::kWrite:
-      writes_.push_back(std::move(job));
-      break;
-    case Lane::kUpdate:
-      updates_.push_back(std::move(job));
-      break;
-    case Lane::kCompute:
-      computes_.push_back(std::move(job));
-      break;
-    case Lane::kCopyIn:
-      copies_in_.push_back(std::move(job));
-      break;
-    case Lane::kCopyOut:
-      copies_out_.push_back(std::move(job));
-      break;
-    case Lane::kAllGather:
-      gathers_.push_back(std::move(job));
-      break;
-    case Lane::kReduceScatter:
-      reduces_.push_back(std::move(job));
-      break;
-    case Lane::kCommit:
-    case Lane::kHost:
-      events_.push(Event{now_ + job.left, id, now_, job.status});
-      break;
+  if (op.lane == Lane::kCommit || op.lane == Lane::kHost) {
+    events_.push(Event{now_ + job.left, id, now_, job.status});
+    return;
   }
+  job.urgent = op.kind == OpKind::kReadWeights;
+  std::deque<Job>& waiting = at(op.lane).waiting;
+  const auto behind = job.urgent ? std::find_if(waiting.begin(), waiting.end(),
+                                                [](const Job& other) { return !other.urgent; })
+                                 : waiting.end();
+  waiting.insert(behind, std::move(job));
 }
 
 void SimLanes::Serve() {
-  auto take = [this](std::deque<Job>& queue) {
-    Job job = std::move(queue.front());
-    queue.pop_front();
-    job.start = now_;
-    return job;
-  };
-  if (!reading_ && !urgent_reads_.empty()) reading_ = take(urgent_reads_);
-  if (!reading_ && !reads_.empty()) reading_ = take(reads_);
-  if (!writing_ && !writes_.empty()) writing_ = take(writes_);
-  if (!computing_ && !computes_.empty()) computing_ = take(computes_);
-  if (!copying_in_ && !copies_in_.empty()) copying_in_ = take(copies_in_);
-  if (!copying_out_ && !copies_out_.empty()) copying_out_ = take(copies_out_);
-  if (!gathering_ && !gathers_.empty()) gathering_ = take(gathers_);
-  if (!reducing_ && !reduces_.empty()) reducing_ = take(reduces_);
-  while (updating_.size() < static_cast<size_t>(std::max(1, machine_.update_workers)) && !updates_.empty()) {
-    updating_.push_back(take(updates_));
+  for (const Lane lane : kServed) {
+    Station& station = at(lane);
+    const auto servers =
+        lane == Lane::kUpdate ? static_cast<size_t>(std::max(1, machine_.update_workers)) : 1;
+    while (station.running.size() < servers && !station.waiting.empty()) {
+      station.running.push_back(std::move(station.waiting.front()));
+      station.waiting.pop_front();
+      station.running.back().start = now_;
+    }
   }
 }
 
 double SimLanes::Rate(const Job& job) const {
+  const auto updating = static_cast<int>(at(Lane::kUpdate).running.size());
   switch (job.lane) {
     case Lane::kRead:
-      return writing_ ? machine_.mixed_rate(machine_.read_bytes_per_s) : machine_.read_bytes_per_s;
+      return busy(Lane::kWrite) ? machine_.mixed_rate(machine_.read_bytes_per_s) : machine_.read_bytes_per_s;
     case Lane::kWrite:
-      return reading_ ? machine_.mixed_rate(machine_.write_bytes_per_s) : machine_.write_bytes_per_s;
+      return busy(Lane::kRead) ? machine_.mixed_rate(machine_.write_bytes_per_s) : machine_.write_bytes_per_s;
     case Lane::kCopyIn:
       return machine_.h2d_bytes_per_s;
     case Lane::kCopyOut:
       return machine_.d2h_bytes_per_s;
     case Lane::kAllGather:
     case Lane::kReduceScatter:
-      return gathering_ && reducing_ ? machine_.network_bytes_per_s / 2 : machine_.network_bytes_per_s;
+      return busy(Lane::kAllGather) && busy(Lane::kReduceScatter) ? machine_.network_bytes_per_s / 2
+                                                                  : machine_.network_bytes_per_s;
     case Lane::kCompute:
       if (plan_.device.has_own_memory) return 1;
-      return machine_.compute_speed(static_cast<int>(updating_.size()), reading_ || writing_);
+      return machine_.compute_speed(updating, busy(Lane::kRead) || busy(Lane::kWrite));
     default:
-      return machine_.update_speed(!plan_.device.has_own_memory && computing_.has_value(),
-                                   static_cast<int>(updating_.size()));
+      return machine_.update_speed(!plan_.device.has_own_memory && busy(Lane::kCompute), updating);
   }
-}
-
-template <typename Visit>
-void SimLanes::ForRunning(Visit&& visit) {
-  for (std::optional<Job>* job :
-       {&reading_, &writing_, &computing_, &copying_in_, &copying_out_, &gathering_, &reducing_}) {
-    if (job->has_value()) visit(**job);
-  }
-  for (Job& job : updating_) visit(job);
 }
 
 void SimLanes::Complete(Job& job, std::vector<Completion>* completions) {
@@ -141,35 +113,26 @@ void SimLanes::Wait(std::vector<Completion>* completions) {
   while (completions->empty()) {
     Serve();
     double next = events_.empty() ? std::numeric_limits<double>::infinity() : events_.top().end - now_;
-    ForRunning([&](const Job& job) { next = std::min(next, job.left / Rate(job)); });
+    for (const Lane lane : kServed) {
+      for (const Job& job : at(lane).running) next = std::min(next, job.left / Rate(job));
+    }
     if (next == std::numeric_limits<double>::infinity()) return;  // nothing was started: never asked then
     next = std::max(next, 0.0);
     // What ends within a rounding error of the next moment ends in it.
     const double until = next * (1 + 1e-12);
-    ForRunning([&](Job& job) {
-      const double rate = Rate(job);
-      job.left = job.left / rate <= until ? 0 : job.left - next * rate;
-    });
-    now_ += next;
-    auto finish = [&](std::optional<Job>* job) {
-      if (!job->has_value() || (*job)->left > 0) return;
-      Complete(**job, completions);
-      job->reset();
-    };
-    finish(&reading_);
-    finish(&writing_);
-    finish(&computing_);
-    finish(&copying_in_);
-    finish(&copying_out_);
-    finish(&gathering_);
-    finish(&reducing_);
-    for (size_t i = 0; i < updating_.size();) {
-      if (updating_[i].left > 0) {
-        ++i;
-        continue;
+    for (const Lane lane : kServed) {
+      for (Job& job : at(lane).running) {
+        const double rate = Rate(job);
+        job.left = job.left / rate <= until ? 0 : job.left - next * rate;
       }
-      Complete(updating_[i], completions);
-      updating_.erase(updating_.begin() + static_cast<std::ptrdiff_t>(i));
+    }
+    now_ += next;
+    for (const Lane lane : kServed) {
+      std::vector<Job>& running = at(lane).running;
+      for (Job& job : running) {
+        if (job.left <= 0) Complete(job, completions);
+      }
+      std::erase_if(running, [](const Job& job) { return job.left <= 0; });
     }
     while (!events_.empty() && events_.top().end <= now_) {
       const Event event = events_.top();

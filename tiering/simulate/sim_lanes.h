@@ -15,7 +15,6 @@
 #include <array>
 #include <deque>
 #include <functional>
-#include <optional>
 #include <queue>
 #include <vector>
 
@@ -54,6 +53,12 @@ class SimLanes : public Lanes {
     double left = 0;  // bytes of transfers and copies, undisturbed seconds of the rest
     double start = 0;
     absl::Status status;
+    bool urgent = false;  // before those of its lane that are not
+  };
+  // A lane that takes up its operations in order, as many at once as it has servers.
+  struct Station {
+    std::deque<Job> waiting;
+    std::vector<Job> running;
   };
   struct Event {
     double end = 0;
@@ -67,9 +72,9 @@ class SimLanes : public Lanes {
   void Serve();
   // Work per second of a running job.
   double Rate(const Job& job) const;
-  // Calls `visit` for every running job, in a fixed order.
-  template <typename Visit>
-  void ForRunning(Visit&& visit);
+  Station& at(Lane lane) { return stations_[static_cast<size_t>(lane)]; }
+  const Station& at(Lane lane) const { return stations_[static_cast<size_t>(lane)]; }
+  bool busy(Lane lane) const { return !at(lane).running.empty(); }
   void Complete(Job& job, std::vector<Completion>* completions);
 
   const Plan& plan_;  // the caller's
@@ -78,10 +83,7 @@ class SimLanes : public Lanes {
   std::function<bool(int64_t)> replayed_;
   double now_ = 0;
   std::array<double, kLanes> work_{};
-  std::deque<Job> urgent_reads_, reads_, writes_, computes_, updates_, copies_in_, copies_out_, gathers_,
-      reduces_;
-  std::optional<Job> reading_, writing_, computing_, copying_in_, copying_out_, gathering_, reducing_;
-  std::vector<Job> updating_;
+  std::array<Station, kLanes> stations_;                                   // kCommit and kHost have none
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;  // what only time passes for
 };
 

@@ -14,6 +14,8 @@ namespace {
 using tiering::Op;
 using tiering::OpKind;
 
+bool MovesSums(const Op& op) { return op.kind == OpKind::kReadSums || op.kind == OpKind::kWriteSums; }
+
 }  // namespace
 
 DriveLanes::DriveLanes(const tiering::Plan& plan, const ArenaView& arena_view, DeviceLanes* device,
@@ -69,16 +71,12 @@ std::pair<uint32_t, uint32_t> DriveLanes::WrittenSegments(const Op& op) const {
 
 absl::Status DriveLanes::Start(tiering::OpId id, const Op& op) {
   const Task task{id, &op, options_.now()};
-  switch (op.kind) {
-    case OpKind::kWriteGradient:
-      StartSpill(task);
-      return absl::OkStatus();
-    case OpKind::kWriteSums:
-    case OpKind::kReadSums:
-      return StartSums(task);
-    default:
-      return IsElsewhere(op) ? StartFrozen(task) : StartTile(task);
+  if (op.kind == OpKind::kWriteGradient) {
+    StartSpill(task);
+    return absl::OkStatus();
   }
+  if (MovesSums(op)) return StartSums(task);
+  return IsElsewhere(op) ? StartFrozen(task) : StartTile(task);
 }
 
 absl::Status DriveLanes::StartFrozen(const Task& task) {
@@ -91,32 +89,42 @@ absl::Status DriveLanes::StartFrozen(const Task& task) {
                                 &DriveLanes::OnFrozenDone, &transfer);
 }
 
+DriveLanes::Transfer& DriveLanes::TileTransfer(const Op& op) const {
+  TileTransfers& transfers = this->transfers(op);
+  switch (op.kind) {
+    case OpKind::kReadWeights:
+      return op.device_weight_slot.valid() ? transfers.there : transfers.weights;
+    case OpKind::kReadState:
+      return transfers.state;
+    case OpKind::kReadGradient:
+      return transfers.gradient;
+    default:
+      return transfers.write;
+  }
+}
+
 absl::Status DriveLanes::StartTile(const Task& task) {
   const Op& op = *task.op;
-  TileTransfers& transfers = this->transfers(op);
   const uint32_t tile = StoreTile(op.block, op.tile);
   const TileMemory memory = MemoryOf(op);
   const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
-  auto begin = [&](Transfer* transfer) {
-    // The store refuses one that is in flight, whose task must stay what it is.
-    if (!transfer->io.pending()) transfer->task = task;
-    return &transfer->io;
-  };
+  Transfer& transfer = TileTransfer(op);
+  // The store refuses one that is in flight, whose task must stay what it is.
+  if (!transfer.io.pending()) transfer.task = task;
+  swap::TileIo* const io = &transfer.io;
   // An update that is made again starts from what the last commit holds.
   const swap::VersionChoice choice =
       op.replay ? swap::VersionChoice::kCommitted : swap::VersionChoice::kNewest;
   switch (op.kind) {
     case OpKind::kReadWeights: {
       void* const destination[] = {op.device_weight_slot.valid() ? device_->weights(op) : memory.weights};
-      return store_->ReadSegments(begin(&WeightsTransfer(op)), tile, 0, 1, destination,
-                                  aio::Priority::kDemand, choice);
+      return store_->ReadSegments(io, tile, 0, 1, destination, aio::Priority::kDemand, choice);
     }
     case OpKind::kReadState:
-      return store_->ReadSegments(begin(&transfers.state), tile, 1, segments - 1, memory.state,
-                                  aio::Priority::kPrefetch, choice);
+      return store_->ReadSegments(io, tile, 1, segments - 1, memory.state, aio::Priority::kPrefetch, choice);
     case OpKind::kReadGradient:
-      return store_->ReadScratch(begin(&transfers.gradient), tile, 0, memory.gradient,
-                                 static_cast<uint64_t>(op.bytes), aio::Priority::kPrefetch);
+      return store_->ReadScratch(io, tile, 0, memory.gradient, static_cast<uint64_t>(op.bytes),
+                                 aio::Priority::kPrefetch);
     case OpKind::kWriteTile:
     case OpKind::kWriteState:
     case OpKind::kWriteWeights: {
@@ -126,7 +134,7 @@ absl::Status DriveLanes::StartTile(const Task& task) {
       std::vector<const void*> sources = {memory.weights};
       sources.insert(sources.end(), memory.state.begin(), memory.state.end());
       const auto [first, count] = WrittenSegments(op);
-      return store_->WriteSegments(begin(&transfers.write), tile, VersionAfter(op.step), first,
+      return store_->WriteSegments(io, tile, VersionAfter(op.step), first,
                                    std::span(sources).subspan(first, count), aio::Priority::kWriteBehind);
     }
     default:
@@ -212,37 +220,20 @@ void DriveLanes::OnCommitDone(swap::CommitIo&, void* context) {
 }
 
 absl::Status DriveLanes::Ended(const Op& op) {
-  switch (op.kind) {
-    case OpKind::kReadWeights:
-      return WeightsEnded(op);
-    case OpKind::kReadState:
-      return transfers(op).state.io.status();
-    case OpKind::kReadGradient:
-      return transfers(op).gradient.io.status();
-    case OpKind::kWriteTile:
-    case OpKind::kWriteState:
-    case OpKind::kWriteWeights: {
-      const auto [first, count] = WrittenSegments(op);
-      return store_->NoteWritten(&transfers(op).write.io,
-                                 std::span(transfers(op).checksums).subspan(first, count));
-    }
-    case OpKind::kWriteGradient:
-      return SpillEnded(op.block);
-    case OpKind::kWriteInput:
-      return options_.inputs->Written(op.position, op.micro_batch);
-    case OpKind::kReadInput:
-      return options_.inputs->TakeRead(op.position, op.micro_batch);
-    case OpKind::kWriteSums:
-    case OpKind::kReadSums:
-      return options_.sums->Ended(op.block);
-    default:
-      return absl::InternalError(absl::StrCat("not a transfer: ", std::string(tiering::OpKindName(op.kind))));
-  }
+  if (op.kind == OpKind::kWriteGradient) return SpillEnded(op.block);
+  if (op.kind == OpKind::kWriteInput) return options_.inputs->Written(op.position, op.micro_batch);
+  if (op.kind == OpKind::kReadInput) return options_.inputs->TakeRead(op.position, op.micro_batch);
+  if (MovesSums(op)) return options_.sums->Ended(op.block);
+  if (op.kind == OpKind::kReadWeights) return WeightsEnded(op);
+  Transfer& transfer = TileTransfer(op);
+  if (!tiering::IsTileWrite(op.kind)) return transfer.io.status();
+  const auto [first, count] = WrittenSegments(op);
+  return store_->NoteWritten(&transfer.io, std::span(transfers(op).checksums).subspan(first, count));
 }
 
 absl::Status DriveLanes::WeightsEnded(const Op& op) {
   if (IsElsewhere(op)) return absl::OkStatus();  // kVerify says how it ended
-  absl::Status status = WeightsTransfer(op).io.status();
+  absl::Status status = TileTransfer(op).io.status();
   if (!op.device_weight_slot.valid()) return status;
   if (status.ok()) past_host_bytes_ += op.bytes;
   return status.ok() ? status

@@ -113,10 +113,8 @@ class DriveLanes {
   };
 
   TileTransfers& transfers(const tiering::Op& op) const { return *tiles_[op.block][op.tile]; }
-  // Of weights that kReadWeights reads and kVerify checks.
-  Transfer& WeightsTransfer(const tiering::Op& op) const {
-    return op.device_weight_slot.valid() ? transfers(op).there : transfers(op).weights;
-  }
+  // The transfer with the store of a read or write of a tile.
+  Transfer& TileTransfer(const tiering::Op& op) const;
   // Of one that is there.
   uint32_t StoreTile(tiering::BlockIndex block, tiering::TileIndex tile) const {
     return static_cast<uint32_t>(first_tile_[block] + tile.value());

@@ -17,6 +17,8 @@ using tiering::Lane;
 using tiering::Op;
 using tiering::OpKind;
 
+bool MovesInput(const Op& op) { return op.kind == OpKind::kWriteInput || op.kind == OpKind::kReadInput; }
+
 }  // namespace
 
 HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& arena_view,
@@ -181,15 +183,14 @@ void HardwareLanes::Start(tiering::OpId id, const Op& op) {
     case Lane::kWrite: {
       const double start = Now();
       if (UndoesWrite(op)) return Report(task, drive_.DropWritten(op), start);
-      const bool input = op.kind == OpKind::kWriteInput || op.kind == OpKind::kReadInput;
-      absl::Status status = input ? StartInput(task) : drive_.Start(id, op);
+      absl::Status status = MovesInput(op) ? StartInput(task) : drive_.Start(id, op);
       if (!status.ok()) Report(task, std::move(status), start);
       return;
     }
     case Lane::kCopyIn:
     case Lane::kCopyOut: {
       const double start = Now();
-      if (op.kind == OpKind::kWriteInput || op.kind == OpKind::kReadInput) {
+      if (MovesInput(op)) {
         if (absl::Status status = StartInput(task); !status.ok())
           ReportInOrder(task, std::move(status), start);
         return;
@@ -227,38 +228,15 @@ absl::Status HardwareLanes::StartInput(const Task& task) {
 
 absl::Status HardwareLanes::Settle(const Done& done) {
   const Op& op = *done.task.op;
-  absl::Status status = done.status;
-  RETURN_IF_ERROR(status);
-  switch (op.kind) {
-    case OpKind::kWriteTile:
-    case OpKind::kWriteState:
-    case OpKind::kWriteWeights:
-      return UndoesWrite(op) ? status : drive_.Ended(op);
-    case OpKind::kReadWeights:
-    case OpKind::kReadState:
-    case OpKind::kReadGradient:
-    case OpKind::kWriteGradient:
-    case OpKind::kWriteSums:
-    case OpKind::kReadSums:
-      return drive_.Ended(op);
-    case OpKind::kWriteInput:
-      compute_->DropInputs(op.position, op.micro_batch);
-      return device_ == nullptr ? drive_.Ended(op) : status;
-    case OpKind::kReadInput:
-      return device_ == nullptr ? drive_.Ended(op) : status;
-    case OpKind::kCommit:
-      if (has_store_ && op.durable) status = drive_.FinishCommit();
-      // Over several ranks a step is committed when all have.
-      if (status.ok() && ranks_ == nullptr) status = hooks_.committed(op);
-      return status;
-    case OpKind::kAgree:
-      return hooks_.committed(op);
-    case OpKind::kRoundGradient:
-      compute_lane_.SumsTaken(op.block);
-      return status;
-    default:
-      return status;
-  }
+  RETURN_IF_ERROR(done.status);
+  if (op.kind == OpKind::kWriteInput) compute_->DropInputs(op.position, op.micro_batch);
+  if (op.lane == Lane::kRead || op.lane == Lane::kWrite)
+    return UndoesWrite(op) ? absl::OkStatus() : drive_.Ended(op);
+  if (op.kind == OpKind::kRoundGradient) compute_lane_.SumsTaken(op.block);
+  if (op.kind == OpKind::kCommit && has_store_ && op.durable) RETURN_IF_ERROR(drive_.FinishCommit());
+  // Over several ranks a step is committed when all have.
+  const OpKind committed = ranks_ == nullptr ? OpKind::kCommit : OpKind::kAgree;
+  return op.kind == committed ? hooks_.committed(op) : absl::OkStatus();
 }
 
 void HardwareLanes::Wait(std::vector<tiering::Completion>* completions) {
@@ -303,17 +281,9 @@ void HardwareLanes::Work(std::deque<Task>* queue, bool computes) {
 }
 
 bool HardwareLanes::IsOfCompute(const Op& op) const {
-  switch (op.kind) {
-    case OpKind::kForward:
-    case OpKind::kBackward:
-    case OpKind::kAccumulateGradient:
-      return true;
-    case OpKind::kWriteInput:
-    case OpKind::kReadInput:
-      return refused_inputs_[op.position][At(op.micro_batch)];
-    default:
-      return false;
-  }
+  if (MovesInput(op)) return refused_inputs_[op.position][At(op.micro_batch)];
+  return op.kind == OpKind::kForward || op.kind == OpKind::kBackward ||
+         op.kind == OpKind::kAccumulateGradient;
 }
 
 absl::Status HardwareLanes::Run(const Op& op) {
