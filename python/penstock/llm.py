@@ -301,10 +301,7 @@ class LLM:
         _refuse("generate", unknown, (*_OPTIONS, "n"))
         several = whole_number(n, "n", *_whole_bounds("n"))
         given = self._prompts(prompts)
-        options = self._options(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, repetition_penalty=repetition_penalty, min_p=min_p,
-            min_tokens=min_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs,
-        )  # fmt: skip
+        options = self._options(locals())
         made = []
         try:
             for i in range(len(given) * several):
@@ -336,10 +333,7 @@ class LLM:
         """One text, as it comes: an iterator over parts of it. Its arguments are those of ``generate``, and so is the text."""
         _refuse("stream", unknown, _OPTIONS)
         tokens = self._tokens(prompt)
-        options = self._options(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, repetition_penalty=repetition_penalty, min_p=min_p,
-            min_tokens=min_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs,
-        )  # fmt: skip
+        options = self._options(locals())
         return TextStream(self._submit(tokens, options, 0), len(tokens))
 
     def chat(
@@ -372,10 +366,7 @@ class LLM:
         """
         _refuse("chat", unknown, (*_OPTIONS, "stream"))
         tokens = list(self._core.encode(self.chat_prompt(messages), True))
-        options = self._options(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, repetition_penalty=repetition_penalty, min_p=min_p,
-            min_tokens=min_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias, logprobs=logprobs,
-        )  # fmt: skip
+        options = self._options(locals())
         made = self._submit(tokens, options, 0)
         if stream:
             return TextStream(made, len(tokens))
@@ -443,8 +434,9 @@ class LLM:
         given = {name: int(value) if _BOUNDS[name][3] else value for name, value in core.defaults.items()}
         return {**given, **{name: value for name, value in more.items() if value}}
 
-    def _options(self, **given: Any) -> Dict[str, Any]:
-        return _options(self._defaults, self._core.vocabulary, **given)
+    # arguments: of a call of `generate` or its like, by name.
+    def _options(self, arguments: Mapping[str, Any]) -> Dict[str, Any]:
+        return _options(self._defaults, self._core.vocabulary, **{name: arguments[name] for name in _OPTIONS})
 
 
 def _is_id(value: Any) -> bool:
