@@ -312,7 +312,7 @@ TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
            {{}, {"--data", dir_ + "/other"}, {"--data.content is", "on rank 1 and"}},
            {{}, {"--data", dir_ + "/missing"}, {dir_.c_str(), "missing"}},
            {{}, {"--seed", "2"}, {"--seed is 2 on rank 1"}},
-           {{"--overwrite"}, {"--resume"}, {"--overwrite is false on rank 1 and true on rank 0"}},
+           {{"--overwrite"}, {"--resume"}, {"--overwrite is not on rank 1, and true on rank 0"}},
            {{"--eval-data", dir_ + "/held"},
             {"--eval-data", dir_ + "/held", "--eval-every", "2"},
             {"--eval-every"}},
