@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "base/status_macros.h"
+#include "generate/expert_cache.h"
 #include "generate/host_mixture.h"
 #include "generate/matrix_product.h"
 #include "kernels/attention.h"
