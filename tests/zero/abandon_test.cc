@@ -26,6 +26,7 @@
 #include "tests/soak.h"
 #include "tests/zero/plain_batch.h"
 #include "tests/zero/plain_owner.h"
+#include "zero/compute/test_device.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/engine.h"
 
@@ -76,12 +77,20 @@ std::vector<float> StateAfter(int64_t steps) {
 // One that changes its mind.
 class Fickle {
  public:
-  Fickle(EngineOptions options, uint64_t seed) : random_(seed), options_(std::move(options)) {}
+  // on_device: the engine has its blocks in the memory of a device.
+  Fickle(EngineOptions options, uint64_t seed, bool on_device)
+      : random_(seed), options_(std::move(options)), on_device_(on_device) {}
 
   absl::Status Open() {
     driven_.reset();
     owner_ = std::make_unique<Owner>(kShape, kMicroBatches);
     options_.initial_values = owner_->Options("").initial_values;
+    if (on_device_) {
+      options_.device = std::make_shared<TestDevice>(TestDeviceOptions{.latency_seconds = 1e-4});
+      owner_->leaves = [](DrivenCompute::Result* result) {
+        for (Gradient& gradient : result->gradients.front().second) gradient.value.on_device = true;
+      };
+    }
     absl::StatusOr<Measured> measured = owner_->Measure();
     if (!measured.ok()) return measured.status();
     auto driven = DrivenEngine::Create(*std::move(measured), options_);
@@ -169,6 +178,7 @@ class Fickle {
 
   std::mt19937_64 random_;
   EngineOptions options_;
+  const bool on_device_;
   std::unique_ptr<Owner> owner_;
   std::unique_ptr<DrivenEngine> driven_;
   std::atomic<bool> interrupted_{false};
@@ -179,6 +189,7 @@ struct Mode {
   std::string name;
   tiering::UpdateOrder order = tiering::UpdateOrder::kAuto;
   bool previews = false;
+  bool on_device = false;
 };
 
 class AbandonTest : public testing::TestWithParam<Mode> {
@@ -207,7 +218,7 @@ class AbandonTest : public testing::TestWithParam<Mode> {
 
 TEST_P(AbandonTest, NothingLeaksAndNoBitIsWrong) {
   const int wanted = 25 * tests::Soak();
-  Fickle owner(Options(), 3);
+  Fickle owner(Options(), 3, GetParam().on_device);
   ASSERT_TRUE(owner.Open().ok());
   int given_up = 0;
   std::unique_ptr<tests::Held> before;
@@ -238,7 +249,7 @@ TEST_P(AbandonTest, AKillAmongThemLosesNothing) {
   auto* const given_up = new (shared) std::atomic<int>(0);
   EngineOptions options = Options();
   {
-    Fickle first(options, 1);
+    Fickle first(options, 1, GetParam().on_device);
     ASSERT_TRUE(first.Open().ok());
   }
   options.storage.overwrite = false;
@@ -251,7 +262,7 @@ TEST_P(AbandonTest, AKillAmongThemLosesNothing) {
     const pid_t child = fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
-      Fickle owner(options, seed);
+      Fickle owner(options, seed, GetParam().on_device);
       if (!owner.Open().ok()) _exit(1);
       while (given_up->load() < wanted) {
         if (!owner.Pass(owner.Below(4) > 0)) given_up->fetch_add(1);
@@ -276,7 +287,7 @@ TEST_P(AbandonTest, AKillAmongThemLosesNothing) {
     over = !WIFSIGNALED(how);
   }
   EXPECT_GT(kills, 0);
-  Fickle last(options, 2);
+  Fickle last(options, 2, GetParam().on_device);
   ASSERT_TRUE(last.Open().ok());
   while (last.step() < 3) ASSERT_TRUE(last.Pass(false));
   std::vector<float> state;
@@ -289,6 +300,7 @@ INSTANTIATE_TEST_SUITE_P(
     Modes, AbandonTest,
     testing::Values(
         Mode{"Auto"}, Mode{.name = "InBackward", .order = tiering::UpdateOrder::kInBackward},
+        Mode{.name = "OnADevice", .on_device = true},
         Mode{.name = "NextForward", .order = tiering::UpdateOrder::kInNextForward},
         Mode{.name = "Previewed", .order = tiering::UpdateOrder::kInNextForward, .previews = true}),
     [](const auto& mode) { return mode.param.name; });

@@ -85,8 +85,11 @@ class DevicePlanner {
         static_cast<int64_t>(std::min(options_.state_share, 1.0) * static_cast<double>(graph_.elements()));
     for (int nth = 0; nth < positions_; ++nth) {
       const StageShape& stage = graph_.stages[StageIndex(options_.writes_state ? positions_ - 1 - nth : nth)];
-      const int64_t elements = graph_.blocks[stage.block].elements;
+      const BlockShape& block = graph_.blocks[stage.block];
+      const int64_t elements = block.elements;
       if (std::exchange(seen[stage.block], 1) != 0 || elements > left) continue;
+      // What is frozen has no state to live with, and the device updates whole blocks.
+      if (world_ == 1 && (!block.trains || block.trained_from > 0)) continue;
       // Over several ranks what is summed in place from one use to the next has no place for the result.
       if (collectives_ && uses_[stage.block] > 1 && precision_.gradient_bytes == 4) continue;
       lives[stage.block] = 1;

@@ -311,8 +311,8 @@ struct PlanOptions {
   // Elements of every tile of every block that is in the store, where it has fixed them; empty: chosen.
   PerBlock<std::vector<int64_t>> fixed_tiles;
 
-  // Shards are cut evenly, whatever trains in them, and a device updates whole blocks.
-  bool may_keep_weights_alone() const { return world == 1 && !(device.has_own_memory && trains); }
+  // Shards are cut evenly, whatever trains in them.
+  bool may_keep_weights_alone() const { return world == 1; }
   bool keeps_frozen_apart() const { return frozen_apart && may_keep_weights_alone(); }
   // Where there is no state, only the place for a gradient would go, which who trains it later on wants.
   bool keeps_block_alone(BlockIndex block, bool block_trains) const {

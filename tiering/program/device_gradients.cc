@@ -80,19 +80,18 @@ OpId DeviceGradients::EmitCopyOut(BlockIndex block, GradientSlot gradient_slot,
     Op& round = ops_.Emit(OpKind::kRoundOnDevice, Lane::kCompute, step);
     round.block = block;
     SetPlaces(block, &round);
-    round.after = {last};
+    // Behind its last addend on the same lane, which keeps its order: nobody waits for news of that.
     AddAll(&round.after, gradient_users_.Take(slot));
     accumulator_users_.Replace(round.device_accumulator_slot, {id});
     last = id;
   }
-  int64_t bytes = plan_.blocks[block].elements * plan_.precision.gradient_bytes;
+  int64_t bytes = plan_.blocks[block].gradient_elements() * plan_.precision.gradient_bytes;
   if (plan_.on_device(block)) {
     if (!plan_.device.collectives) {  // else by the reduction
       const OpId squared = ops_.next_id();
       Op& square = ops_.Emit(OpKind::kSquareGradient, Lane::kCompute, step);
       square.block = block;
       square.device_gradient_slot = gradient_[block];
-      square.after = {last};
       last = squared;
     }
     bytes = PartialSumBytes(plan_.blocks[block].elements);

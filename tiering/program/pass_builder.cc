@@ -172,7 +172,8 @@ OpId PassBuilder::EmitBackward(Position position, const Weights& weights, const 
     Op& take = emit(OpKind::kAccumulateGradient);
     gradients_.SetPlaces(stage.block, &take);
     take.after = wait;
-    take.after.push_back(computed);
+    // A device is given it behind backward, in the order of this lane, before that is known to be over.
+    if (!plan_.device.has_own_memory) take.after.push_back(computed);
   }
   input_used_[position] = last;
   return last;

@@ -18,6 +18,11 @@ absl::StatusOr<std::shared_ptr<Comm>> Device::Connect(const std::shared_ptr<Comm
   return absl::UnimplementedError(absl::StrCat(Describe(), " exchanges with others through host memory"));
 }
 
+absl::Status Device::ComputeOn(void*, std::span<void* const>) {
+  return absl::UnimplementedError(
+      absl::StrCat(Describe(), " computes in an order of its own, not on a stream that is given"));
+}
+
 absl::StatusOr<std::byte*> CpuDevice::AllocateArena(int64_t) {
   return absl::FailedPreconditionError("the processor has no memory apart from the host's");
 }

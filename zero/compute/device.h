@@ -93,6 +93,13 @@ class Device {
   virtual void CopyOut(void* to, const void* from, int64_t bytes, Done done) = 0;
   // When everything enqueued so far has been computed.
   virtual void AfterCompute(Done done) = 0;
+  // For a Compute whose owner computes there on streams of its own (zero/compute/driven_compute.h): `stream`
+  // is the order of compute from here on. What is enqueued in it runs on that stream, behind all that was
+  // enqueued in it before, on whichever stream, and behind what has been enqueued on the streams of `after`.
+  // A stream is of the device's own kind: a CUstream of its primary context, TestDevice::NewStream. Called
+  // while nobody enqueues in the order of compute. kUnimplemented: the device computes in an order of its
+  // own.
+  virtual absl::Status ComputeOn(void* stream, std::span<void* const> after);
   virtual Traffic traffic() const = 0;
   // What the Compute has copied by itself: batches, outputs.
   virtual void CountCopied(const Traffic& copied) = 0;
@@ -150,6 +157,8 @@ class CpuDevice : public Device {
   void CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) override;
   void CopyOut(void* to, const void* from, int64_t bytes, Done done) override;
   void AfterCompute(Done done) override { done(absl::OkStatus()); }
+  // It has computed when a call returns: whatever was computed before is over.
+  absl::Status ComputeOn(void*, std::span<void* const>) override { return absl::OkStatus(); }
   Traffic traffic() const override { return {}; }
   void CountCopied(const Traffic&) override {}
   absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override;

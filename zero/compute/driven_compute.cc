@@ -105,7 +105,8 @@ absl::Status DrivenCompute::WhyNot() {
 }
 
 absl::StatusOr<DrivenCompute::Entered> DrivenCompute::Enter(Direction direction, tiering::StageIndex stage,
-                                                            int micro_batch) {
+                                                            int micro_batch,
+                                                            std::optional<DeviceStream> stream) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   const Wanted wanted{direction, stage, micro_batch};
   std::unique_lock lock(mutex_);
@@ -121,8 +122,34 @@ absl::StatusOr<DrivenCompute::Entered> DrivenCompute::Enter(Direction direction,
   }
   waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &wanted));
   RETURN_IF_ERROR(why);
+  if (device_ != nullptr && stream.has_value()) {
+    // The compute thread waits with its offer, so nobody else enqueues.
+    absl::Status joined = CheckStream(*stream);
+    if (joined.ok()) joined = device_->ComputeOn(stream->stream, {});
+    if (!joined.ok()) {
+      FailLocked(joined);
+      return failure_;
+    }
+  }
   state_ = State::kEntered;
   return Entered(this);
+}
+
+absl::Status DrivenCompute::CheckStream(const DeviceStream& stream) const {
+  if (device_->ordinal() < 0 || stream.device == device_->ordinal()) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(Text(direction_, use_.stage, use_.micro_batch),
+                                                 " is computed on a stream of device ", stream.device,
+                                                 ", and its weights are on device ", device_->ordinal()));
+}
+
+absl::Status DrivenCompute::JoinStreams(const Result& result) {
+  std::vector<void*> also;
+  for (const DeviceStream& each : result.also) {
+    RETURN_IF_ERROR(CheckStream(each));
+    also.push_back(each.stream);
+  }
+  RETURN_IF_ERROR(CheckStream(*result.stream));
+  return device_->ComputeOn(result.stream->stream, also);
 }
 
 absl::Status DrivenCompute::CheckResult(const Result& result) const {
@@ -135,7 +162,7 @@ absl::Status DrivenCompute::CheckResult(const Result& result) const {
       return absl::InvalidArgumentError(
           absl::StrCat(use, " was left with gradients of block ", of.value(), ", which are not asked for"));
     for (const Gradient& gradient : gradients) {
-      if (gradient.value.on_device && !result.stream.has_value())
+      if (gradient.value.on_device && device_ == nullptr && !result.stream.has_value())
         return absl::InvalidArgumentError(absl::StrCat(
             use, " was left with gradients on a device and without the stream that they are of"));
     }
@@ -143,8 +170,10 @@ absl::Status DrivenCompute::CheckResult(const Result& result) const {
   if (trains && result.gradients.size() != 1)
     return absl::InvalidArgumentError(
         absl::StrCat(use, " was left without gradients of block ", block.value()));
-  if (backward && use_.last && !result.loss.has_value())
-    return absl::InvalidArgumentError(absl::StrCat(use, " was left without a loss"));
+  const bool known = result.loss.has_value() || has_loss_[static_cast<size_t>(use_.micro_batch)] != 0;
+  if (backward && !use_.passes_gradients && !known)
+    return absl::InvalidArgumentError(
+        absl::StrCat(use, " was left, the last of its micro-batch, without a loss"));
   return absl::OkStatus();
 }
 
@@ -154,7 +183,9 @@ absl::Status DrivenCompute::Leave(Entered entered, Result result) {
   std::unique_lock lock(mutex_);
   const bool waits = direction_ == Direction::kBackward && given_.graph.blocks[weights_.front().block].trains;
   absl::Status wrong = CheckResult(result);
-  if (wrong.ok() && result.stream.has_value()) {
+  if (wrong.ok() && result.stream.has_value() && device_ != nullptr) {
+    wrong = JoinStreams(result);
+  } else if (wrong.ok() && result.stream.has_value()) {
     lock.unlock();  // the use is entered until it is left: nobody else is here
     const TensorScope scope(pool_);
     for (auto& [of, gradients] : result.gradients)
@@ -167,7 +198,10 @@ absl::Status DrivenCompute::Leave(Entered entered, Result result) {
     changed_.notify_all();
     return wrong;
   }
-  if (result.loss.has_value()) losses_[static_cast<size_t>(use_.micro_batch)] = *result.loss;
+  if (result.loss.has_value()) {
+    losses_[static_cast<size_t>(use_.micro_batch)] = *result.loss;
+    has_loss_[static_cast<size_t>(use_.micro_batch)] = 1;
+  }
   result_ = std::move(result);
   state_ = State::kLeft;
   taken_ = !waits;
@@ -217,11 +251,8 @@ Batch DrivenCompute::UnseenOf(Measured again) {
 
 absl::StatusOr<Measured> DrivenCompute::Measure(const ComputeSetup& setup, const Batch& example,
                                                 const MeasureOptions&) {
-  if (setup.device->has_own_memory()) {
-    return absl::UnimplementedError(
-        "a model that is driven from outside computes in host memory: weights on a device are not served");
-  }
   std::lock_guard lock(mutex_);
+  device_ = setup.device->has_own_memory() ? setup.device : nullptr;
   for (const std::weak_ptr<const Measured>& each : again_) {
     const std::shared_ptr<const Measured> again = each.lock();
     if (again != nullptr && again == example.owner) return *again;
@@ -239,6 +270,7 @@ absl::Status DrivenCompute::Begin(const PassInfo& pass, std::vector<Batch> batch
   pass_ = pass;
   pool_ = TensorMemory::Here();
   losses_.assign(batches.size(), 0);
+  has_loss_.assign(batches.size(), 0);
   return failure_;
 }
 

@@ -12,6 +12,12 @@
 // the last; then backward from the last to the first one whose block trains, of which the last one's has its
 // forward too. Before Enter returns the weights have arrived.
 //
+// On a device with memory of its own (Device::has_own_memory) weights are addresses of its memory, and so are
+// gradients. What a driver computes there it enqueues on streams of the device's (DeviceStream): Enter and
+// Leave say which, and the engine's own work there takes its place among theirs. Nothing waits for the
+// device: Leave returns when what the engine does with the gradients is enqueued behind the driver's stream,
+// and copies to host memory begin when the device has computed.
+//
 // Threads: Enter, Leave and Fail from any; each driver is a thread that is inside one use at a time. The
 // overrides are the engine's. Two drivers enter uses of different micro-batches; a use is entered by one. A
 // driver that may be inside when the engine goes holds this (shared_from_this): its wait ends, a use that it
@@ -56,7 +62,8 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
     }
     ~Entered();
     const StageUse& use() const { return compute_->use_; }
-    std::span<const Weights> weights() const { return compute_->weights_; }  // until Leave
+    // Until Leave; on a device, by what is enqueued until then on the stream that it is left with.
+    std::span<const Weights> weights() const { return compute_->weights_; }
 
    private:
     friend class DrivenCompute;
@@ -66,23 +73,33 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
 
   // Waits until the engine offers exactly this. kFailedPrecondition: no pass is open. kCancelled: the caller
   // was interrupted. kAborted: all drivers wait, and none for what is offered; says both. Else why the pass
-  // failed.
-  absl::StatusOr<Entered> Enter(Direction direction, tiering::StageIndex stage, int micro_batch);
+  // failed. stream: on a device, that on which the use will be computed, behind what the engine has enqueued
+  // (the updates that the device makes); none where the driver computes in the device's own order
+  // (Device::ComputeOn).
+  absl::StatusOr<Entered> Enter(Direction direction, tiering::StageIndex stage, int micro_batch,
+                                std::optional<DeviceStream> stream = std::nullopt);
 
   struct Result {
     // Of the use's block, if it trains, after backward: without any, none took part. Their memory is the
-    // caller's again when Leave returns. They may lie on a CUDA device (TensorView::on_device), and are then
-    // complete when what has been enqueued on `stream` is.
+    // caller's again when Leave returns; on the engine's device, for what is enqueued on `stream` from then
+    // on. Where the engine computes in host memory they may lie on a CUDA device (TensorView::on_device), and
+    // are then complete when what has been enqueued on `stream` is.
     std::vector<std::pair<tiering::BlockIndex, std::vector<Gradient>>> gradients;
+    // On the engine's device: the use is computed when what has been enqueued on `stream` is, and on the
+    // streams of `also`.
     std::optional<DeviceStream> stream;
-    std::optional<double> loss;  // of the use's micro-batch; wanted of the last stage's backward
+    std::vector<DeviceStream> also;
+    // Of the use's micro-batch. Given with any of its backward uses, at the latest with its last one: nobody
+    // has to wait for a device to tell it earlier.
+    std::optional<double> loss;
   };
-  // The use is computed. After backward of a block that trains it returns when the gradients have been
-  // copied, added or refused: what the engine has against them is how the pass ends. Those in host memory are
-  // read where they lie. Those on a device are copied first, on their stream and the caller's thread, to
-  // memory that is kept for it, the largest block's gradients once: what the owner has measured of the stage
-  // (StageShape::backward_peak_bytes) has it in it. kInvalidArgument: the result is not of this use, which
-  // fails the pass. Other errors are why it had failed, the device's among them
+  // The use is computed, or on a device enqueued. After backward of a block that trains it returns when the
+  // gradients have been copied, added or refused, or on the engine's device when that is enqueued: what the
+  // engine has against them is how the pass ends. Those in host memory are read where they lie. Where the
+  // engine computes in host memory, those on a device are copied first, on their stream and the caller's
+  // thread, to memory that is kept for it, the largest block's gradients once: what the owner has measured of
+  // the stage (StageShape::backward_peak_bytes) has it in it. kInvalidArgument: the result is not of this
+  // use, which fails the pass. Other errors are why it had failed, the device's among them
   // (zero/compute/device_gradients.h).
   absl::Status Leave(Entered entered, Result result);
 
@@ -142,6 +159,9 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
   absl::Status Deadlock() const;
   void FailIfNeverEntered();
   absl::Status CheckResult(const Result& result) const;
+  // The streams of a device that the driver has computed the use on.
+  absl::Status JoinStreams(const Result& result);
+  absl::Status CheckStream(const DeviceStream& stream) const;
   // Why Enter must wait no longer; OK: it is offered, or may yet be.
   absl::Status WhyNot();
   void FailLocked(const absl::Status& why);
@@ -150,6 +170,7 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
   const Measured given_;
   std::vector<std::weak_ptr<const Measured>> again_;  // by their examples, under mutex_
   const size_t drivers_;
+  Device* device_ = nullptr;  // where the engine computes, with memory of its own; null: in the host's
   std::function<bool()> interrupted_;
 
   std::mutex mutex_;
@@ -168,6 +189,7 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
   bool taking_ = false;               // the engine reads them
   std::vector<const Wanted*> waiting_;
   std::vector<double> losses_;
+  std::vector<char> has_loss_;  // by micro-batch
 };
 
 }  // namespace penstock::zero

@@ -48,6 +48,23 @@ absl::Status GradientSums::Check(const FlatLayout& layout, std::span<const Gradi
   return absl::OkStatus();
 }
 
+void GradientSums::Convert(DType from, const void* in, DType to, void* out, size_t n) {
+  if (device_.has_own_memory()) return device_.Convert(from, in, to, out, n);
+  kernels::Convert(from, in, to, out, n, pool_);
+}
+
+void GradientSums::Add(DType type, const void* in, float* sums, size_t n) {
+  if (device_.has_own_memory()) return device_.Accumulate(type, in, sums, n);
+  switch (type) {
+    case DType::kFp32:
+      return kernels::AccumulateFp32(static_cast<const float*>(in), sums, n, pool_);
+    case DType::kBf16:
+      return kernels::AccumulateBf16(static_cast<const uint16_t*>(in), sums, n, pool_);
+    case DType::kFp16:
+      return kernels::AccumulateFp16(static_cast<const uint16_t*>(in), sums, n, pool_);
+  }
+}
+
 // Zeros where no gradient is.
 void GradientSums::Place(const FlatLayout& layout, std::span<const Gradient> gradients, int64_t first,
                          DType waits, std::byte* to) {
@@ -60,8 +77,8 @@ void GradientSums::Place(const FlatLayout& layout, std::span<const Gradient> gra
   for (const Gradient& gradient : gradients) {
     const Parameter& parameter = layout.parameters[static_cast<size_t>(gradient.parameter)];
     zero_to(parameter.offset);
-    device_.Convert(KernelType(gradient.value.type), gradient.value.data, waits, place(parameter.offset),
-                    static_cast<size_t>(parameter.elements));
+    Convert(KernelType(gradient.value.type), gradient.value.data, waits, place(parameter.offset),
+            static_cast<size_t>(parameter.elements));
     filled = parameter.offset + parameter.elements;
   }
   zero_to(layout.elements);
@@ -71,8 +88,8 @@ void GradientSums::Accumulate(const FlatLayout& layout, std::span<const Gradient
                               float* sums) {
   for (const Gradient& gradient : gradients) {
     const Parameter& parameter = layout.parameters[static_cast<size_t>(gradient.parameter)];
-    device_.Accumulate(KernelType(gradient.value.type), gradient.value.data,
-                       sums + (parameter.offset - first), static_cast<size_t>(parameter.elements));
+    Add(KernelType(gradient.value.type), gradient.value.data, sums + (parameter.offset - first),
+        static_cast<size_t>(parameter.elements));
   }
 }
 
@@ -94,10 +111,12 @@ absl::Status GradientSums::Add(tiering::BlockIndex block, std::span<const Gradie
   });
 }
 
-absl::Status GradientSums::Round(tiering::BlockIndex block, const float* sums, void* gradient) {
+absl::Status GradientSums::Round(tiering::BlockIndex block, int64_t first, const float* sums,
+                                 void* gradient) {
   Taken(block);
   return Guarded("rounding a gradient", [&] {
-    device_.Convert(DType::kFp32, sums, weights_, gradient, static_cast<size_t>(layouts_[block]->elements));
+    device_.Convert(DType::kFp32, sums, weights_, gradient,
+                    static_cast<size_t>(layouts_[block]->elements - first));
   });
 }
 

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/float16.h"
+#include "kernels/thread_pool.h"
 #include "tiering/plan/numbers.h"
 #include "zero/compute/compute.h"
 #include "zero/compute/device.h"
@@ -27,17 +28,20 @@ struct GradientPlace {
 class GradientSums {
  public:
   using Layouts = tiering::PerBlock<std::shared_ptr<const FlatLayout>>;
-  // The device outlives it.
-  GradientSums(const Layouts& layouts, kernels::DType weights, Device& device)
-      : layouts_(layouts), weights_(weights), device_(device), addends_(layouts.size(), 0) {}
+  // The device outlives it, and so does `pool`, which shares the work where gradients are in host memory;
+  // null: the caller's thread does it all.
+  GradientSums(const Layouts& layouts, kernels::DType weights, Device& device,
+               kernels::ThreadPool* pool = nullptr)
+      : layouts_(layouts), weights_(weights), device_(device), pool_(pool), addends_(layouts.size(), 0) {}
 
   // Moves the gradients of one backward to their place, or adds them, in the order of compute. Parameters
   // that are missing count as zero. kInvalidArgument: they are no gradients of what trains in this block;
   // kInternal: a second addend for a place that has none.
   absl::Status Add(tiering::BlockIndex block, std::span<const Gradient> gradients,
                    const GradientPlace& place);
-  // Rounds a block's sums, on the device, to the type of the weights; the next Add starts new ones.
-  absl::Status Round(tiering::BlockIndex block, const float* sums, void* gradient);
+  // Rounds a block's sums from element `first` on, on the device, to the type of the weights; the next Add
+  // starts new ones.
+  absl::Status Round(tiering::BlockIndex block, int64_t first, const float* sums, void* gradient);
   // The block's gradient has been taken over: its next Add starts a new sum.
   void Taken(tiering::BlockIndex block) { addends_[block] = 0; }
 
@@ -46,10 +50,14 @@ class GradientSums {
   void Place(const FlatLayout& layout, std::span<const Gradient> gradients, int64_t first,
              kernels::DType waits, std::byte* to);
   void Accumulate(const FlatLayout& layout, std::span<const Gradient> gradients, int64_t first, float* sums);
+  // Where they are.
+  void Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n);
+  void Add(kernels::DType type, const void* in, float* sums, size_t n);
 
   const Layouts layouts_;
   const kernels::DType weights_;
   Device& device_;
+  kernels::ThreadPool* const pool_;
   tiering::PerBlock<int> addends_;  // to each block's gradient so far
 };
 

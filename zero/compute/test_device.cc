@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <random>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -62,7 +63,68 @@ class TestDevice::Storage final : public aio::DeviceTransfers {
   std::atomic<int64_t> reads_{0};
 };
 
+class TestDevice::Stream {
+ public:
+  explicit Stream(uint64_t number) : random_(number), thread_([this] { Work(); }) {}
+  // Runs what it was given, and ends.
+  void Finish() {
+    Enqueue(nullptr);
+    thread_.join();
+  }
+
+  void Enqueue(std::function<void()> work) {
+    {
+      const std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(work));
+      ++enqueued_;
+    }
+    changed_.notify_all();
+  }
+  // What is enqueued from here on runs behind all that `other` has been given.
+  void WaitFor(Stream& other) {
+    if (&other == this) return;
+    uint64_t number = 0;
+    {
+      const std::lock_guard lock(other.mutex_);
+      number = other.enqueued_;
+    }
+    Enqueue([&other, number] {
+      std::unique_lock lock(other.mutex_);
+      other.changed_.wait(lock, [&] { return other.done_ >= number; });
+    });
+  }
+
+ private:
+  void Work() {
+    for (;;) {
+      std::function<void()> work;
+      {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return !queue_.empty(); });
+        work = std::move(queue_.front());
+        queue_.pop_front();
+      }
+      if (!work) return;
+      std::this_thread::sleep_for(std::chrono::microseconds(random_() % 200));
+      work();
+      {
+        const std::lock_guard lock(mutex_);
+        ++done_;
+      }
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  uint64_t enqueued_ = 0, done_ = 0;
+  std::minstd_rand random_;  // of the stream's thread
+  std::thread thread_;
+};
+
 TestDevice::TestDevice(const TestDeviceOptions& options) : options_(options) {
+  if (options_.late) compute_ = static_cast<Stream*>(NewStream());
   if (options_.gds) storage_ = std::make_shared<Storage>(options_);
   for (const int direction : {kIn, kOut}) {
     engines_[static_cast<size_t>(direction)].thread = std::thread([this, direction] { Work(direction); });
@@ -71,6 +133,7 @@ TestDevice::TestDevice(const TestDeviceOptions& options) : options_(options) {
 
 TestDevice::~TestDevice() {
   if (storage_ != nullptr) storage_->Cover(nullptr, 0);
+  for (const std::unique_ptr<Stream>& each : streams_) each->Finish();  // one may wait for another until then
   for (Engine& engine : engines_) {
     {
       std::lock_guard lock(engine.mutex);
@@ -103,6 +166,8 @@ absl::StatusOr<std::shared_ptr<Device>> TestDevice::Parse(const std::string& giv
       options.damage_read = static_cast<int64_t>(number);
     } else if (pair.first == "linked") {
       options.linked = number != 0;
+    } else if (pair.first == "late") {
+      options.late = number != 0;
     } else {
       known = false;
     }
@@ -150,12 +215,16 @@ absl::StatusOr<std::shared_ptr<Comm>> TestDevice::Connect(const std::shared_ptr<
 
 void TestDevice::CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) {
   // Outside of the arena it is a tensor's memory: on a GPU the copy would overtake what is enqueued to
-  // compute with its former owner. Here nothing is enqueued, and no other bits would tell.
+  // compute with its former owner. Here it may not be, and no other bits would tell.
   const std::less<const std::byte*> before;
   const auto* const target = static_cast<const std::byte*>(to);
   const bool in_arena = !before(target, arena_.data()) && before(target, arena_.data() + arena_.size());
   if (!in_arena && !after_compute) {
     done(absl::InternalError("test device: a copy into a tensor does not wait for what is being computed"));
+    return;
+  }
+  if (after_compute) {
+    Compute([this, copy = Copy{to, from, bytes, std::move(done)}]() mutable { Start(kIn, std::move(copy)); });
     return;
   }
   Start(kIn, {to, from, bytes, std::move(done)});
@@ -201,6 +270,53 @@ void TestDevice::Work(int direction) {
     if (seconds > 0) std::this_thread::sleep_until(end);
     copy.done(absl::OkStatus());
   }
+}
+
+void* TestDevice::NewStream() {
+  const std::lock_guard lock(streams_mutex_);
+  streams_.push_back(std::make_unique<Stream>(1 + streams_.size()));
+  return streams_.back().get();
+}
+
+void TestDevice::Enqueue(void* stream, std::function<void()> work) {
+  static_cast<Stream*>(stream)->Enqueue(std::move(work));
+}
+
+void TestDevice::Compute(std::function<void()> work) {
+  if (compute_ == nullptr) return work();
+  compute_->Enqueue(std::move(work));
+}
+
+void TestDevice::AfterCompute(Done done) {
+  Compute([done = std::move(done)] { done(absl::OkStatus()); });
+}
+
+absl::Status TestDevice::ComputeOn(void* stream, std::span<void* const> after) {
+  if (compute_ == nullptr) return absl::OkStatus();
+  auto* const next = static_cast<Stream*>(stream);
+  next->WaitFor(*std::exchange(compute_, next));
+  for (void* each : after) next->WaitFor(*static_cast<Stream*>(each));
+  return absl::OkStatus();
+}
+
+void TestDevice::Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n) {
+  Compute([=, this] { CpuDevice::Convert(from, in, to, out, n); });
+}
+
+void TestDevice::Accumulate(kernels::DType type, const void* in, float* sums, size_t n) {
+  Compute([=, this] { CpuDevice::Accumulate(type, in, sums, n); });
+}
+
+void TestDevice::SquarePartials(kernels::DType type, const void* in, size_t n, double* partials) {
+  Compute([=, this] { CpuDevice::SquarePartials(type, in, n, partials); });
+}
+
+void TestDevice::Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) {
+  Compute([=, this] { CpuDevice::Update(step, arrays); });
+}
+
+void TestDevice::Zero(void* memory, size_t bytes) {
+  Compute([=, this] { CpuDevice::Zero(memory, bytes); });
 }
 
 }  // namespace penstock::zero

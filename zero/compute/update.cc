@@ -1,6 +1,7 @@
 #include "zero/compute/update.h"
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 namespace penstock::zero {
@@ -29,15 +30,27 @@ void UpdateTile(const TileFormat& format, const UpdateDecision& decision, uint64
   }
 }
 
-kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n) {
+kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n,
+                                     kernels::ThreadPool* pool) {
   // So much stays in the cache between rounding and squaring; at multiples of it sums do not depend on cuts.
   constexpr size_t kPiece = 8 * kernels::kReduceBlock;
   kernels::SumOfSquares squares;
-  for (size_t begin = 0; begin < n; begin += kPiece) {
-    const size_t count = std::min(kPiece, n - begin);
-    std::byte* piece = static_cast<std::byte*>(gradient) + begin * kernels::BytesPerElement(type);
-    if (sums != nullptr) kernels::Convert(kernels::DType::kFp32, sums + begin, type, piece, count);
-    kernels::AddSquares(type, piece, count, &squares);
+  std::mutex mutex;  // of it
+  const auto finish = [&](size_t from, size_t to) {
+    kernels::SumOfSquares some;
+    for (size_t begin = from; begin < to; begin += kPiece) {
+      const size_t count = std::min(kPiece, to - begin);
+      std::byte* piece = static_cast<std::byte*>(gradient) + begin * kernels::BytesPerElement(type);
+      if (sums != nullptr) kernels::Convert(kernels::DType::kFp32, sums + begin, type, piece, count);
+      kernels::AddSquares(type, piece, count, &some);
+    }
+    const std::lock_guard lock(mutex);
+    squares.Merge(some);
+  };
+  if (pool == nullptr || n <= kPiece) {
+    finish(0, n);
+  } else {
+    pool->ParallelFor(n, kPiece, finish);
   }
   return squares;
 }

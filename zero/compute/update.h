@@ -12,6 +12,7 @@
 
 #include "kernels/float16.h"
 #include "kernels/reduce.h"
+#include "kernels/thread_pool.h"
 #include "tiering/plan/plan.h"
 #include "zero/compute/flat_layout.h"
 #include "zero/compute/optimizer.h"
@@ -44,8 +45,9 @@ void UpdateTile(const TileFormat& format, const UpdateDecision& decision, uint64
 
 // What is left to do for a block's gradient once its last addend is there: rounds the fp32 `sums` of n
 // elements into `gradient` (null: it holds the gradient already), and squares the result; in one pass
-// over memory.
-kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n);
+// over memory, which `pool` shares. The sum is exact: its bits do not depend on who adds what when.
+kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n,
+                                     kernels::ThreadPool* pool = nullptr);
 
 }  // namespace penstock::zero
 

@@ -310,14 +310,6 @@ class Preparation {
       plan_options_.frozen_apart = tiles.frozen_apart;
       plan_options_.blocks_alone = std::move(tiles.blocks_alone);
       RETURN_IF_ERROR(CheckTrainedHaveState());
-      const bool alone = (tiles.frozen_apart && FrozenElements() > 0) || AloneElements() > 0;
-      if (in_place_ && alone && !plan_options_.may_keep_weights_alone() &&
-          plan_options_.precision.segment_bytes.size() > 1) {
-        return absl::FailedPreconditionError(
-            absl::StrCat(options_.storage.state_dirs.front(),
-                         " has no state for what is frozen, which a device with memory of its own "
-                         "keeps: go on without the device"));
-      }
     }
     plan.state_bytes = StateBytes();
     return absl::OkStatus();

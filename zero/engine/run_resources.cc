@@ -108,9 +108,15 @@ absl::Status RunResources::MakeDevice() {
   ASSIGN_OR_RETURN(std::unique_ptr<DeviceLanes> lanes,
                    DeviceLanes::Create(plan_.plan, *arena_view_, device, tile_memory()));
   device_lanes_ = std::move(lanes);
-  absl::Status status = device.RegisterHost(arena_->data(), static_cast<int64_t>(arena_->bytes()));
-  registered_ = status.ok();
-  return status;
+  const absl::Status pinned = device.RegisterHost(arena_->data(), static_cast<int64_t>(arena_->bytes()));
+  registered_ = pinned.ok();
+  if (!registered_) {
+    Log(absl::StrCat(
+        "copies to and from the device are of pageable memory, which is slower: ",
+        std::string(pinned.message()),
+        "; a smaller host memory budget, or a higher limit of locked memory (ulimit -l), may help"));
+  }
+  return absl::OkStatus();
 }
 
 // And its bounds. Building the model is over: what tensors took on the host till now is no part of what

@@ -29,7 +29,8 @@ StageUse ComputeLane::UseOf(const Op& op) const {
 
 absl::Status ComputeLane::Run(const Op& op) {
   if (op.kind == OpKind::kRoundOnDevice) {
-    return sums_.Round(op.block, device_->place(op).accumulator, device_->gradient(op.device_gradient_slot));
+    return sums_.Round(op.block, plan_.blocks[op.block].trained_from, device_->place(op).accumulator,
+                       device_->gradient(op.device_gradient_slot));
   }
   if (failed_) return Error();
   absl::Status status;

@@ -29,6 +29,7 @@ class ComputeLane {
     kernels::DType weights = kernels::DType::kBf16;
     uint64_t seed = 1;  // of StageUse::seed
     int rank = 0, world = 1;
+    kernels::ThreadPool* pool = nullptr;  // GradientSums'
   };
 
   // `lanes` is null where the host computes; `device` is what computes. Everything passed in outlives this.
@@ -37,7 +38,7 @@ class ComputeLane {
       : plan_(plan),
         arena_view_(arena_view),
         compute_(compute),
-        sums_(layouts, options.weights, device),
+        sums_(layouts, options.weights, device, options.pool),
         device_(lanes),
         options_(options) {}
 

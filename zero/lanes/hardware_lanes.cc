@@ -29,8 +29,9 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& arena_v
       arena_view_(arena_view),
       layouts_(std::move(layouts)),
       compute_(compute),
+      pool_(std::max(2, options.update_workers)),
       compute_lane_(plan, arena_view, layouts_, compute, *device, lanes,
-                    {options.format.weights, options.seed, options.rank, options.world}),
+                    {options.format.weights, options.seed, options.rank, options.world, &pool_}),
       has_store_(store != nullptr),
       device_(lanes),
       options_(options),
@@ -111,7 +112,11 @@ std::string HardwareLanes::PlaceOf(const Op& op) const {
   return host ? "the processor" : device_->device().Describe();
 }
 
-bool HardwareLanes::HasRoom(Lane lane) const { return lane != Lane::kCompute || computes_ < 2; }
+// What a device has computed is known a while after it has. So backward of a block, and its gradient, are
+// enqueued behind those of the block before: else the device would wait for that news.
+bool HardwareLanes::HasRoom(Lane lane) const {
+  return lane != Lane::kCompute || computes_ < (device_ != nullptr ? 4 : 2);
+}
 
 void HardwareLanes::FailPass(const Op& op) {
   if (op.evaluates) {
@@ -365,9 +370,10 @@ absl::Status HardwareLanes::RunRoundGradient(const Op& op) {
     for (const double partial : partials) squares.Add(partial);
     return absl::OkStatus();
   }
-  squares = FinishGradient(
-      options_.format.weights,
-      op.accumulator_slot.valid() ? arena_view_.accumulator(op.accumulator_slot) : nullptr, gradient, n);
+  squares =
+      FinishGradient(options_.format.weights,
+                     op.accumulator_slot.valid() ? arena_view_.accumulator(op.accumulator_slot) : nullptr,
+                     gradient, n, &pool_);
   if (!block.gradient_slot.valid()) drive_.ChecksumGradient(op);
   return absl::OkStatus();
 }

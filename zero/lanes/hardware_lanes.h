@@ -23,6 +23,7 @@
 
 #include "absl/status/status.h"
 #include "kernels/reduce.h"
+#include "kernels/thread_pool.h"
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/lanes.h"
@@ -149,6 +150,8 @@ class HardwareLanes : public tiering::Lanes {
   const ArenaView& arena_view_;
   const GradientSums::Layouts layouts_;
   Compute* const compute_;
+  // Takes gradients over, rounds and squares them: in backward, when update workers have little to do.
+  kernels::ThreadPool pool_;
   ComputeLane compute_lane_;
   const bool has_store_;
   DeviceLanes* const device_;

@@ -1,0 +1,283 @@
+// A model that its owner drives on a device with memory of its own: the bits are those of the host's memory,
+// at every budget, whatever lives there and whichever streams the owner computes on; and nobody waits for the
+// device.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <filesystem>
+#include <functional>
+#include <future>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/float16.h"
+#include "tests/zero/arithmetic_owner.h"
+#include "zero/compute/driven_compute.h"
+#include "zero/compute/test_device.h"
+#include "zero/engine/driven_engine.h"
+
+namespace penstock::zero {
+namespace {
+
+using kernels::DType;
+using testing_support::ArithmeticOwner;
+using testing_support::DeviceQueue;
+using testing_support::Shape;
+using tiering::BlockIndex;
+using tiering::StageIndex;
+
+// The streams of a late device.
+class Queue : public DeviceQueue {
+ public:
+  explicit Queue(TestDevice& device) : device_(device) {}
+  void* NewStream() override { return device_.NewStream(); }
+  void Enqueue(void* stream, std::function<void()> work) override {
+    device_.Enqueue(stream, std::move(work));
+  }
+
+ private:
+  TestDevice& device_;
+};
+
+// With the queue that it computes on.
+class Owner {
+ public:
+  Owner(Shape shape, TestDevice* device) {
+    if (device != nullptr && device->late()) queue_.emplace(*device);
+    owner_.emplace(std::move(shape), device != nullptr, queue_.has_value() ? &*queue_ : nullptr);
+  }
+  ArithmeticOwner* operator->() { return &*owner_; }
+
+ private:
+  std::optional<Queue> queue_;
+  std::optional<ArithmeticOwner> owner_;
+};
+
+struct Trained {
+  absl::Status status;
+  std::vector<double> losses, norms;
+  std::vector<float> state;
+  tiering::Plan plan;
+  int64_t h2d_bytes = 0, d2h_bytes = 0;  // of the last step
+};
+
+absl::Status StateOf(Engine& engine, std::vector<float>* state) {
+  for (const std::string& name : engine.ParameterNames()) {
+    for (const StateKind kind : {StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment}) {
+      const auto value = engine.ReadState(name, kind);
+      if (absl::IsNotFound(value.status()) || absl::IsFailedPrecondition(value.status())) continue;  // frozen
+      if (!value.ok()) return value.status();
+      const auto* const values = static_cast<const float*>(value->view.data);
+      state->insert(state->end(), values, values + value->view.elements());
+    }
+  }
+  return absl::OkStatus();
+}
+
+class DrivenDeviceTest : public testing::Test {
+ protected:
+  ~DrivenDeviceTest() override { std::filesystem::remove_all(directory_); }
+
+  Trained Train(const Shape& shape, const std::shared_ptr<TestDevice>& device,
+                const std::function<void(EngineOptions&)>& adjust, int64_t steps = 4) {
+    Trained trained;
+    Owner owner(shape, device.get());
+    EngineOptions options = owner->Options(directory_);
+    if (device != nullptr) options.device = device;
+    adjust(options);
+    auto engine = DrivenEngine::Create(owner->Measure(), options);
+    trained.status = engine.status();
+    if (!engine.ok()) return trained;
+    trained.plan = (*engine)->plan().plan;
+    for (int64_t step = 1; step <= steps && trained.status.ok(); ++step) {
+      const Device::Traffic before = options.device->traffic();
+      StepResult result;
+      trained.status = owner->Step(**engine, step, &result);
+      trained.losses.push_back(result.loss);
+      trained.norms.push_back(result.grad_norm);
+      const Device::Traffic after = options.device->traffic();
+      trained.h2d_bytes = after.h2d_bytes - before.h2d_bytes;
+      trained.d2h_bytes = after.d2h_bytes - before.d2h_bytes;
+    }
+    if (trained.status.ok())
+      trained.status = (*engine)->Call([&](Engine& of) { return StateOf(of, &trained.state); });
+    return trained;
+  }
+
+  const std::string directory_ =
+      (std::filesystem::current_path() / ("driven-device-" + std::to_string(getpid()))).string();
+};
+
+TEST_F(DrivenDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
+  std::mt19937 random(7);
+  const auto below = [&](int64_t n) { return std::uniform_int_distribution<int64_t>(0, n - 1)(random); };
+  int updated_there = 0, kept_there = 0;
+  for (int round = 0; round < 36; ++round) {
+    Shape shape;
+    shape.dtype = std::array{DType::kBf16, DType::kFp32, DType::kFp16}[static_cast<size_t>(below(3))];
+    shape.micro_batches = 1 + static_cast<int>(below(3));
+    if (below(3) == 0) shape.frozen = {1, static_cast<int>(below(2)) * 2};
+    if (below(3) == 0) shape.partly_frozen = {3};
+    const OffloadDevice offload = std::array{OffloadDevice::kNone, OffloadDevice::kCpu,
+                                             OffloadDevice::kNvme}[static_cast<size_t>(below(3))];
+    const double clip = below(2) == 0 ? 0 : 0.2;
+    const auto common = [&](EngineOptions& options) {
+      options.storage.offload = offload;
+      options.optimizer.clip = clip;
+    };
+    SCOPED_TRACE(testing::Message() << "round " << round << ", " << DTypeName(shape.dtype) << ", "
+                                    << shape.micro_batches << " micro-batches, " << shape.frozen.size()
+                                    << " frozen, offload " << static_cast<int>(offload));
+    const Trained host = Train(shape, nullptr, common);
+    ASSERT_TRUE(host.status.ok()) << host.status;
+    const auto device_of = [&] {
+      return std::make_shared<TestDevice>(
+          TestDeviceOptions{.latency_seconds = below(2) == 0 ? 0 : 1e-4, .late = below(2) == 0});
+    };
+    const Trained all = Train(shape, device_of(), common);
+    ASSERT_TRUE(all.status.ok()) << all.status;
+    const int64_t least = all.plan.device.least_bytes, most = all.plan.device.bytes();
+    ASSERT_GT(least, 0);
+    const auto check = [&](const Trained& trained) {
+      ASSERT_TRUE(trained.status.ok()) << trained.status;
+      EXPECT_EQ(trained.losses, host.losses);
+      EXPECT_EQ(trained.norms, host.norms);
+      EXPECT_EQ(trained.state, host.state);
+      updated_there += trained.plan.device.resident_elements > 0 ? 1 : 0;
+      kept_there += trained.plan.device.weight_slots.size() > 2 ? 1 : 0;
+    };
+    check(all);
+    for (const int64_t budget : {least, least + below(std::max<int64_t>(1, most - least)), most}) {
+      const int share = static_cast<int>(below(4));
+      SCOPED_TRACE(testing::Message()
+                   << "budget " << budget << " of " << least << " to " << most << ", share " << share);
+      check(Train(shape, device_of(), [&](EngineOptions& options) {
+        common(options);
+        options.memory.device_memory_budget_bytes = budget;
+        if (share < 3) options.memory.bounds.processor_share = 0.5 * share;
+      }));
+    }
+    const Trained refused = Train(shape, device_of(), [&](EngineOptions& options) {
+      common(options);
+      options.memory.device_memory_budget_bytes = least - 1;
+    });
+    EXPECT_EQ(refused.status.code(), absl::StatusCode::kFailedPrecondition) << refused.status;
+    EXPECT_THAT(std::string(refused.status.message()), testing::HasSubstr(std::to_string(least)));
+  }
+  EXPECT_GT(updated_there, 20);
+  EXPECT_GT(kept_there, 20);
+}
+
+// Weights and gradients alone are copied, as often as the plan says.
+TEST_F(DrivenDeviceTest, BytesCopiedAreThePlans) {
+  Shape shape;
+  shape.micro_batches = 2;
+  for (const double share : {0.0, 0.5, 1.0}) {
+    const Trained trained =
+        Train(shape, std::make_shared<TestDevice>(TestDeviceOptions{}), [&](EngineOptions& options) {
+          options.storage.offload = OffloadDevice::kCpu;
+          options.memory.bounds.processor_share = share;
+        });
+    ASSERT_TRUE(trained.status.ok()) << trained.status;
+    EXPECT_EQ(trained.h2d_bytes, trained.plan.device.h2d_bytes) << share;
+    EXPECT_EQ(trained.d2h_bytes, trained.plan.device.d2h_bytes) << share;
+  }
+}
+
+// While the device waits with the last forward, two blocks of backward are enqueued behind it, gradients and
+// all.
+TEST_F(DrivenDeviceTest, NobodyWaitsForTheDevice) {
+  Shape shape;
+  shape.stages = {0, 1, 2, 3, 4};
+  const auto device = std::make_shared<TestDevice>(TestDeviceOptions{.late = true});
+  Owner owner(shape, device.get());
+  EngineOptions options = owner->Options(directory_);
+  options.device = device;
+  options.storage.offload = OffloadDevice::kCpu;
+  options.memory.bounds.processor_share = 1;
+  auto engine = DrivenEngine::Create(owner->Measure(), options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  StepResult result;
+  ASSERT_TRUE(owner->Step(**engine, 1, &result).ok());
+  ASSERT_TRUE((*engine)->Begin(Next::kTrain).ok());
+  DrivenCompute& compute = (*engine)->compute();
+  const DeviceStream stream{.stream = device->NewStream()};
+  std::promise<void> opens;
+  std::atomic<bool> computed{false};
+  std::vector<float> gradient(20000, 0.25F);
+  const auto use = [&](Direction direction, int stage) {
+    auto entered = compute.Enter(direction, StageIndex(stage), 0, stream);
+    ASSERT_TRUE(entered.ok()) << entered.status();
+    if (direction == Direction::kForward && stage == 3) {
+      device->Enqueue(stream.stream, [opened = opens.get_future().share(), &computed] {
+        opened.wait();
+        computed = true;
+      });
+    }
+    DrivenCompute::Result left;
+    left.stream = stream;
+    if (direction == Direction::kBackward) {
+      const int64_t elements = shape.blocks[static_cast<size_t>(stage)][0];
+      left.gradients = {{BlockIndex(stage),
+                         {{0,
+                           {.data = gradient.data(),
+                            .type = ElementType::kFp32,
+                            .sizes = {elements},
+                            .on_device = true}}}}};
+    }
+    const absl::Status status = compute.Leave(*std::move(entered), std::move(left));
+    ASSERT_TRUE(status.ok()) << status;
+  };
+  for (int stage = 0; stage < 4; ++stage) use(Direction::kForward, stage);
+  use(Direction::kBackward, 4);
+  EXPECT_FALSE(computed);
+  auto entered = compute.Enter(Direction::kBackward, StageIndex(3), 0, stream);
+  EXPECT_TRUE(entered.ok()) << entered.status();
+  EXPECT_FALSE(computed);
+  opens.set_value();
+  compute.Fail(absl::CancelledError("seen enough"));
+  { const auto dropped = std::move(entered); }
+  EXPECT_FALSE((*engine)->Finish().ok());
+  EXPECT_TRUE(owner->Step(**engine, 2, &result).ok());
+}
+
+TEST_F(DrivenDeviceTest, WhatDoesNotLieOnTheDeviceIsRefusedAndTheNextStepGoesOn) {
+  Shape shape;
+  const auto device = std::make_shared<TestDevice>(TestDeviceOptions{});
+  Owner owner(shape, device.get()), in_host(shape, nullptr);
+  EngineOptions options = owner->Options(directory_);
+  options.device = device;
+  auto engine = DrivenEngine::Create(owner->Measure(), options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  StepResult result;
+  const absl::Status refused = in_host->Step(**engine, 1, &result);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+  EXPECT_THAT(std::string(refused.message()), testing::HasSubstr("memory of the host"));
+  EXPECT_TRUE(owner->Step(**engine, 1, &result).ok());
+  EXPECT_EQ(result.step, 1);
+}
+
+TEST_F(DrivenDeviceTest, ACopyThatFailsEndsTheStepAndTheLastCommitStands) {
+  Shape shape;
+  const auto trained = [&](int64_t fail_copy) {
+    return Train(shape, std::make_shared<TestDevice>(TestDeviceOptions{.fail_copy = fail_copy}),
+                 [](EngineOptions& options) { options.memory.bounds.processor_share = 1; });
+  };
+  ASSERT_TRUE(trained(0).status.ok());
+  for (const int64_t fail_copy : {1, 7, 20}) {
+    const Trained failed = trained(fail_copy);
+    EXPECT_EQ(failed.status.code(), absl::StatusCode::kInternal) << failed.status;
+    EXPECT_THAT(std::string(failed.status.message()), testing::HasSubstr("was made to fail"));
+  }
+}
+
+}  // namespace
+}  // namespace penstock::zero
