@@ -898,6 +898,7 @@ constexpr auto kPenstock = std::to_array<Setting>({
     Size("device_memory", 1)
         .Says("Hard device memory budget", "the free memory of the device")
         .Flag("--device-memory")
+        .Keyword("device_memory")
         .OfRank()
         .NeedsDevice("state is in host memory and on drives")
         .At([](auto& c) -> auto& { return c.penstock.device_memory_budget_bytes; }),

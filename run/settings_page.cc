@@ -166,8 +166,10 @@ std::string Entry(const Row& row) {
   absl::StrAppend(&text, "- on resume: ", std::string(OnResumeOf(setting.on_resume)), "\n");
   if (setting.of_rank) absl::StrAppend(&text, "- ranks may differ in it\n");
   if (!setting.without_device.empty()) {
-    absl::StrAppend(&text, "- without effect, which a line says, with `--device cpu` and from Python: ",
-                    std::string(setting.without_device), "\n");
+    absl::StrAppend(
+        &text,
+        "- without effect, which a line says, with `--device cpu`, and from Python with `device=\"cpu\"`: ",
+        std::string(setting.without_device), "\n");
   }
   if (!setting.command_line_ignores.empty()) {
     absl::StrAppend(&text, "- without effect on the command line, which a line says: ",

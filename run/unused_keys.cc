@@ -38,9 +38,7 @@ std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view
 }
 
 std::vector<std::string> KeysUnusedFromPython(const Config& config) {
-  std::vector<std::string> lines = UnusedDeviceKeys(config, "from Python");
-  for (std::string& line : Lines(config, &Setting::python_ignores, "")) lines.push_back(std::move(line));
-  return lines;
+  return Lines(config, &Setting::python_ignores, "");
 }
 
 std::vector<std::string> KeysUnusedOnCommandLine(const Config& config) {

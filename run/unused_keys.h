@@ -11,12 +11,12 @@
 
 namespace penstock::run {
 
-// Those of a device's memory, where no device holds state. where: "with --device cpu", "from Python". Of what
-// is given by a flag that is the name.
+// Those of a device's memory, where the engine uses none. where: "with --device cpu", "from Python with
+// device='cpu'". Of what is given by a flag that is the name.
 std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view where,
                                           const GivenValues& flags = {});
 
-// All that have no effect from Python.
+// All that have no effect from Python, whatever its device.
 std::vector<std::string> KeysUnusedFromPython(const Config& config);
 
 // All that have no effect on the command line, whatever its device.

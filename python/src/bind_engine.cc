@@ -96,6 +96,10 @@ zero::StateKind StateKindOf(const std::string& name) {
 void Join(GivenModel* model, GivenOptions* given) {
   model->measured.graph.input_gradients = given->input_gradients;
   model->measured.graph.fixed_tensor_bytes += given->resident_bytes;
+  if (given->engine.device->has_own_memory()) {
+    for (tiering::StageShape& stage : model->measured.graph.stages)
+      stage.forward_peak_bytes = stage.backward_peak_bytes = given->step_tensor_bytes;
+  }
   given->engine.initial_values = std::move(model->initial_values);
 }
 
@@ -197,6 +201,11 @@ class PyTrainingEngine {
       engine = DrivenEngine::Create(std::move(model.measured), std::move(made), drivers);
     }
     engine_ = MakeOwned(ValueOfEngine(std::move(engine), {.path = directory}));
+    Call([this](zero::Engine& of) {
+      device_ = of.device().ordinal();
+      on_device_ = of.device().has_own_memory();
+      return absl::OkStatus();
+    });
     engine_->get().compute().set_interrupted([] {
       const GilHeld held;
       return PyErr_CheckSignals() != 0;
@@ -229,15 +238,16 @@ class PyTrainingEngine {
   }
 
   // Waits until the engine offers the use; (block, address of its weights) of each, and what backward of the
-  // loss begins with.
-  std::tuple<std::vector<std::pair<int, uint64_t>>, double> Enter(bool backward, int stage, int micro_batch) {
+  // loss begins with. stream: of the engine's device, that the use is computed on.
+  std::tuple<std::vector<std::pair<int, uint64_t>>, double> Enter(bool backward, int stage, int micro_batch,
+                                                                  std::optional<uint64_t> stream) {
     const auto held = Held();
     DrivenEngine& of = held->get();
     absl::StatusOr<DrivenCompute::Entered> entered;
     {
       const GilReleased released;
       entered = of.compute().Enter(backward ? zero::Direction::kBackward : zero::Direction::kForward,
-                                   tiering::StageIndex(stage), micro_batch);
+                                   tiering::StageIndex(stage), micro_batch, StreamOf(stream));
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     DrivenCompute::Entered use = ValueOfEngine(std::move(entered));
@@ -250,10 +260,11 @@ class PyTrainingEngine {
   }
 
   // gradients: of a backward whose block trains, (parameter's number in the block, address, element type);
-  // without any the block took no part.
+  // without any the block took no part. streams: of the engine's device, those that the use was computed on;
+  // behind the first, what the engine does with it.
   void Leave(int micro_batch, int block,
              const std::optional<std::vector<std::tuple<int, uint64_t, std::string>>>& gradients,
-             std::optional<double> loss) {
+             std::optional<double> loss, const std::vector<uint64_t>& streams) {
     const auto held = Held();
     DrivenEngine& of = held->get();
     std::optional<DrivenCompute::Entered> use;
@@ -265,6 +276,13 @@ class PyTrainingEngine {
     if (!use.has_value()) throw std::runtime_error("no use of this micro-batch is entered");
     DrivenCompute::Result result;
     result.loss = loss;
+    for (const uint64_t stream : streams) {
+      if (result.stream.has_value()) {
+        result.also.push_back(*StreamOf(stream));
+      } else {
+        result.stream = StreamOf(stream);
+      }
+    }
     if (gradients.has_value()) {
       const zero::FlatLayout& layout = *layouts_.at(static_cast<size_t>(block));
       std::vector<zero::Gradient> of_block;
@@ -272,7 +290,8 @@ class PyTrainingEngine {
         of_block.push_back({parameter,
                             {.data = reinterpret_cast<void*>(address),
                              .type = ElementTypeOf(type),
-                             .sizes = layout.parameters.at(static_cast<size_t>(parameter)).sizes}});
+                             .sizes = layout.parameters.at(static_cast<size_t>(parameter)).sizes,
+                             .on_device = on_device_}});
       }
       result.gradients.emplace_back(tiering::BlockIndex(block), std::move(of_block));
     }
@@ -565,6 +584,11 @@ class PyTrainingEngine {
     return *std::move(answer);
   }
 
+  std::optional<zero::DeviceStream> StreamOf(std::optional<uint64_t> stream) const {
+    if (!stream.has_value()) return std::nullopt;
+    return zero::DeviceStream{.device = device_, .stream = reinterpret_cast<void*>(*stream)};
+  }
+
   HeldRanks ranks_;  // null: there are no others. They outlive the engine
   std::shared_ptr<Heard> heard_;
   std::shared_ptr<RunWatch> watch_;  // the engine's hooks point there: it goes last
@@ -572,6 +596,8 @@ class PyTrainingEngine {
   std::string checkpoints_;        // the directory of the last checkpoint
   absl::Status checkpoint_error_;  // of one that ended within a step, until it is raised
   bool trains_ = false;            // the pass that is open, or was the last
+  bool on_device_ = false;         // the engine computes in the memory of its device
+  int device_ = -1;                // and that one's number
   std::vector<std::shared_ptr<const zero::FlatLayout>> layouts_;
   nlohmann::json model_;  // as the state's identity has it
   std::mutex mutex_;
@@ -597,6 +623,14 @@ void BindEngine(nb::module_& module) {
       },
       nb::arg("schedule"), nb::arg("update"),
       "Learning rate and betas (None: the optimizer's own) of an update, 1 for the first.");
+  module.def(
+      "why_no_device",
+      [](const std::string& name) {
+        const GilReleased released;
+        return std::string(OpenDevice(name).status().message());
+      },
+      nb::arg("name"),
+      "Why the engine cannot have its blocks in the memory of this device (\"cuda:0\"); empty: it can.");
   module.def(
       "parse_size", [](const std::string& text) { return ValueOrRaise(tiering::ParseSize(text)); },
       nb::arg("text"), "Bytes: \"512MiB\", \"4GB\", \"1e9\".");
@@ -669,9 +703,10 @@ void BindEngine(nb::module_& module) {
            nb::arg("ranks").none() = nb::none())
       .def("begin", &PyTrainingEngine::Begin, nb::arg("next"), nb::arg("rates"))
       .def("begin_evaluation", &PyTrainingEngine::BeginEvaluation)
-      .def("enter", &PyTrainingEngine::Enter, nb::arg("backward"), nb::arg("stage"), nb::arg("micro_batch"))
+      .def("enter", &PyTrainingEngine::Enter, nb::arg("backward"), nb::arg("stage"), nb::arg("micro_batch"),
+           nb::arg("stream").none() = nb::none())
       .def("leave", &PyTrainingEngine::Leave, nb::arg("micro_batch"), nb::arg("block"),
-           nb::arg("gradients").none(), nb::arg("loss").none())
+           nb::arg("gradients").none(), nb::arg("loss").none(), nb::arg("streams") = std::vector<uint64_t>())
       .def("fail", &PyTrainingEngine::Fail, nb::arg("why"))
       .def("finish", &PyTrainingEngine::Finish, nb::arg("tokens") = 0, nb::arg("samples") = 0,
            nb::arg("flops") = 0.0)

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <memory>
+#include <string_view>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/json.h"
 #include "base/status_macros.h"
@@ -16,10 +18,14 @@
 #include "run/config.h"
 #include "run/config_options.h"
 #include "run/optimizer_options.h"
+#include "zero/compute/test_device.h"
 #include "zero/compute/tile_format.h"
 #include "zero/memory/host_memory.h"
 #include "zero/memory/thread_times.h"
 #include "zero/ranks/comm.h"
+#ifdef PENSTOCK_CUDA_DRIVER
+#include "zero/compute/cuda/driver_device.h"
+#endif
 
 namespace penstock::python {
 namespace {
@@ -111,6 +117,20 @@ absl::StatusOr<zero::OptimizerOptions> OptimizerOf(const Json& given) {
 
 }  // namespace
 
+absl::StatusOr<std::shared_ptr<zero::Device>> OpenDevice(const std::string& name) {
+  if (name.empty()) return zero::HostDevice();
+  constexpr std::string_view kTest = "test:", kCuda = "cuda:";
+  if (name.starts_with(kTest)) return zero::TestDevice::Parse(name.substr(kTest.size()));
+  int number = 0;
+  if (!name.starts_with(kCuda) || !absl::SimpleAtoi(name.substr(kCuda.size()), &number))
+    return absl::InvalidArgumentError(absl::StrCat("there is no device ", name));
+#ifdef PENSTOCK_CUDA_DRIVER
+  return zero::OpenDriverDevice(number);
+#else
+  return absl::FailedPreconditionError("this build of the package has no CUDA kernels");
+#endif
+}
+
 nlohmann::json ParseJson(const std::string& text) {
   // Below the bounds of what reads it back out of a commit, where it is a part of a larger value.
   absl::StatusOr<Json> json = penstock::ParseJson(text, "", {.max_depth = 100, .max_values = 350'000});
@@ -192,6 +212,9 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   given.Take("optimizer", &optimizer);
   bool device_computes = false;  // to which who owns the model copies
   given.Take("device_computes", &device_computes);
+  std::string device;
+  given.Take("device", &device);
+  given.Take("step_tensor_bytes", &made.step_tensor_bytes);
   given.Take("restore_from", &made.restore_from);
   given.Take("restore_is_verified", &made.restore_is_verified);
   Json imported;
@@ -203,6 +226,12 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   ASSIGN_OR_RETURN(options.optimizer.algorithm, OptimizerOf(optimizer));
   run::ApplyConfig(config, &options);
   const run::PenstockConfig& own = config.penstock;
+  ASSIGN_OR_RETURN(options.device, OpenDevice(device));
+  // Unasked, a tenth of what is free stays so: what torch was seen to take is not all that it ever will.
+  if (options.device->has_own_memory()) {
+    options.memory.device_memory_budget_bytes =
+        own.device_memory_budget_bytes.value_or(options.device->capacity_bytes() / 10 * 9);
+  }
   made.breaks_down = config.wall_clock_breakdown.value_or(false);
   made.logs_exchanges = config.comms_logger.value_or(false);
   // Nothing is watched unasked: a stage lasts as long as its owner stops in a debugger.
@@ -232,6 +261,8 @@ nlohmann::json InfoOf(const zero::Engine& engine) {
           {"disk_bytes", plan.disk_bytes},
           {"host_memory_bytes", plan.plan.host_memory_budget_bytes},
           {"least_host_memory_bytes", plan.plan.least_host_memory_bytes},
+          {"least_device_memory_bytes", plan.plan.device.least_bytes},
+          {"updated_on_device_share", plan.plan.on_device_share()},
           {"peak_managed_bytes", engine.peak_managed_bytes()},
           {"on_nvme", plan.plan.on_nvme},
           {"nvme_read_bytes_per_step", plan.plan.nvme_read_bytes},

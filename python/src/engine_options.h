@@ -39,6 +39,11 @@ struct GivenModel {
 absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
                                      const std::vector<GivenStage>& stages);
 
+// The device in whose memory an engine has its blocks: "" for the processor, "cuda:0"; "test:" and what
+// TestDevice::Parse reads, for tests alone. kInvalidArgument: there is no such name. Else why it cannot be
+// used.
+absl::StatusOr<std::shared_ptr<zero::Device>> OpenDevice(const std::string& name);
+
 // Throws nanobind's value_error.
 nlohmann::json ParseJson(const std::string& text);
 
@@ -49,6 +54,7 @@ struct GivenOptions {
   GivenImport imported;              // likewise, of DeepSpeed's
   bool input_gradients = false;      // ModelGraph's
   int64_t resident_bytes = 0;        // of Python's memory that lives as long as the run: resident parameters
+  int64_t step_tensor_bytes = 0;     // of Python's tensors on the engine's device in a step, at the most
   bool breaks_down = false;          // the time of each step: wall_clock_breakdown
   bool logs_exchanges = false;       // comms_logger
 };

@@ -20,6 +20,7 @@
 #include "run/elasticity.h"
 #include "run/optimizer_options.h"
 #include "run/settings.h"
+#include "run/unused_keys.h"
 #include "zero/compute/tile_format.h"
 #include "zero/config/config_json.h"
 
@@ -200,6 +201,13 @@ void BindSettings(nb::module_& module) {
            nb::sig("def __init__(self, config: object, keywords: dict[str, typing.Any], world: int = 1, "
                    "needs_place: bool = True) -> None"))
       .def_prop_ro("notes", [](Self self) { return self.resolved().notes; })
+      .def(
+          "unused_device_keys",
+          [](Self self, const std::string& where) {
+            return run::UnusedDeviceKeys(self.resolved().config, where);
+          },
+          nb::arg("where"),
+          "A line for each setting of a device's memory, which has no effect `where` the engine uses none.")
       .def_prop_ro(
           "config", [](Self self) -> nb::object { return ToPython(self.config().value_or(Json::object())); },
           nb::sig("def config(self) -> dict[str, typing.Any]"))
@@ -211,6 +219,9 @@ void BindSettings(nb::module_& module) {
       .def_prop_ro(
           "host_memory",
           [](Self self) { return self.resolved().config.penstock.host_memory_budget_bytes.value_or(0); })
+      .def_prop_ro(
+          "device_memory",
+          [](Self self) { return self.resolved().config.penstock.device_memory_budget_bytes.value_or(0); })
       .def_prop_ro("micro_batches", [](Self self) { return self.resolved().micro_batches; })
       .def_prop_ro("forwards", [](Self self) { return self.resolved().forwards; })
       .def_prop_ro("train_batch_size",

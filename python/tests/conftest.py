@@ -15,13 +15,13 @@ def on_the_processor(request, monkeypatch):
         return
     try:
         import torch
-        from penstock._engine import _initialize
+        from penstock._engine import _device
     except ImportError:  # the test says so
         return
     if torch.cuda.is_available():
         torch.cuda.init()  # before the next line, which is for children
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(_initialize, "choose_device", lambda wanted: torch.device("cpu"))
+    monkeypatch.setattr(_device, "choose_device", lambda wanted: torch.device("cpu"))
 
 
 @pytest.fixture

@@ -182,8 +182,6 @@ def test_what_cannot_be_planned_is_named_with_a_way_out():
         penstock.plan(7)
     with pytest.raises(ValueError, match="no module"):
         planned(net(), blocks=["nowhere"])
-    with pytest.raises(NotImplementedError, match="device_memory"):
-        planned(net(), device_memory="1GiB")
     with pytest.raises(ValueError, match="batch"):
         penstock.plan(net(), batch=0)
 

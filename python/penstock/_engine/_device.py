@@ -17,6 +17,8 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 
+from .. import _core
+
 
 def choose_device(wanted: Union[None, str, int, torch.device]) -> torch.device:
     """The device of this process; None: the GPU where torch has one, as DeepSpeed does it, each rank of a machine another.
@@ -49,14 +51,103 @@ def choose_device(wanted: Union[None, str, int, torch.device]) -> torch.device:
     return device
 
 
+# For tests, as of the programs: the engine computes in the memory of such a device (zero/compute/test_device.h), and torch on the processor.
+_TEST_DEVICE = "PENSTOCK_TEST_DEVICE"
+
+
+def choose_devices(wanted: Union[None, str, int, torch.device]) -> Tuple[torch.device, str]:
+    """Where torch computes (``choose_device``), and where the engine has blocks for it, as the engine names it; "": in host memory.
+
+    With PENSTOCK_TEST_DEVICE in the environment, which is for tests, that device stands in for a GPU.
+    """
+    test = os.environ.get(_TEST_DEVICE)
+    if test is not None and str(wanted) != "cpu":
+        return torch.device("cpu"), f"test:{test}"
+    device = choose_device(wanted)
+    if device.type != "cuda":
+        return device, ""
+    name = f"cuda:{device.index}"
+    why = _core.why_no_device(name)
+    if why:
+        warnings.warn(f"torch copies weights to {name} block by block, and no state is there, which is slower: {why}", stacklevel=3)
+    return device, "" if why else name
+
+
+def tell_of_unused_settings(settings: Any) -> List[str]:
+    """A line for each setting of a device's memory that has no effect, since the engine uses none."""
+    if settings.engine_device:
+        return []
+    where = "with device='cpu'" if settings.device.type == "cpu" else "where torch copies weights"
+    return list(settings.unused_device_keys(f"from Python {where}"))
+
+
 def has_own_memory(device: torch.device) -> bool:
-    """Whether blocks are copied to it."""
+    """Whether torch copies blocks to it."""
     return device.type != "cpu"
 
 
 def cuda_of(device: torch.device) -> Any:
     """torch.cuda, or what stands in for it in a test; None: the device has no streams."""
     return torch.cuda if device.type == "cuda" else None
+
+
+def give_back_cache(device: torch.device) -> None:
+    """What torch's allocator keeps of the device for later tensors is free for the engine's blocks."""
+    cuda = cuda_of(device)
+    if cuda is not None:
+        cuda.empty_cache()
+
+
+class _Memory:
+    """Bytes on a CUDA device that are somebody else's, as torch takes them."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+def view_of(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """These bytes of the device's memory, which is the engine's, as a tensor."""
+    if device.type == "cuda":
+        return torch.as_tensor(_Memory(address, size), device=device)
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+
+
+class Streams:
+    """Of an engine that has its blocks in a device's memory: on which streams a use is computed. Threads: one at a time.
+
+    The engine enqueues what it does with a use behind them, and they wait for what it has enqueued before (zero/compute/driven_compute.h).
+    A device of tests has none: torch computes at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = cuda_of(device)
+        self._seen: Dict[Any, None] = {}  # in order
+
+    def entered(self) -> Optional[int]:
+        """A use is about to be entered, and computed on the current stream."""
+        self._seen = {}
+        return None if self._cuda is None else int(self._current().cuda_stream)
+
+    def computed(self) -> None:
+        """What was enqueued on the current stream, or what that one waits for, took part in the use that is entered."""
+        if self._cuda is not None:
+            self._current()
+
+    def left(self, gradients: Sequence[torch.Tensor]) -> List[int]:
+        """The use is about to be left with these gradients: its streams, the current one first."""
+        if self._cuda is None:
+            return []
+        here = self._current()
+        others = [stream for stream in self._seen if stream != here]
+        for gradient in gradients if others else ():
+            gradient.record_stream(here)  # its memory may be another stream's
+        return [int(stream.cuda_stream) for stream in (here, *others)]
+
+    def _current(self) -> Any:
+        stream = self._cuda.current_stream(self._device)
+        self._seen[stream] = None
+        return stream
 
 
 class _Buffer:

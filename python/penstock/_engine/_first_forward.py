@@ -12,9 +12,11 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, T
 import torch
 from torch import nn
 
+from ._device import give_back_cache
 from ._given import Given
 from ._modules import move_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._run import Run
+from ._tensor_memory import StepTensors
 from ._trace import Use, settled, trace, with_other_modes
 from ._tree import counted, map_tensors, tensors_of
 from ._weights import hide_copies, show_copies
@@ -92,8 +94,14 @@ class FirstForward:
             move_buffers(module, device)
             with self._inputs_of_the_models_type():
                 forward = call or (lambda: _apart_for(module, args, kwargs))
-                once_more = functools.partial(trace, module, self._given.blocks, forward, device)
+                tensors = StepTensors(device) if self._given.settings.engine_device else None
+                once_more = functools.partial(trace, module, self._given.blocks, forward, device, tensors)
                 traced = with_other_modes(module, self._given.blocks, once_more(), once_more)
+                if tensors is not None:
+                    self._given.settings.step_tensor_bytes = tensors.bytes(self._given.settings.forwards)
+                    give_back_cache(device)
+                    for note in tensors.notes:
+                        warnings.warn(note, stacklevel=3)
                 flops = self._flops_of(forward) if self._given.settings.flops_profiler["enabled"] else None
             self._given.blocks, uses = settled(module, self._given.blocks, traced)
             self._prepare(Shown(uses, traced.changing, self._input_gradients))

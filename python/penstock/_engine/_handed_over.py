@@ -58,6 +58,8 @@ def options_of(settings: Settings, optimizer: Dict[str, Any], trains: bool, resi
         "state_dirs": settings.state_dirs,
         "optimizer": optimizer,
         "device_computes": settings.device.type != "cpu",
+        "device": settings.engine_device,
+        "step_tensor_bytes": settings.step_tensor_bytes,
         "trains": trains,
         "resident_bytes": resident_bytes,
     }
@@ -65,7 +67,7 @@ def options_of(settings: Settings, optimizer: Dict[str, Any], trains: bool, resi
 
 def resident_bytes(blocks: Sequence[Block], settings: Settings, trains: bool) -> int:
     """What is in this process's memory beside the engine's as long as a pass is open: values, and gradients."""
-    if settings.device.type != "cpu":
+    if settings.device.type != "cpu" and not settings.engine_device:
         return 0
     width = 4 if settings.dtype == "fp32" else 2
     of = [parameter for block in blocks if block.resident for _, parameter in block.parameters]

@@ -12,7 +12,7 @@ from torch import nn
 
 from .._buffers import truth, whole_number
 from .._data_loader import DeepSpeedDataLoader
-from ._device import choose_device
+from ._device import choose_devices, tell_of_unused_settings
 from ._engine import Engine
 from ._optimizer import EngineOptimizer, optimizer_of
 from ._ranks import world_size
@@ -32,6 +32,7 @@ def initialize(
     config_params: Any = None,
     state_dir: Union[None, PathLike, Sequence[PathLike]] = None,
     host_memory: Union[None, int, str] = None,
+    device_memory: Union[None, int, str] = None,
     dtype: Any = None,
     offload: Optional[str] = None,
     gradient_accumulation_steps: Optional[int] = None,
@@ -64,6 +65,9 @@ def initialize(
         ``"penstock": {"state_dirs": [...]}`` in the configuration, in place of nvme_path.
     host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
         activations comes on top. Default: as much as it likes; of a model of which nothing trains, half of what is free.
+    device_memory: bytes, or "16GiB", of the GPU that the engine's blocks and torch's tensors of a step may take together. Blocks get what a
+        step's tensors, which the first forward finds out, leave of it: weights on their way, those that stay, and blocks that live there with
+        their states and are updated there. Default: what is free.
     dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).
     offload: "nvme", "cpu" or "none": where weights and states live. Default: what the configuration's offload blocks say; "nvme" where
         there is a directory for them.
@@ -102,6 +106,7 @@ def initialize(
     keywords = {
         "state_dir": state_dir,
         "host_memory": host_memory,
+        "device_memory": device_memory,
         "dtype": dtype,
         "offload": offload,
         "gradient_accumulation_steps": gradient_accumulation_steps,
@@ -110,14 +115,14 @@ def initialize(
         "blocks": blocks,
     }
     settings = Settings(config if config is not None else config_params, keywords, world)
-    settings.device = choose_device(device)
+    settings.device, settings.engine_device = choose_devices(device)
     settings.progress = None if progress is None else truth(progress, "progress")
     overwrite = truth(overwrite, "overwrite")
     if resume != "auto":
         resume = truth(resume, "resume (or 'auto')")
     seed = whole_number(seed, "seed", 0, 2**63 - 1)
     settings.rank_timeout = rank_timeout
-    for note in settings.notes:
+    for note in (*settings.notes, *tell_of_unused_settings(settings)):
         warnings.warn(note, stacklevel=2)
     parameters = model_parameters
     if parameters is None:

@@ -19,9 +19,10 @@ from .._buffers import whole_number
 from .._files import write_text
 from ._blocks import Block, find_blocks
 from ._handed_over import check_types, described_blocks, described_stages, options_of, resident_bytes
-from ._device import choose_device
+from ._device import choose_devices, tell_of_unused_settings
 from ._optimizer import describe, optimizer_of
 from ._settings import DTYPES, PathLike, Settings
+from ._tensor_memory import StepTensors
 from ._trace import Traced, Use, settled, trace, with_other_modes
 from ._tree import counted, map_tensors
 from ._watch import product_rate
@@ -124,7 +125,7 @@ def plan(
         ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
     state_dir: as for ``initialize``; its drive is measured for a second, with a file that goes again, unless ds_nvme_tune has stored its
         profile. Where nothing says where state is, it is on a drive whose rates are assumed, and the plan says so.
-    device_memory: None: the engine has no budget of a device's memory yet.
+    device_memory: as for ``initialize``, of a GPU that is here. What a step's tensors take of it is found out on the meta device.
     device: that computes; a product of matrices is measured there.
 
     The step's compute is that of the matrices of parameters, 2 FLOPs a parameter and token and three times that for backward, at the rate of
@@ -135,8 +136,6 @@ def plan(
     ``notes`` say so, and what ``initialize`` warns of in the configuration. TypeError, ValueError: it cannot be planned; names what and the way out. RuntimeError: host_memory is too small, with
     the least that would do.
     """
-    if device_memory is not None:
-        raise NotImplementedError("device_memory: the engine has no budget of a device's memory yet: state and masters are in host memory and on the drive")
     if example is not None and not (batch is None and seq is None):
         raise ValueError("example= says how many samples and tokens there are: leave out batch= and seq=, or example=")
     given, title = _model_of(model_or_config)
@@ -146,6 +145,7 @@ def plan(
     keywords = {
         "state_dir": state_dir,
         "host_memory": host_memory,
+        "device_memory": device_memory,
         "dtype": dtype,
         "offload": offload,
         "gradient_accumulation_steps": gradient_accumulation_steps,
@@ -154,14 +154,14 @@ def plan(
         "blocks": blocks,
     }
     settings = Settings(config, keywords, needs_place=False)
-    settings.device = choose_device(device)
+    settings.device, settings.engine_device = choose_devices(device)
     check_types(model)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{title} has no parameters: there is nothing to plan")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"no parameter of {title} requires a gradient, and a plan is of a training: call requires_grad_() on what is to be trained")
     made = _optimizer_of(optimizer, settings, model)
-    notes: List[str] = list(settings.notes)
+    notes: List[str] = [*settings.notes, *tell_of_unused_settings(settings)]
     micro_batch = (settings.micro_batch_size or 1) if batch is None else whole_number(batch, "batch", 1, 2**30)
     found, uses, inputs = _followed(model, settings, example, micro_batch, seq, notes)
     tokens, samples = counted(*inputs)
@@ -265,8 +265,12 @@ def _followed(
     model.train()
     forward = functools.partial(model, *args, **kwargs)
     try:
-        again = functools.partial(trace, model, blocks, forward, _META)
+        tensors = StepTensors(_META) if settings.engine_device else None
+        again = functools.partial(trace, model, blocks, forward, _META, tensors)
         found, uses = settled(model, blocks, with_other_modes(model, blocks, again(), again))
+        if tensors is not None:
+            settings.step_tensor_bytes = tensors.bytes(settings.forwards)
+            notes += tensors.notes
         return found, uses, (args, kwargs)
     except Exception as error:  # noqa: B902 - what a forward says that wants values, or other inputs
         notes.append(

@@ -18,7 +18,7 @@ from torch import nn
 from .. import _core
 from . import _deepspeed_checkpoint as deepspeeds
 from . import _parameters
-from ._device import has_own_memory
+from ._device import Streams, has_own_memory
 from ._first_forward import Shown
 from ._given import Given
 from ._handed_over import described_blocks, described_stages, options_of, resident_bytes
@@ -276,8 +276,10 @@ class Preparation:
                 self._restore()
             watch = Watch(core, settings, run.id, goes_on, [known] if known and not goes_on else [], self._record.samples, run.ranks)
             weights = Weights(
-                given.blocks, DTYPES[settings.dtype], places, settings.device, self._state.copy_of, core.arena(), has_own_memory(settings.device)
-            )
+                given.blocks, DTYPES[settings.dtype], places, settings.device, self._state.copy_of, core.arena(),
+                apart=has_own_memory(settings.device) and not settings.engine_device,
+                streams=Streams(settings.device) if settings.engine_device else None,
+            )  # fmt: skip
             trains = [[trains for trains, _ in mark] for mark in marks]
             run.layout = _parameters.describe(given.module, given.blocks, places, trains, run.info()["model"])
             if settings.state_dirs and run.ranks.rank == 0:
@@ -360,7 +362,7 @@ class Preparation:
     def _alike(self, options: Dict[str, Any], described: Sequence[Any]) -> Dict[str, Any]:
         if self._run.ranks.world == 1:
             return {}
-        places = ("state_dirs", "run", "run_changes", "device_computes")
+        places = ("state_dirs", "run", "run_changes", "device_computes", "device", "step_tensor_bytes")
         settings = self._given.settings
         return {
             **{name: value for name, value in options.items() if name not in places},

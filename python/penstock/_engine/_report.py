@@ -27,7 +27,7 @@ class Report(Dict[str, Any]):
 
     @staticmethod
     def of(text: str, device: Optional[Dict[str, Any]] = None, product_flops_per_second: float = 0.0) -> "Report":
-        """device: what a device says of itself (DeviceMemory.report); None: the model is computed in the engine's memory.
+        """device: what a device says of itself (DeviceMemory.report), or of torch's tensors there beside the engine's blocks; None: nothing.
 
         product_flops_per_second: what the best product of matrices reached on a rank; 0: not measured.
         """
@@ -36,7 +36,9 @@ class Report(Dict[str, Any]):
             share = told.get("model_flops_per_second", 0.0) / (product_flops_per_second * told["world_size"])
             told["product_flops_per_second"] = product_flops_per_second
             told["mfu"] = share if 0 < share <= 1 else None  # the product was disturbed, or no step is over
-        if device is not None:
+        if device is not None and "tensors_peak_bytes" in device:  # torch's, beside the engine's
+            told["peak_device_bytes"] += device["tensors_peak_bytes"]
+        elif device is not None:
             copied = ("h2d_bytes", "d2h_bytes")
             pinned = max(told["peak_pinned_bytes"], device["peak_pinned_bytes"])  # by the engine, by the device
             told.update({name: value for name, value in device.items() if name not in copied}, peak_pinned_bytes=pinned)

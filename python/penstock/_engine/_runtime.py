@@ -693,9 +693,9 @@ class Runtime:
 
     def _leave_forward(self, driver: Driver, block: int) -> None:
         if driver.together is None:
-            self._core.leave(driver.number, block, None, None)
+            self._core_leave(driver.number, block, None, None)
         elif driver.together.is_last():
-            self._core.leave(driver.number, block, None, None)
+            self._core_leave(driver.number, block, None, None)
             driver.together.leave()
 
     # What was changed in memory may be on its way to the drive just now: nothing of it is to be trusted any more.
@@ -723,7 +723,7 @@ class Runtime:
             driver.attributes = Attributes(self.changing, values=self._changes_in_place)
             driver.came.set()
             baton.release()
-        enter = functools.partial(self._core.enter, backward, stage, driver.number)
+        enter = functools.partial(self._core_enter, backward, stage, driver.number)
         try:
             weights, gradient = enter() if driver.together is None else driver.together.enter((backward, stage), enter)
         finally:
@@ -735,6 +735,19 @@ class Runtime:
         for block, address in weights:
             self._weights.attach(block, address)
         return self._uses[stage].block
+
+    def _core_enter(self, backward: bool, stage: int, number: int) -> Any:
+        streams = self._weights.streams
+        return self._core.enter(backward, stage, number) if streams is None else self._core.enter(backward, stage, number, streams.entered())
+
+    def _core_leave(
+        self, number: int, block: int, gradients: Optional[List[Tuple[int, int, str]]], loss: Optional[float], held: Sequence[torch.Tensor] = ()
+    ) -> None:
+        streams = self._weights.streams
+        if streams is None:
+            self._core.leave(number, block, gradients, loss)
+        else:
+            self._core.leave(number, block, gradients, loss, streams.left(held))
 
     def _checkpointed(self, driver: Driver, stage: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor)  # containers of our own: theirs may grow later
@@ -848,10 +861,10 @@ class Runtime:
             return
         block = self._uses[stage].block
         self._refuse_changes(block)
+        if stage == self._last and driver.loss is None and driver.loss_gradient != 1.0:
+            raise PassFailed("backward was called on the loss itself: call engine.backward(loss), which scales it")
         loss = None
-        if stage == self._last:
-            if driver.loss is None and driver.loss_gradient != 1.0:
-                raise PassFailed("backward was called on the loss itself: call engine.backward(loss), which scales it")
+        if stage == self.first_trained:
             loss = float("nan") if driver.loss is None else driver.loss
         driver.inside = None
         driver.backward_at = stage - 1
@@ -875,7 +888,7 @@ class Runtime:
         for _, parameter in self._blocks[block].parameters:
             parameter.grad = None
         self._weights.hide(block)
-        self._core.leave(driver.number, block, gradients, loss)
+        self._core_leave(driver.number, block, gradients, loss, held)
         if driver.together is not None:
             driver.together.leave()
         del held
@@ -1102,8 +1115,12 @@ class Runtime:
             raise errors[0]
 
     def device_report(self) -> Optional[Dict[str, Any]]:
-        """What a report says of the device; None: the model is computed in the engine's memory."""
-        return None if self._weights.on_device is None else self._weights.on_device.report()
+        """What a report says of the device beside the engine's own; None: nothing."""
+        if self._weights.on_device is not None:
+            return self._weights.on_device.report()
+        if self._weights.streams is None or self.device.type != "cuda":
+            return None
+        return {"tensors_peak_bytes": torch.cuda.max_memory_reserved(self.device)}
 
     def let_go(self) -> None:
         """The engine's memory is not read any more; the parameters are in host memory, without values."""

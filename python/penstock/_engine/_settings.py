@@ -31,6 +31,8 @@ class Settings(_core.Settings):
         super().__init__(config, keywords, world, needs_place)
         self.world = world  # processes that train together
         self.device = torch.device("cpu")  # that computes forward and backward
+        self.engine_device = ""  # where the engine has blocks for it, as python/src/engine_options.cc names it; "": in host memory
+        self.step_tensor_bytes = 0  # of torch's tensors there in a step, at the most; found out in the first forward
         self.nothing_trains = False  # no parameter required a gradient when initialize was called
         self.has_no_optimizer = False  # nor is to have one: the engine evaluates, whatever requires a gradient
         self.progress: Optional[bool] = None  # whether a line is drawn; None: where somebody sees it

@@ -16,6 +16,7 @@ from ._attributes import Attributes, Hooks, merged
 from ._blocks import RESIDENT, Block, with_residents
 from ._on_disk import give_back
 from ._random import RandomState
+from ._tensor_memory import StepTensors, with_kwargs_hook
 from ._tree import tensors_of
 
 # What a forward does to a weight would be in memory alone, be lost with it, and part from what the drive has.
@@ -176,8 +177,12 @@ def settled(model: nn.Module, blocks: Sequence[Block], traced: Traced) -> Tuple[
     return made, [Use(nn.Module(), RESIDENT, 0), *uses] if made[0].resident else uses
 
 
-def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], device: torch.device = _CPU) -> Traced:
+def trace(
+    model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], device: torch.device = _CPU, tensors: Optional[StepTensors] = None
+) -> Traced:
     """Runs `forward` and records every call of a block's module. On a device, a block's parameters are there while it computes.
+
+    tensors: finds out what a step's tensors take; None: nobody asks.
 
     The random state is as before; buffers and attributes that a forward changes (running means, counters) are put back. Raises
     TypeError naming a weight that is changed.
@@ -208,18 +213,20 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
                     torch.cuda.synchronize(device)
                 begun[id(called)] = time.perf_counter()
 
-            def after(called: nn.Module, _: Any, returned: Any) -> None:
+            def after(called: nn.Module, args: Any, kwargs: Dict[str, Any], returned: Any) -> None:
                 last = next(use for use in reversed(uses) if use.module is called)
                 if device.type not in ("cpu", "meta"):
                     torch.cuda.synchronize(device)
                 last.seconds = time.perf_counter() - begun[id(called)]
+                if tensors is not None:
+                    tensors.block(last.name, called, args, kwargs)
                 put_back(last.block)
                 for _, parameter in blocks[last.block].parameters:
                     give_back(parameter)
                 outside.leave_block(returned)
 
             handles.append(module.register_forward_pre_hook(before))
-            handles.append(module.register_forward_hook(after))
+            handles.append(with_kwargs_hook(module, after))
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -237,7 +244,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any],
         torch.set_autocast_cache_enabled(False)  # what it kept would have no graph, and be taken for the weight later on
         for parameter in (each for block in blocks if block.resident for _, each in block.parameters):
             outside.bring(parameter)
-        with torch.no_grad(), _functions_told(outside), outside:
+        with torch.no_grad(), _functions_told(outside), outside, contextlib.nullcontext() if tensors is None else tensors.forward():
             forward()
         changing = attributes.changed()
     finally:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ._blocks import Block
-from ._device import DeviceMemory
+from ._device import DeviceMemory, Streams, view_of
 from ._tree import map_tensors, tensors_of
 
 
@@ -223,12 +223,16 @@ class Weights:
         value_of: ValueOf,
         arena: Tuple[int, int] = (0, 0),
         apart: bool = False,
+        streams: Optional[Streams] = None,
     ) -> None:
         """places: where each parameter begins in its block's weights, in elements (zero/compute/flat_layout.h).
 
         value_of: the value of a parameter that is hidden, for who copies it. arena: address and bytes of the engine's memory. apart: blocks
-        are copied to the device, which has memory of its own.
+        are copied to the device, which has memory of its own. streams: of the device in whose memory the engine has blocks; None: it has
+        them in host memory.
         """
+        #: Of the device that the engine's addresses are of; None: they are of host memory.
+        self.streams = streams
         self._parameters = [[parameter for _, parameter in block.parameters] for block in blocks]
         self._names = {id(parameter): name for block in blocks for name, parameter in block.parameters}
         self._value_of = value_of
@@ -267,7 +271,7 @@ class Weights:
 
     def close(self) -> None:
         """The engine's memory is not read any more. The parameters stay without values, in host memory."""
-        if self.on_device is None:
+        if self.on_device is None and self.streams is None:
             return
         try:
             self.release()
@@ -291,6 +295,8 @@ class Weights:
         views = None if self._resident[block] else self._views.get((block, address))
         if views is None:
             with torch.inference_mode(False):
+                if memory is None and self.streams is not None and self._bytes[block]:
+                    memory = view_of(address, self._bytes[block], self._device)
                 views = self._cut(block, address, memory)
             if not self._resident[block]:
                 self._views[block, address] = views
@@ -304,7 +310,8 @@ class Weights:
         with torch.inference_mode(False):
             memory = self._residents[block] = torch.empty(self._bytes[block], dtype=torch.uint8, device=self._device)
             if self._bytes[block]:
-                memory.copy_(torch.frombuffer((ctypes.c_char * self._bytes[block]).from_address(address), dtype=torch.uint8))
+                where = torch.device("cpu") if self.streams is None else self._device
+                memory.copy_(view_of(address, self._bytes[block], where))
         return memory
 
     def changed(self, block: int) -> Optional[int]:
@@ -347,6 +354,8 @@ class Weights:
         """Backward of the use that is entered was enqueued, or the current stream waits for it."""
         if self.on_device is not None:
             self.on_device.computed()
+        elif self.streams is not None:
+            self.streams.computed()
 
     def begin_pass(self) -> None:
         """The weights of a block may be others than in the pass before."""
