@@ -899,6 +899,7 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Says("Hard device memory budget", "the free memory of the device")
         .Flag("--device-memory")
         .Keyword("device_memory")
+        .Python("none: weights are copied block by block, and no state is on the device")
         .OfRank()
         .NeedsDevice("state is in host memory and on drives")
         .At([](auto& c) -> auto& { return c.penstock.device_memory_budget_bytes; }),

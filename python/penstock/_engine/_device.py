@@ -55,8 +55,10 @@ def choose_device(wanted: Union[None, str, int, torch.device]) -> torch.device:
 _TEST_DEVICE = "PENSTOCK_TEST_DEVICE"
 
 
-def choose_devices(wanted: Union[None, str, int, torch.device]) -> Tuple[torch.device, str]:
+def choose_devices(wanted: Union[None, str, int, torch.device], budget: int) -> Tuple[torch.device, str]:
     """Where torch computes (``choose_device``), and where the engine has blocks for it, as the engine names it; "": in host memory.
+
+    budget: bytes of the device's memory for the engine and torch; 0: none was given, and the engine has no blocks on a GPU.
 
     With PENSTOCK_TEST_DEVICE in the environment, which is for tests, that device stands in for a GPU.
     """
@@ -64,7 +66,7 @@ def choose_devices(wanted: Union[None, str, int, torch.device]) -> Tuple[torch.d
     if test is not None and str(wanted) != "cpu":
         return torch.device("cpu"), f"test:{test}"
     device = choose_device(wanted)
-    if device.type != "cuda":
+    if device.type != "cuda" or not budget:
         return device, ""
     name = f"cuda:{device.index}"
     why = _core.why_no_device(name)

@@ -67,7 +67,7 @@ def initialize(
         activations comes on top. Default: as much as it likes; of a model of which nothing trains, half of what is free.
     device_memory: bytes, or "16GiB", of the GPU that the engine's blocks and torch's tensors of a step may take together. Blocks get what a
         step's tensors, which the first forward finds out, leave of it: weights on their way, those that stay, and blocks that live there with
-        their states and are updated there. Default: what is free.
+        their states and are updated there. Default: none, and torch copies the weights of each block through two buffers.
     dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).
     offload: "nvme", "cpu" or "none": where weights and states live. Default: what the configuration's offload blocks say; "nvme" where
         there is a directory for them.
@@ -115,7 +115,7 @@ def initialize(
         "blocks": blocks,
     }
     settings = Settings(config if config is not None else config_params, keywords, world)
-    settings.device, settings.engine_device = choose_devices(device)
+    settings.device, settings.engine_device = choose_devices(device, settings.device_memory)
     settings.progress = None if progress is None else truth(progress, "progress")
     overwrite = truth(overwrite, "overwrite")
     if resume != "auto":

@@ -154,7 +154,7 @@ def plan(
         "blocks": blocks,
     }
     settings = Settings(config, keywords, needs_place=False)
-    settings.device, settings.engine_device = choose_devices(device)
+    settings.device, settings.engine_device = choose_devices(device, settings.device_memory)
     check_types(model)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{title} has no parameters: there is nothing to plan")
