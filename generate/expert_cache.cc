@@ -56,10 +56,10 @@ absl::Status ExpertCache::StartRead(size_t number, size_t expert, aio::Priority 
   Place& place = places_[number];
   if (place.state == State::kThere) {
     place_of_[place.expert] = -1;
-    if (place.guessed) stats_.wrong_bytes += source_.experts()[place.expert].bytes;
+    if (place.guessed && !place.wrong) stats_.wrong_bytes += source_.experts()[place.expert].bytes;
   }
   place.state = State::kFree;
-  place.wanted = place.expected = place.guessed = false;
+  place.wanted = place.expected = place.guessed = place.wrong = false;
   RETURN_IF_ERROR(source_.StartExpert(expert, MemoryOf(number), priority, place.read.get()));
   if (!place.used) ++held_;
   place.used = true;
@@ -102,6 +102,8 @@ absl::Status ExpertCache::Begin(int64_t layer, std::span<const int64_t> experts)
     Place& place = places_[static_cast<size_t>(at)];
     place.wanted = true;
     if (place.guessed) ++stats_.right_guesses;
+    // A later pass wants what was guessed in vain before.
+    if (std::exchange(place.wrong, false)) stats_.wrong_bytes -= source_.experts()[number].bytes;
     if (place.state == State::kThere) {
       ++stats_.hits;
       if (std::exchange(place.guessed, false)) ++stats_.guessed_hits;
@@ -110,6 +112,14 @@ absl::Status ExpertCache::Begin(int64_t layer, std::span<const int64_t> experts)
       ++stats_.misses;
       coming_.push_back(static_cast<size_t>(at));
     }
+  }
+  // What was guessed for this layer in vain counts at once, so that no more is guessed than that allows.
+  for (Place& place : places_) {
+    if (!place.guessed || place.wanted || place.wrong ||
+        static_cast<int64_t>(place.expert) / experts_ != layer)
+      continue;
+    place.wrong = true;
+    stats_.wrong_bytes += source_.experts()[place.expert].bytes;
   }
   return Pump();
 }

@@ -89,6 +89,7 @@ class ExpertCache {
     size_t expert = 0;      // number of all
     bool wanted = false;    // by the layer that computes, which has not released it
     bool expected = false;  // by a guess, for a layer that comes
+    bool wrong = false;     // and its layer has not used it: its bytes count as wrong
     bool guessed = false;   // read by a guess, and not used yet
     std::unique_ptr<ExpertRead> read;
   };

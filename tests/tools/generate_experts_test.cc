@@ -105,7 +105,7 @@ TEST_F(GenerateExpertsTest, TokensDependOnNeitherBudgetNorCompany) {
       const auto expected = Texts(first.get(), asked);
       const ExpertStats all = first->stats().experts;
       EXPECT_EQ(all.hits + all.misses, all.used);
-      EXPECT_EQ(all.wrong_bytes, 0u) << "nothing is given up where there is room for all";
+      EXPECT_LE(all.read_bytes, first->plan().experts.memory_bytes) << "each is read once";
       for (const int64_t batch : {1, 5}) {
         for (const CachePlace place : {CachePlace::kHost, CachePlace::kDrive}) {
           const auto roomy = Make(directory, asked, {.batch = batch, .cache = place}, sampling);
