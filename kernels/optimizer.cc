@@ -218,8 +218,12 @@ LambStep MakeLambStep(const LambOptions& options, int64_t update, double grad_sc
   AdamOptions adam = options.adam;
   adam.mode = AdamMode::kAdamW;
   LambStep step = {};
-  step.adam = MakeAdamStep(adam, update, grad_scale);
   const double power = std::pow(adam.beta1, static_cast<double>(update));
+  if (options.corrects_rate && adam.bias_correction) {
+    adam.lr *= std::sqrt(1.0 - std::pow(adam.beta2, static_cast<double>(update))) / (1.0 - power);
+    adam.bias_correction = false;
+  }
+  step.adam = MakeAdamStep(adam, update, grad_scale);
   step.inverse_correction1 = adam.bias_correction ? static_cast<float>(1.0 / (1.0 - power)) : 1.0f;
   step.weight_decay = static_cast<float>(adam.weight_decay);
   step.least_trust = options.least_trust;

@@ -165,6 +165,9 @@ struct LambOptions {
   AdamOptions adam;  // mode and weight decay: the decay is always part of u
   double least_trust = 0.01;
   double most_trust = 10.0;
+  // DeepSpeed's FusedLamb: the bias correction is a factor of the rate, lr * sqrt(1 - beta2^t) / (1 -
+  // beta1^t), and u is of the moments as they are. false: the paper's, as above.
+  bool corrects_rate = false;
 };
 struct LambStep {
   AdamStep adam;

@@ -116,6 +116,16 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
       (c.optimizer.momentum.value_or(0) == 0 || c.optimizer.dampening.value_or(0) != 0)) {
     return absl::InvalidArgumentError("optimizer.params.nesterov: needs a momentum above 0 and no dampening");
   }
+  if (c.optimizer.min_coeff.value_or(0.01) > c.optimizer.max_coeff.value_or(10)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("optimizer.params.min_coeff: ", c.optimizer.min_coeff.value_or(0.01),
+                     " is more than max_coeff, ", c.optimizer.max_coeff.value_or(10)));
+  }
+  if (c.optimizer.type == OptimizerType::kLamb && c.penstock.optimizer_states == "8bit") {
+    return absl::InvalidArgumentError(
+        "penstock.optimizer_states: Lamb's are fp32 or bf16: 8-bit ones of neighbouring parameters share a "
+        "scale, and Lamb updates each parameter by itself");
+  }
   if (KeepsWeightsWhole(c.zero) &&
       c.zero.offload_param.device.value_or(OffloadDevice::kNone) != OffloadDevice::kNone) {
     notes.push_back(absl::StrFormat(

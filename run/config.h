@@ -38,7 +38,7 @@
 
 namespace penstock::run {
 
-enum class OptimizerType { kAdam, kAdamW, kAdagrad, kLion, kSgd };
+enum class OptimizerType { kAdam, kAdamW, kAdagrad, kLion, kSgd, kLamb };
 enum class SchedulerType { kLrRangeTest, kOneCycle, kWarmupLr, kWarmupDecayLr, kWarmupCosineLr };
 enum class ConfigPlacement { kAuto, kCpu, kCuda, kConst };  // ColossalAI's; see tiering::Placement
 
@@ -65,6 +65,10 @@ struct OptimizerConfig {
   std::optional<double> momentum;  // SGD, and the two below
   std::optional<double> dampening;
   std::optional<bool> nesterov;
+  std::optional<double> min_coeff;  // Lamb, and the three below
+  std::optional<double> max_coeff;
+  std::optional<bool> bias_correction;
+  std::optional<bool> corrects_rate;
 
   // Whether weight decay is apart from the gradient (AdamW) rather than added to it (L2):
   // DeepSpeed's rule, where "Adam" means AdamW unless adam_w_mode is false, and "AdamW" always does.

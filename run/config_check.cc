@@ -43,8 +43,7 @@ constexpr std::string_view kCompresses = "it compresses what ranks exchange; gra
 constexpr std::string_view kWholeTensor =
     "an update needs its whole tensor at once, and state passes through memory in tiles";
 constexpr std::string_view kMuP = "it scales rates by the shape of each tensor";
-constexpr auto kOtherOptimizers = std::to_array<OtherOptimizer>({{"Lamb", kWholeTensor},
-                                                                 {"Muon", kWholeTensor},
+constexpr auto kOtherOptimizers = std::to_array<OtherOptimizer>({{"Muon", kWholeTensor},
                                                                  {"OneBitAdam", kCompresses},
                                                                  {"OneBitLamb", kCompresses},
                                                                  {"ZeroOneAdam", kCompresses},

@@ -77,14 +77,15 @@ void FillOptimizer(Opener& open, OptimizerConfig& o) {
   const std::string at = "optimizer.params.";
   const bool adam = *o.type == OptimizerType::kAdam || *o.type == OptimizerType::kAdamW;
   open.Take(at + "lr", o.lr, *o.type == OptimizerType::kAdagrad ? 1e-2 : 1e-3, kTrainersRate);
-  if (adam || *o.type == OptimizerType::kLion) {
+  const bool lamb = *o.type == OptimizerType::kLamb;
+  if (adam || lamb || *o.type == OptimizerType::kLion) {
     if (!o.beta1.has_value()) {
       o.beta1 = kTrainersBeta1;  // DeepSpeed's too
       o.beta2 = kTrainersBeta2;
       open.Say(at + "betas", absl::StrCat("[", *o.beta1, ", ", *o.beta2, "]"));
     }
   }
-  if (adam) {
+  if (adam || lamb) {
     open.Take(at + "eps", o.eps, kTrainersEps);
   } else if (*o.type == OptimizerType::kAdagrad) {
     open.Take(at + "eps", o.eps, 1e-10, kTrainersEps);

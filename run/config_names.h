@@ -18,7 +18,8 @@ inline constexpr auto kOptimizerTypes =
                                          {OptimizerType::kAdamW, "AdamW"},
                                          {OptimizerType::kAdagrad, "Adagrad"},
                                          {OptimizerType::kLion, "Lion"},
-                                         {OptimizerType::kSgd, "SGD"}});
+                                         {OptimizerType::kSgd, "SGD"},
+                                         {OptimizerType::kLamb, "Lamb"}});
 inline constexpr auto kSchedulerTypes =
     std::to_array<Named<SchedulerType>>({{SchedulerType::kLrRangeTest, "LRRangeTest"},
                                          {SchedulerType::kOneCycle, "OneCycle"},

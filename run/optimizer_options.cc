@@ -1,12 +1,16 @@
 #include "run/optimizer_options.h"
 
+#include "absl/strings/match.h"
+#include "absl/strings/string_view.h"
 #include "run/config_names.h"
 
 namespace penstock::run {
 
 std::optional<OptimizerType> ParseOptimizerType(std::string_view name) {
   for (const auto& [type, known] : NamesOf(OptimizerType())) {
-    if (known == name) return type;
+    if (absl::EqualsIgnoreCase(absl::string_view(known.data(), known.size()),
+                               absl::string_view(name.data(), name.size())))
+      return type;
   }
   return std::nullopt;
 }
@@ -18,12 +22,15 @@ std::optional<OptimizerType> MeantOptimizer(const OptimizerConfig& config) {
 }
 
 nlohmann::json ConfiguredHyperparameter(const OptimizerConfig& config, std::string_view name) {
-  if (name == "nesterov") return config.nesterov.has_value() ? nlohmann::json(*config.nesterov) : nullptr;
-  for (const auto& [known, configured] : kOptimizerNumbers) {
-    if (name == known)
-      return (config.*configured).has_value() ? nlohmann::json(*(config.*configured)) : nullptr;
-  }
-  return nullptr;
+  nlohmann::json says;
+  const auto look = [&](const auto& named) {
+    for (const auto& [known, configured] : named) {
+      if (name == known && (config.*configured).has_value()) says = *(config.*configured);
+    }
+  };
+  look(kOptimizerNumbers);
+  look(kOptimizerSwitches);
+  return says;
 }
 
 nlohmann::json DescribeOptimizer(const OptimizerConfig& config) {

@@ -1,4 +1,4 @@
-// The five optimizers and their hyperparameters by name: one list for configurations, records of runs, the
+// The six optimizers and their hyperparameters by name: one list for configurations, records of runs, the
 // command line and Python.
 #ifndef PENSTOCK_RUN_OPTIMIZER_OPTIONS_H_
 #define PENSTOCK_RUN_OPTIMIZER_OPTIONS_H_
@@ -14,8 +14,7 @@
 
 namespace penstock::run {
 
-// The hyperparameters that are numbers, by the names of the options and of records. `nesterov` is the only
-// other one.
+// The hyperparameters that are numbers, by the names of the options and of records.
 struct OptimizerNumber {
   const char* name;
   std::optional<double> OptimizerConfig::*configured;
@@ -28,9 +27,20 @@ inline constexpr auto kOptimizerNumbers =
                                     {"eps", &OptimizerConfig::eps},
                                     {"momentum", &OptimizerConfig::momentum},
                                     {"dampening", &OptimizerConfig::dampening},
-                                    {"lr_decay", &OptimizerConfig::lr_decay}});
+                                    {"lr_decay", &OptimizerConfig::lr_decay},
+                                    {"min_coeff", &OptimizerConfig::min_coeff},
+                                    {"max_coeff", &OptimizerConfig::max_coeff}});
+// And those that are true or false.
+struct OptimizerSwitch {
+  const char* name;
+  std::optional<bool> OptimizerConfig::*configured;
+};
+inline constexpr auto kOptimizerSwitches =
+    std::to_array<OptimizerSwitch>({{"nesterov", &OptimizerConfig::nesterov},
+                                    {"bias_correction", &OptimizerConfig::bias_correction},
+                                    {"corrects_rate", &OptimizerConfig::corrects_rate}});
 
-// "AdamW"; nullopt for a name that none has.
+// "AdamW", in letters of either case; nullopt for a name that none has.
 std::optional<OptimizerType> ParseOptimizerType(std::string_view name);
 
 // What a configuration means by its type: its "Adam" is AdamW unless it says otherwise. Empty: it has none.
@@ -75,6 +85,18 @@ zero::OptimizerOptions MakeOptimizer(OptimizerType type, kernels::AdamOptions ad
       take("momentum", &options.momentum);
       take("dampening", &options.dampening);
       take("nesterov", &options.nesterov);
+      return options;
+    }
+    case OptimizerType::kLamb: {
+      kernels::LambOptions options;
+      options.corrects_rate = true;  // as DeepSpeed's FusedLamb
+      rates(&options.adam);
+      betas(&options.adam);
+      take("eps", &options.adam.eps);
+      take("min_coeff", &options.least_trust);
+      take("max_coeff", &options.most_trust);
+      take("bias_correction", &options.adam.bias_correction);
+      take("corrects_rate", &options.corrects_rate);
       return options;
     }
     case OptimizerType::kAdam:

@@ -260,7 +260,10 @@ constexpr std::string_view kOnePass = "the update is always one fused pass";
 
 constexpr auto kOptimizer = std::to_array<Setting>({
     Choice("type", kServedOptimizers)
-        .Says("Algorithm of the update", "AdamW")
+        .Says(
+            "Algorithm of the update. Lamb reads the state twice a step, and the processor makes its updates",
+            "AdamW")
+        .Flag("--optimizer")
         .Fixed("optimizer")
         .AsPart()
         .Python("the optimizer of optimizer=, else AdamW")
@@ -371,6 +374,36 @@ constexpr auto kSgd = std::to_array<Setting>({
     kFused,
     kForeach,
     kDifferentiable,
+    kMaximize,
+    kMaxGradNorm,
+});
+
+// DeepSpeed's FusedLamb.
+constexpr auto kLamb = std::to_array<Setting>({
+    kLr,
+    kBetas,
+    kEps,
+    kWeightDecay,
+    Number("min_coeff", 0).Says("Lower bound of the trust ratio", "0.01").ByName("min_coeff").At([
+    ](auto& c) -> auto& { return c.optimizer.min_coeff; }),
+    Number("max_coeff", 0).Says("Upper bound of the trust ratio", "10").ByName("max_coeff").At([
+    ](auto& c) -> auto& { return c.optimizer.max_coeff; }),
+    Bool("bias_correction").Says("Corrects the bias of the moments", "true").ByName("bias_correction").At([
+    ](auto& c) -> auto& { return c.optimizer.bias_correction; }),
+    Bool("corrects_rate")
+        .Says("Corrects the bias by a factor of the learning rate, as DeepSpeed's FusedLamb; false corrects "
+              "the "
+              "moments before the trust ratio, as in the paper",
+              "true")
+        .ByName("corrects_rate")
+        .At([](auto& c) -> auto& { return c.optimizer.corrects_rate; }),
+    kSetGradNone,
+    kFused,
+    kForeach,
+    kDifferentiable,
+    kFp32States,
+    Refused("eps_inside_sqrt", "eps is added to the root, as without it", "false"),
+    Refused("amsgrad", "AMSGrad is not served; use Lamb without it"),
     kMaximize,
     kMaxGradNorm,
 });
@@ -1124,6 +1157,7 @@ constexpr auto kSections = std::to_array<Section>({
     {"bf16", kBf16},
     {"zero_optimization", kZero},
     {"zero_optimization.offload_param", kOffloadParam},
+    {"optimizer.params/Lamb", kLamb},
     {"zero_optimization.offload_optimizer", kOffloadOptimizer},
     {"aio", kAio},
     {"activation_checkpointing", kActivationCheckpointing},

@@ -159,7 +159,7 @@ struct Setting {
 nlohmann::json ScalarOf(std::string_view scalar);
 
 // The choices of optimizer.type.
-inline constexpr std::string_view kServedOptimizers = "Adam|AdamW|Adagrad|Lion|SGD";
+inline constexpr std::string_view kServedOptimizers = "Adam|AdamW|Adagrad|Lion|SGD|Lamb";
 
 // The keys of the section at a canonical path: "" is the top, "zero_optimization.offload_param". The
 // parameters of optimizers and schedules are at "optimizer.params/" and "scheduler.params/" followed by the

@@ -99,7 +99,6 @@ REFUSED = [
     ("deepspeed.pipe", "PipelineModule", "torch.nn.Sequential"),
     ("deepspeed.pipe", "LayerSpec", "block by block"),
     ("deepspeed.moe.layer", "MoE", "experts as modules"),
-    ("deepspeed.ops.lamb", "FusedLamb", "AdamW is served"),
     ("deepspeed", "init_inference", "penstock generate"),
     ("deepspeed.runtime.utils", "clip_grad_norm_", "gradient_clipping"),
 ]

@@ -138,6 +138,96 @@ def test_other_optimizers(tmp_path):
             assert run(engine, data) == pytest.approx(expected, abs=1e-5), name
 
 
+def lamb_losses(model, data, lr, eps, weight_decay, fused, betas=(0.9, 0.999), bounds=(0.01, 10.0)):
+    """In float64, by the paper (algorithm 2) or by DeepSpeed's FusedLamb."""
+    plain = copy.deepcopy(model).double()
+    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in plain.parameters()]
+    losses = []
+    for number, batch in enumerate(data, 1):
+        plain.zero_grad()
+        loss = plain(**{name: value.double() if value.is_floating_point() else value for name, value in batch.items()})
+        loss.backward()
+        losses.append(loss.item())
+        first, second = 1 - betas[0] ** number, 1 - betas[1] ** number
+        with torch.no_grad():
+            for p, (m, v) in zip(plain.parameters(), moments):
+                m.mul_(betas[0]).add_(p.grad, alpha=1 - betas[0])
+                v.mul_(betas[1]).addcmul_(p.grad, p.grad, value=1 - betas[1])
+                update = m / (v.sqrt() + eps) if fused else (m / first) / ((v / second).sqrt() + eps)
+                update = update + weight_decay * p
+                of_p, of_u = p.norm().item(), update.norm().item()
+                trust = min(max(of_p / of_u, bounds[0]), bounds[1]) if of_p and of_u else 1.0
+                p.sub_(update * (lr * trust * (second**0.5 / first if fused else 1.0)))
+    return losses
+
+
+@pytest.mark.parametrize("door", ["FusedLamb", "JSON", "LAMB", "JSON of the paper"])
+def test_lamb_at_every_door(tmp_path, door):
+    from penstock.ops.lamb import FusedLamb
+
+    data = batches(6)
+    model = net()
+    fused = door in ("FusedLamb", "JSON")
+    values = dict(lr=1e-2, eps=1e-4, weight_decay=0.01)
+    expected = lamb_losses(model, data, fused=fused, **values)
+    keywords = {}
+    if door == "FusedLamb":
+        keywords["optimizer"] = lambda p: FusedLamb(p, **values)
+    elif door == "LAMB":
+        keywords["optimizer"] = lambda p: penstock.optim.LAMB(p, **values, state_dir=tmp_path / "unused")
+    else:
+        keywords["optimizer"] = None
+        params = {**values, **({} if fused else {"corrects_rate": False})}
+        keywords["config"] = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Lamb", "params": params}}
+    runs = []
+    for place in ("nvme", "cpu", "none"):
+        keywords["offload"] = place
+        directory = {"state_dir": str(tmp_path / place)} if place == "nvme" else {}
+        with penstock.initialize(model=copy.deepcopy(model), gradient_clipping=0, **directory, **keywords)[0] as engine:
+            runs.append(run(engine, data))
+    assert runs[0] == pytest.approx(expected, abs=1e-5)
+    assert runs[1] == runs[0] and runs[2] == runs[0]
+
+
+def test_lamb_goes_on_with_the_bits_of_a_run_left_alone(tmp_path):
+    from penstock.ops.lamb import FusedLamb
+
+    data = batches(8)
+    model = net()
+
+    def maker(parameters):
+        return FusedLamb(parameters, lr=1e-2, weight_decay=0.01)
+
+    with make(copy.deepcopy(model), tmp_path / "whole", optimizer=maker) as engine:
+        whole = run(engine, data)
+    with make(copy.deepcopy(model), tmp_path / "parts", optimizer=maker) as engine:
+        first = run(engine, data[:3])
+    with make(copy.deepcopy(model), tmp_path / "parts", optimizer=maker, resume=True) as engine:
+        assert first + run(engine, data[3:]) == whole
+    with pytest.raises((RuntimeError, ValueError), match='optimizer is "lamb" there'):
+        with make(model, tmp_path / "parts", optimizer=adamw(model), resume=True) as engine:
+            run(engine, data[:1])
+
+
+def test_a_step_of_fused_lamb_alone_is_that_of_the_formulas():
+    from penstock.ops.lamb import FusedLamb
+
+    data = batches(4)
+    model = net()
+    expected = lamb_losses(model, data, lr=1e-2, eps=1e-4, weight_decay=0.01, fused=True)
+    optimizer = FusedLamb(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.01)
+    losses = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert len(optimizer.get_lamb_coeffs()) == len(list(model.parameters()))
+    assert all(0.01 <= each <= 10 for each in optimizer.get_lamb_coeffs())
+
+
 def test_what_an_optimizer_cannot_be(tmp_path):
     model = net()
     used = adamw(model)

@@ -23,6 +23,7 @@ MODULES = [
     "penstock.optim",
     "penstock.ops.adam",
     "penstock.ops.adagrad",
+    "penstock.ops.lamb",
     "penstock.ops.aio",
     "penstock.ops.lion",
     "deepspeed",

@@ -391,8 +391,8 @@ TEST(ParseConfig, WordsOfAChoice) {
 TEST(ParseConfig, OptimizersThatAreNotServed) {
   EXPECT_EQ(Refusal(R"({"optimizer": {"params": {"freeze_step": 1}, "type": "OneBitAdam"}})"),
             "optimizer.type: OneBitAdam is not served: it compresses what ranks exchange; gradients cross "
-            "ranks unchanged; Penstock's optimizers are Adam, AdamW, Adagrad, Lion, SGD");
-  EXPECT_THAT(Refusal(R"({"optimizer": {"type": "lamb"}})"), HasSubstr("needs its whole tensor at once"));
+            "ranks unchanged; Penstock's optimizers are Adam, AdamW, Adagrad, Lion, SGD, Lamb");
+  EXPECT_THAT(Refusal(R"({"optimizer": {"type": "muon"}})"), HasSubstr("needs its whole tensor at once"));
   EXPECT_THAT(Refusal(R"({"optimizer": {"params": {"lr": 1}}})"), StartsWith("optimizer.type: missing"));
   EXPECT_THAT(Refusal(R"({"scheduler": {"params": {"zebra": 1}}})"), StartsWith("scheduler.type: missing"));
   EXPECT_THAT(Refusal(R"({"optimizer": {"type": "Adam", "params": {"amsgrad": true}}})"),
@@ -417,6 +417,18 @@ TEST(ParseConfig, EveryOptimizerHasItsOwnParameters) {
   EXPECT_EQ(
       Parse(R"({"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.98]}}})").config.optimizer.beta2,
       0.98);
+  const OptimizerConfig lamb = Parse(R"({"optimizer": {"type": "lamb", "params": {"lr": 0.1, "max_coeff": 5,
+                                         "min_coeff": 0.1, "bias_correction": false, "corrects_rate": false}}})")
+                                   .config.optimizer;
+  EXPECT_EQ(lamb.type, OptimizerType::kLamb);
+  EXPECT_EQ(lamb.max_coeff, 5.0);
+  EXPECT_EQ(lamb.min_coeff, 0.1);
+  EXPECT_EQ(lamb.bias_correction, false);
+  EXPECT_EQ(lamb.corrects_rate, false);
+  EXPECT_THAT(Refusal(R"({"optimizer": {"type": "Lamb", "params": {"min_coeff": 20}}})"),
+              StartsWith("optimizer.params.min_coeff: 20 is more than max_coeff, 10"));
+  EXPECT_THAT(Refusal(R"({"optimizer": {"type": "Lamb"}, "penstock": {"optimizer_states": "8bit"}})"),
+              StartsWith("penstock.optimizer_states: Lamb's are fp32 or bf16"));
   EXPECT_EQ(Refusal(R"({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}})"),
             "optimizer.params.momentum: no such key; it belongs in the optimizer.params of SGD");
   EXPECT_THAT(Refusal(R"({"optimizer": {"type": "SGD", "params": {"nesterov": true}}})"),

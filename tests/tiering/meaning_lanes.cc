@@ -67,6 +67,13 @@ absl::Status MeaningLanes::Decide(const Op& op) {
     finalized_ = 0;
     calls_ = 0;
     ++norms_;
+    measured_.clear();
+  }
+  if (op.kind == OpKind::kTrust) {
+    for (const auto& [tile, version] : drive_)
+      EXPECT_EQ(measured_.contains(tile), plan_.blocks[tile.first].updates(tile.second))
+          << "trust without norms";
+    trusts_ = op.step;
   }
   if (op.kind == OpKind::kSummed) {
     EXPECT_EQ(finalized_, 0U) << "a gradient that is final before the step's last call";
@@ -177,6 +184,7 @@ void MeaningLanes::CheckMeaning(const Op& op) {
   switch (op.kind) {
     case OpKind::kVerify:
     case OpKind::kUpdate:
+    case OpKind::kUpdateNorms:
       return CheckUpdate(op);
     case OpKind::kForward:
     case OpKind::kBackward:
@@ -250,7 +258,7 @@ void MeaningLanes::CheckUpdate(const Op& op) {
     EXPECT_EQ(state_[op.tile_slot].first, (TileOfBlock{op.block, op.tile}));
     return;
   }
-  EXPECT_FALSE(op.kind == OpKind::kUpdate && plan_.on_device(op.block));
+  EXPECT_FALSE(op.kind != OpKind::kVerify && plan_.on_device(op.block));
   const auto held = Run(op);
   EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
   if (op.kind == OpKind::kVerify) {
@@ -264,6 +272,9 @@ void MeaningLanes::CheckUpdate(const Op& op) {
     EXPECT_EQ(state_[op.tile_slot].second, 2 * (op.step - 1));
   }
   EXPECT_TRUE(op.speculative_update || norms_ == op.step) << "update before the norm of its step";
+  if (op.kind == OpKind::kUpdate && plan_.tensor_norms) {
+    EXPECT_EQ(trusts_, op.step) << "update before the trust ratios of its step";
+  }
   if (op.gradient_slot.valid()) {
     EXPECT_EQ(gradient_[op.gradient_slot], (OfBlockAt{op.block, op.step}));
   } else {
@@ -470,6 +481,11 @@ void MeaningLanes::Apply(const Op& op) {
       return;
     case OpKind::kUpdate:
       return ApplyUpdate(op);
+    case OpKind::kUpdateNorms:
+      if (op.checks_weights) unchecked_.erase({op.block, op.tile});
+      EXPECT_TRUE(measured_.insert({op.block, op.tile}).second) << "norms of a tile twice";
+      ++tensor_norms_;
+      return;
     case OpKind::kWriteState:
       state_written_[{op.block, op.tile}] = VersionAfter(op);
       return;
@@ -696,8 +712,9 @@ Counted RunPasses(const ModelGraph& graph, const Plan& plan, const MachineModel&
   EXPECT_EQ(lanes.commits(), steps);
   for (const auto& [tile, version] : lanes.drive())
     EXPECT_EQ(version, plan.blocks[tile.first].updates(tile.second) ? 2 * steps : 0);
-  return {lanes.early_updates(),   lanes.replayed_updates(), lanes.persisted(), lanes.updates_there(),
-          lanes.reads_past_host(), lanes.writes_in_parts(),  lanes.sums_read(), lanes.previewed_updates()};
+  return {lanes.early_updates(), lanes.replayed_updates(),  lanes.persisted(),
+          lanes.updates_there(), lanes.reads_past_host(),   lanes.writes_in_parts(),
+          lanes.sums_read(),     lanes.previewed_updates(), lanes.tensor_norms()};
 }
 
 }  // namespace penstock::tiering

@@ -50,6 +50,7 @@ class MeaningLanes : public Lanes {
   int64_t early_updates() const { return early_updates_; }
   int64_t replayed_updates() const { return replayed_updates_; }
   int64_t previewed_updates() const { return previewed_updates_; }
+  int64_t tensor_norms() const { return tensor_norms_; }
   int64_t updates_there() const { return updates_there_; }
   int64_t reads_past_host() const { return reads_past_host_; }
   int64_t writes_in_parts() const { return writes_in_parts_; }
@@ -188,6 +189,8 @@ class MeaningLanes : public Lanes {
   std::map<BlockIndex, int> added_;  // to each block's gradient in this step, so far
   std::set<TileOfBlock> unchecked_;  // weights that were read, by the transfer that every tile has
   int64_t norms_ = 0;
+  int64_t trusts_ = 0, tensor_norms_ = 0;
+  std::set<TileOfBlock> measured_;  // whose norms of the step are there
   int64_t commits_ = 0, persisted_ = 0;
 };
 
@@ -201,6 +204,7 @@ struct Counted {
   int64_t in_parts = 0;   // tiles written in two parts
   int64_t sums_read = 0;  // blocks' sums, from the drive
   int64_t previewed = 0;  // tiles
+  int64_t norms = 0;      // tiles' norms of updates
 };
 
 // Some passes of every kind, in a random order unless `random` is null: training only.

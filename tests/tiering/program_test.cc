@@ -29,7 +29,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
   Counted counted;
   int late = 0;  // plans with tiles that are written late
-  const auto seeds = 50 * static_cast<uint64_t>(tests::Soak());
+  const auto seeds = 59 * static_cast<uint64_t>(tests::Soak());
   for (uint64_t seed = 1; seed <= seeds; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
@@ -56,6 +56,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     options.world = std::array{1, 1, 2, 3}[seed % 4];
     options.commits_every_step = !options.on_nvme || options.world > 1 || random() % 3 != 0;
     options.update_order = static_cast<UpdateOrder>(random() % 3);
+    options.tensor_norms = seed % 60 > 50;
     absl::StatusOr<Plan> roomy = MakePlan(graph, options);
     ASSERT_TRUE(roomy.ok()) << roomy.status();
     if (options.on_nvme) {
@@ -77,7 +78,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
           block.speculative_update[t] = random() % 2 != 0 && block.updates(t) ? 1 : 0;
       }
     }
-    if (options.on_nvme && options.commits_every_step && options.world == 1) {
+    if (options.on_nvme && options.commits_every_step && options.world == 1 && !options.tensor_norms) {
       std::mt19937_64 which(seed);
       for (BlockPlan& block : plan->blocks) {
         for (const TileIndex t : block.tiles.indices()) {
@@ -92,6 +93,8 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     counted.replayed += run.replayed;
     counted.persisted += run.persisted;
     counted.in_parts += run.in_parts;
+    counted.norms += run.norms;
+    EXPECT_EQ(run.norms > 0, options.tensor_norms);
     late += plan->late_write_bytes > 0 ? 1 : 0;
     if (HasFailure()) return;
   }
@@ -100,7 +103,31 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
   EXPECT_GT(counted.persisted, 20);
   EXPECT_GT(counted.previewed, 200);
   EXPECT_GT(counted.in_parts, 200);
+  EXPECT_GT(counted.norms, 300);
   EXPECT_GT(late, 4);
+}
+
+// What a step reads for norms of whole parameters is what its updates read, once more; nothing else changes.
+TEST(Program, NormsOfWholeParametersReadTheStateOnceMore) {
+  const ModelGraph graph = Chain(6, kElementAlignment * 100);
+  PlanOptions options;
+  options.update_order = UpdateOrder::kInNextForward;
+  options.host_memory_budget_bytes = 64 * kMiB;
+  options.bounds.placement = Placement::kCpu;  // nothing stays
+  absl::StatusOr<Plan> once = MakePlan(graph, options);
+  ASSERT_TRUE(once.ok()) << once.status();
+  options.tensor_norms = true;
+  absl::StatusOr<Plan> twice = MakePlan(graph, options);
+  ASSERT_TRUE(twice.ok()) << twice.status();
+  EXPECT_EQ(twice->nvme_write_bytes, once->nvme_write_bytes);
+  const int64_t state =
+      once->precision.UnpaddedBytes(graph.elements()) - graph.elements() * once->precision.weight_bytes();
+  const int64_t more = twice->nvme_read_bytes - once->nvme_read_bytes;
+  EXPECT_GE(more, state);
+  EXPECT_LE(more, state + 2 * graph.elements() * once->precision.weight_bytes() +
+                      graph.elements() * once->precision.gradient_bytes);
+  EXPECT_THAT(twice->reasons, testing::Contains(testing::HasSubstr("once more: LAMB's trust ratio")));
+  EXPECT_EQ(twice->speculative_share(), 0);
 }
 
 // Sums wait for the calls behind them in memory, or on the drive, and are final with the last.

@@ -102,10 +102,15 @@ RunOptions DrawTraining(Draw& draw, std::string* said) {
       draw.Of({kernels::DType::kBf16, kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16});
   run.optimizer_states =
       draw.Of({kernels::StateType::kFp32, kernels::StateType::kBf16, kernels::StateType::k8Bit});
+  const bool lamb = draw.OneIn(5);
+  if (lamb && run.optimizer_states == kernels::StateType::k8Bit)
+    run.optimizer_states = kernels::StateType::kBf16;
   run.optimizer = draw.Of<OptimizerOptions>(
       {kernels::AdamOptions{.lr = 3e-3, .weight_decay = 0.01}, kernels::AdamOptions{.lr = 3e-3},
        kernels::LionOptions{.lr = 1e-3}, kernels::SgdOptions{.lr = 1e-2},
        kernels::SgdOptions{.lr = 1e-2, .momentum = 0.9}, kernels::AdagradOptions{.lr = 1e-2}});
+  if (lamb)
+    run.optimizer = kernels::LambOptions{.adam = {.lr = 1e-2, .weight_decay = 0.01}, .corrects_rate = true};
   run.loss_scale = {.dynamic = true, .initial_scale = 256, .hysteresis = 1};
   run.micro_batches = draw.Of({1, 1, 2, 3});
   run.poison_step = draw.Of({0, 0, 3, 5});

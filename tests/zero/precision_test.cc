@@ -15,6 +15,7 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -160,13 +161,25 @@ std::vector<Types> AllTypes() {
   const OptimizerOptions adagrad = kernels::AdagradOptions{.lr = 1e-2};
   const OptimizerOptions momentum = kernels::SgdOptions{.lr = 1e-2, .momentum = 0.9};
   const OptimizerOptions sgd = kernels::SgdOptions{.lr = 1e-2};
+  const OptimizerOptions lamb = kernels::LambOptions{.adam = {.lr = 1e-2, .weight_decay = 0.1}};
+  const OptimizerOptions fused_lamb =
+      kernels::LambOptions{.adam = {.lr = 1e-2, .weight_decay = 0.01}, .corrects_rate = true};
   return {
-      {kernels::DType::kFp16, StateType::kFp32, {}},      {kernels::DType::kFp16, StateType::k8Bit, {}},
-      {kernels::DType::kBf16, StateType::k8Bit, {}},      {kernels::DType::kBf16, StateType::kBf16, {}},
-      {kernels::DType::kFp32, StateType::k8Bit, {}},      {kernels::DType::kFp32, StateType::kBf16, adagrad},
-      {kernels::DType::kBf16, StateType::kFp32, lion},    {kernels::DType::kBf16, StateType::k8Bit, lion},
-      {kernels::DType::kFp16, StateType::kFp32, adagrad}, {kernels::DType::kBf16, StateType::kFp32, momentum},
-      {kernels::DType::kFp32, StateType::kFp32, sgd},     {kernels::DType::kBf16, StateType::kFp32, sgd},
+      {kernels::DType::kFp16, StateType::kFp32, {}},
+      {kernels::DType::kFp16, StateType::k8Bit, {}},
+      {kernels::DType::kBf16, StateType::k8Bit, {}},
+      {kernels::DType::kBf16, StateType::kBf16, {}},
+      {kernels::DType::kFp32, StateType::k8Bit, {}},
+      {kernels::DType::kFp32, StateType::kBf16, adagrad},
+      {kernels::DType::kBf16, StateType::kFp32, lion},
+      {kernels::DType::kBf16, StateType::k8Bit, lion},
+      {kernels::DType::kFp16, StateType::kFp32, adagrad},
+      {kernels::DType::kBf16, StateType::kFp32, momentum},
+      {kernels::DType::kFp32, StateType::kFp32, sgd},
+      {kernels::DType::kBf16, StateType::kFp32, sgd},
+      {kernels::DType::kBf16, StateType::kFp32, lamb},
+      {kernels::DType::kFp32, StateType::kBf16, fused_lamb},
+      {kernels::DType::kFp16, StateType::kFp32, fused_lamb},
   };
 }
 
@@ -419,6 +432,167 @@ TEST(Optimizers, LionAgreesWithItsPaper) {
         return std::make_unique<PlainLion>(parameters, options);
       },
       /*steps=*/6, /*tolerance=*/1e-4);
+}
+
+// LibTorch has no LAMB: the paper's formulas (algorithm 2), or those of DeepSpeed's FusedLamb
+// (csrc/lamb/fused_lamb_cuda_kernel.cu), over tensors.
+class PlainLamb : public torch::optim::Optimizer {
+ public:
+  PlainLamb(const std::vector<torch::Tensor>& parameters, const kernels::LambOptions& options)
+      : Optimizer(parameters, std::make_unique<torch::optim::SGDOptions>(options.adam.lr)),
+        options_(options) {
+    for (const torch::Tensor& parameter : parameters) {
+      m_.push_back(torch::zeros_like(parameter));
+      v_.push_back(torch::zeros_like(parameter));
+    }
+  }
+  using Optimizer::step;
+  torch::Tensor step(LossClosure) override {
+    torch::NoGradGuard no_grad;
+    const kernels::AdamOptions& adam = options_.adam;
+    ++steps_;
+    const double correction1 = 1 - std::pow(adam.beta1, steps_),
+                 correction2 = 1 - std::pow(adam.beta2, steps_);
+    for (size_t i = 0; i < m_.size(); ++i) {
+      torch::Tensor& p = param_groups()[0].params()[i];
+      const torch::Tensor g = p.grad();
+      m_[i].mul_(adam.beta1).add_(g * (1 - adam.beta1));
+      v_[i].mul_(adam.beta2).add_(g * g * (1 - adam.beta2));
+      const bool fused = options_.corrects_rate;
+      const double of_m = fused ? 1 : correction1, of_v = fused ? 1 : correction2;
+      const double lr = fused ? adam.lr * std::sqrt(correction2) / correction1 : adam.lr;
+      const torch::Tensor u = (m_[i] / of_m) / ((v_[i] / of_v).sqrt() + adam.eps) + p * adam.weight_decay;
+      const auto of_p = p.to(torch::kFloat64).norm().item<double>();
+      const auto of_u = u.to(torch::kFloat64).norm().item<double>();
+      const double trust =
+          of_p > 0 && of_u > 0 ? std::clamp(of_p / of_u, options_.least_trust, options_.most_trust) : 1.0;
+      p.sub_(u * (lr * trust));
+    }
+    return {};
+  }
+
+ private:
+  const kernels::LambOptions options_;
+  std::vector<torch::Tensor> m_, v_;
+  int steps_ = 0;
+};
+
+TEST(Optimizers, LambAgreesWithItsPaperAndWithDeepSpeedsFusedLamb) {
+  for (const bool fused : {false, true}) {
+    // A larger eps, as above.
+    const kernels::LambOptions options{.adam = {.lr = 1e-2, .eps = 1e-3, .weight_decay = 0.01},
+                                       .corrects_rate = fused};
+    ExpectAsLibTorch(options, [&](const std::vector<torch::Tensor>& parameters) {
+      return std::make_unique<PlainLamb>(parameters, options);
+    });
+  }
+}
+
+TEST(Optimizers, LambRefusesMomentsOf8BitInOneLine) {
+  RunOptions run;
+  run.optimizer = kernels::LambOptions{};
+  run.optimizer_states = kernels::StateType::k8Bit;
+  const absl::Status refused = TrainGpt(run).status;
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+  EXPECT_THAT(std::string(refused.message()), testing::HasSubstr("LAMB's moments are fp32 or bf16"));
+}
+
+// Norms and updates of a block, cut into tiles in any way, are those of the block as one.
+TEST(Optimizers, LambOfATileIsThatOfTheWholeBlockHoweverItIsCut) {
+  const std::vector<ParameterSpec> specs = {{.name = "a", .sizes = {77, 53}},
+                                            {.name = "frozen", .sizes = {100}, .trains = false},
+                                            {.name = "b", .sizes = {3}},
+                                            {.name = "c", .sizes = {9'001}, .group = 1},
+                                            {.name = "d", .sizes = {64, 64}}};
+  const FlatLayout layout = FlatLayout::Of(specs);
+  std::mt19937_64 random(5);
+  std::normal_distribution<float> normal;
+  for (const auto& [weights, states] : {std::pair{kernels::DType::kBf16, kernels::StateType::kFp32},
+                                        std::pair{kernels::DType::kFp32, kernels::StateType::kBf16}}) {
+    TileFormat format;
+    format.weights = weights;
+    format.states = states;
+    const tiering::Precision precision = format.precision();
+    std::vector<float> initial(static_cast<size_t>(layout.elements)), gradient(initial.size());
+    for (float& value : initial) value = normal(random);
+    for (float& value : gradient) value = normal(random);
+    UpdateDecision decision{.step = 1, .update = 1};
+    decision.groups.clear();
+    for (const double lr : {1e-2, 3e-2}) {
+      decision.groups.push_back(
+          MakeOptimizerStep(kernels::LambOptions{.adam = {.weight_decay = 0.1}}, {{.lr = lr}}, 1, 0.5));
+    }
+    std::vector<std::vector<char>> results;
+    std::vector<double> first_trusts;
+    for (int cut = 0; cut < 6; ++cut) {
+      // Tiles of their own memory, as they lie in a plan.
+      std::vector<tiering::Tile> tiles;
+      for (int64_t at = 0; at < layout.elements;) {
+        const int64_t most = layout.elements - at;
+        const int64_t step =
+            cut == 0 ? most
+                     : std::min(most, tiering::kElementAlignment * (1 + static_cast<int64_t>(random() % 3)));
+        tiles.push_back({at, step});
+        at += step;
+      }
+      struct Held {
+        TileMemory memory;
+        std::vector<std::vector<char>> segments;
+        std::vector<char> gradient;
+      };
+      std::vector<Held> held(tiles.size());
+      std::vector<kernels::LambNorms> norms(layout.parameters.size());
+      for (size_t i = 0; i < tiles.size(); ++i) {
+        Held& tile = held[i];
+        const auto n = static_cast<size_t>(tiles[i].elements), at = static_cast<size_t>(tiles[i].offset);
+        tile.memory.elements = tiles[i].elements;
+        for (size_t s = 0; s < precision.segment_bytes.size(); ++s) {
+          tile.segments.emplace_back(static_cast<size_t>(precision.SegmentBytes(s, tiles[i].elements)));
+          (s == 0 ? tile.memory.weights : tile.memory.state.emplace_back()) = tile.segments.back().data();
+        }
+        FillTile(format, initial.data() + at, tile.memory);
+        tile.gradient.resize(n * kernels::BytesPerElement(weights));
+        kernels::Convert(kernels::DType::kFp32, gradient.data() + at, weights, tile.gradient.data(), n);
+        tile.memory.gradient = tile.gradient.data();
+      }
+      for (const size_t back : {size_t{1}, size_t{2}}) {  // in any order: the last first
+        for (size_t i = held.size(); i-- > 0;) {
+          if (i % 2 != back % 2) continue;
+          const auto before = held[i].segments;
+          AddTensorNorms(format, decision, 3, layout, tiles[i], held[i].memory, norms);
+          EXPECT_EQ(held[i].segments, before) << "norms changed what they are of";
+        }
+      }
+      std::vector<double> trusts;
+      for (size_t p = 0; p < norms.size(); ++p)
+        trusts.push_back(TrustOf(decision, layout.parameters[p].group, norms[p]));
+      if (cut == 0) first_trusts = trusts;
+      EXPECT_EQ(trusts, first_trusts);
+      std::vector<char> masters(initial.size() * sizeof(float));
+      for (size_t i = 0; i < tiles.size(); ++i) {
+        UpdateTile(format, decision, 3, layout, tiles[i], held[i].memory, trusts);
+        ReadMasters(format, held[i].memory, reinterpret_cast<float*>(masters.data()) + tiles[i].offset);
+      }
+      results.push_back(std::move(masters));
+      EXPECT_TRUE(results.back() == results.front()) << "cut " << cut;
+    }
+    // Against a reference in double: the norms of one whole parameter.
+    const Parameter& d = layout.parameters[4];
+    double of_p = 0;
+    for (int64_t i = d.offset; i < d.offset + d.elements; ++i) {
+      const double p = initial[static_cast<size_t>(i)];
+      of_p += p * p;
+    }
+    double of_u = 0;
+    const auto& step = std::get<kernels::LambStep>(decision.groups[0]);
+    for (int64_t i = d.offset; i < d.offset + d.elements; ++i) {
+      const double g = 0.5 * static_cast<double>(gradient[static_cast<size_t>(i)]);
+      const double u = g / (std::abs(g) + static_cast<double>(step.adam.eps)) +
+                       0.1 * static_cast<double>(initial[static_cast<size_t>(i)]);
+      of_u += u * u;
+    }
+    EXPECT_NEAR(first_trusts[4], std::sqrt(of_p / of_u), 1e-2 * std::sqrt(of_p / of_u));
+  }
 }
 
 // Some parameters of a block train and some do not, in odd sizes: 8-bit blocks are not shared between them.

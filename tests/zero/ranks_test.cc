@@ -61,6 +61,22 @@ TEST(Ranks, SameBitsInEveryOffloadModeAndOrderOfUpdate) {
   }
 }
 
+// The norms of a parameter are of all ranks' parts of it.
+TEST(Ranks, LambHasTheTrustRatiosOfOneRank) {
+  RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kBf16);
+  run.optimizer = kernels::LambOptions{.adam = {.lr = 1e-2, .weight_decay = 0.1}, .corrects_rate = true};
+  run.micro_batches = 3;
+  const nlohmann::json one = Alone(run);
+  run.micro_batches = 1;
+  ExpectSameLosses(one, TrainRanks(3, run));
+  run.offload = OffloadDevice::kNvme;
+  run.state_dir = testing_support::ScratchDirectory();
+  run.tile_bytes = 1 << 16;
+  run.host_memory_budget_bytes = 48 << 20;
+  ExpectSameLosses(one, TrainRanks(3, run));
+  std::filesystem::remove_all(run.state_dir);
+}
+
 // ZeRO's stages 1 and 2: weights stay whole on every rank, and nothing of them is read from the drive; same
 // bits.
 TEST(Ranks, StagesOneAndTwoKeepWeightsWhole) {

@@ -140,6 +140,9 @@ struct Plan {
   // Some tiles are updated in backward; `clips`: a gradient may still be needed after that.
   bool speculates = false;
   bool clips = true;
+  // An update needs the norms of whole parameters (LAMB): when the norm of a step is known, a pass over all
+  // that has state reads it for them, and the updates follow in the next forward.
+  bool tensor_norms = false;
   // Updates in backward pay while they have to be made again in fewer steps than this share.
   double worthwhile_replay_rate = 0;
 
@@ -286,7 +289,8 @@ struct PlanOptions {
   int calls = 1;
   UpdateOrder update_order = UpdateOrder::kAuto;
   Prefer prefer = Prefer::kWear;
-  bool clips = true;  // gradients are clipped by their global norm
+  bool clips = true;          // gradients are clipped by their global norm
+  bool tensor_norms = false;  // see Plan
   bool on_nvme = true;
   bool trains = true;
   bool commits_every_step = true;  // see Plan

@@ -72,6 +72,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   plan.trains = options_.trains;
   plan.commits_every_step = options_.commits_every_step;
   plan.clips = options_.clips;
+  plan.tensor_norms = options_.tensor_norms && options_.trains;
   plan.host_memory_budget_bytes = options_.host_memory_budget_bytes;
 
   int64_t tile_elements = level.tile_elements;

@@ -114,12 +114,18 @@ class Planner {
     Plan plan = std::move(choice.plan);
     plan.least_host_memory_bytes = least;
     CountBytes(&plan);
+    if (const int64_t once_more = plan.tensor_norms ? NormBytes(plan) : 0; once_more > 0) {
+      plan.reasons.push_back(
+          absl::StrCat("a step reads ", FormatBytes(once_more),
+                       " of weights, state and gradients once more: LAMB's trust ratio of a parameter needs "
+                       "the norms of all of it before any of it is updated"));
+    }
     if (plan.previewed_share() > 0) plan.reasons.push_back(Previewed(plan));
     if (options_.prefer == Prefer::kTime && plan.trains && !MayPreview(options_)) {
       plan.reasons.push_back(
           "prefer time: a clipped step reads more to be shorter only of one rank, on the processor, where "
           "every "
-          "step is durable and gradients are clipped");
+          "step is durable, gradients are clipped and the optimizer is not LAMB");
     }
     return plan;
   }
@@ -533,6 +539,15 @@ class Planner {
     return static_cast<double>(plan.nvme_write_bytes);
   }
 
+  // What a step reads more for norms of whole parameters.
+  int64_t NormBytes(Plan plan) const {
+    const int64_t with_norms = plan.nvme_read_bytes;
+    plan.tensor_norms = false;
+    plan.nvme_read_bytes = 0;
+    CountBytes(&plan);
+    return with_norms - plan.nvme_read_bytes;
+  }
+
   // Counted from the program itself, in its steady state.
   void CountBytes(Plan* plan) const {
     if (!plan->trains) return;
@@ -638,6 +653,7 @@ struct DeviceShares {
 };
 DeviceShares SharesToTry(const PlanOptions& options) {
   if (!options.device.has_own_memory || !options.trains) return {{0}, ""};
+  if (options.tensor_norms) return {{0}, ": LAMB's updates are the processor's"};
   if (options.world > 1 && !options.device.collectives) {
     return {{0}, ": ranks that exchange through host memory keep their state there"};
   }

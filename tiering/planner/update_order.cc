@@ -164,7 +164,7 @@ double ChoosePreviews(const ModelGraph& graph, const PlanOptions& options, bool 
 bool TooManyTilesToSimulate(const Plan& plan) { return plan.tile_count() > kMostTilesSimulated; }
 bool MayPreview(const PlanOptions& options) {
   return options.on_nvme && options.trains && options.clips && options.commits_every_step &&
-         options.world == 1 && !options.device.has_own_memory;
+         options.world == 1 && !options.device.has_own_memory && !options.tensor_norms;
 }
 bool FewTilesToSimulate(const Plan& plan) { return plan.tile_count() <= kMostTilesSimulated / 8; }
 
@@ -177,7 +177,7 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const PlanOptions& option
   if (!plan->trains || !plan->on_nvme) return {};
   // Where a step's version is written over that of the step before, nothing is left to make an update again
   // from.
-  if (!plan->commits_every_step) wanted = UpdateOrder::kInNextForward;
+  if (!plan->commits_every_step || plan->tensor_norms) wanted = UpdateOrder::kInNextForward;
   const bool free = wanted == UpdateOrder::kAuto;
   const bool previews = options.prefer == Prefer::kTime && MayPreview(options);
   if (TooManyTilesToSimulate(*plan)) {

@@ -41,6 +41,9 @@ constexpr std::array<OpTraits, kOpKinds> kTraits = {{
     {OpKind::kUpdateOnDevice, "update on device", Stall::kHost, false},
     {OpKind::kCopyStateIn, "copy state in", Stall::kHost, true},
     {OpKind::kCopyStateOut, "copy state out", Stall::kHost, false},
+    {OpKind::kUpdateNorms, "norms of an update", Stall::kUpdate, true},
+    {OpKind::kExchangeNorms, "exchange norms of updates", Stall::kNetwork, false},
+    {OpKind::kTrust, "trust ratios", Stall::kHost, false},
 }};
 
 // The table is in the order of the kinds: a kind is its own place in it.

@@ -74,8 +74,12 @@ enum class OpKind : uint8_t {
   kUpdateOnDevice,  // optimizer step of the whole block, in place there
   kCopyStateIn,     // a tile's state from a tile slot to its place there
   kCopyStateOut,    // a tile's weights and state from there to a run and a tile slot
+  // Where an update needs the norms of whole parameters (Plan::tensor_norms):
+  kUpdateNorms,    // of a tile's parts of them and of their updates: verifies what was read, changes nothing
+  kExchangeNorms,  // and of the other ranks' parts
+  kTrust,          // the trust ratios of all parameters, by which the step's updates go
 };
-inline constexpr int kOpKinds = 34;
+inline constexpr int kOpKinds = 37;
 
 // What the compute lane waits for between two of its operations. kHost: for the executor's own thread, which
 // hands operations over, runs callbacks, and belongs to the caller between steps. kNone: it does not wait.
@@ -104,8 +108,8 @@ using Edges = absl::InlinedVector<OpId, 6>;
 struct Op {
   OpKind kind;
   Lane lane;
-  bool checks_weights = false;  // kUpdate: the weights were just read
-  bool checks_state = false;    // kUpdate: the state was just read. kVerify: of the state, not the weights
+  bool checks_weights = false;      // kUpdate, kUpdateNorms: the weights were just read
+  bool checks_state = false;        // likewise the state. kVerify: of the state, not the weights
   bool speculative_update = false;  // reads, update and write of an update in backward
   bool preview = false;           // reads and update of one that nothing writes: it is made again in backward
   bool replay = false;            // makes an update in backward good whose assumption failed

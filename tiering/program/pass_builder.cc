@@ -207,6 +207,12 @@ void PassBuilder::EmitNorm(Edges finals, int64_t step) {
   updates_.StartPending(step, id);
 }
 
+void PassBuilder::EmitUpdateNorms() {
+  updates_.StartNorms();
+  for (const BlockIndex block : plan_.blocks.indices()) ApplyDue(block, UseForNorms(block));
+  updates_.DecideByNorms();
+}
+
 void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool speculates, OpId before) {
   PerBlock<int> uses_left(graph_.blocks.size());
   for (const BlockIndex b : uses_left.indices()) uses_left[b] = plan_.blocks[b].uses;
@@ -248,6 +254,7 @@ void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool spec
   }
   if (call.last) {
     EmitNorm(std::move(finals), step);
+    if (plan_.tensor_norms) EmitUpdateNorms();
   } else {
     ops_.Emit(OpKind::kSummed, Lane::kHost, step).after = std::move(finals);
   }

@@ -55,6 +55,8 @@ class PassBuilder {
   UseIndex UseInBackward(Position position) const {
     return UseIndex(2 * last_position().value() - position.value());
   }
+  // With Plan::tensor_norms, behind backward.
+  UseIndex UseForNorms(BlockIndex block) const { return UseInBackward(first_trained_) + (1 + block.value()); }
 
   // All stages, or in training all but the last, which has only a backward. Returns the last operation that
   // computes, or the batch.
@@ -95,6 +97,8 @@ class PassBuilder {
   OpId EmitBackward(Position position, const Weights& weights, const Edges& wait, int64_t step);
   // The block's gradient is final: spills it if it must, and makes the updates that are made in backward.
   void EmitUpdates(BlockIndex block, const Weights& weights, OpId final_id, int64_t step, bool speculates);
+  // Once more over all that has an update due, for the norms that these updates need.
+  void EmitUpdateNorms();
   // The norm, when `finals` are done.
   void EmitNorm(Edges finals, int64_t step);
 

@@ -90,6 +90,9 @@ void ProgramBuilder::Parts::CountUses(Pass pass) {
       uses.Add(passes.block_at(position));
     }
   }
+  if (pass == Pass::kTrain && plan.tensor_norms) {
+    for (const BlockIndex b : graph.blocks.indices()) uses.Add(b);
+  }
   // What comes after is most often the next forward.
   for (const Position position : passes.positions()) uses.Add(passes.block_at(position));
 }

@@ -27,6 +27,10 @@
 // result and writes it nowhere; before backward comes to their block they are read and updated again, and
 // written. A tile so costs forward one transfer of its state instead of two, and backward two more.
 //
+// Where an update needs the norms of whole parameters (Plan::tensor_norms), no tile is updated in backward. A
+// pass over all blocks follows the norm: it reads what the updates will read, adds up norms, changes nothing,
+// and ends with kTrust, for which the updates wait. So a step reads its state twice.
+//
 // Over several ranks (Plan::world) each reads and updates its part of every block. kAllGather fills in the
 // rest of the run before it computes, kReduceScatter makes the whole run's gradient into this rank's part of
 // the sum over ranks, and kAgree follows a commit: only when every rank has committed a step may any of them

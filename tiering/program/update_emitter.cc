@@ -41,6 +41,13 @@ void UpdateEmitter::EmitDue(BlockIndex block, WeightSlot weight_slot, const PerT
   PerTile<Due>& due = due_[block];
   for (const TileIndex t : due.indices()) {
     if (due[t] == Due::kNothing) continue;
+    if (norms_) {
+      EmitNorms({.at = {.block = block, .tile = t, .weight_slot = weight_slot},
+                 .cause = {.step = pending_step_},
+                 .decided = norm_,
+                 .weights_read = reads[t]});
+      continue;
+    }
     const bool previews = due[t] == Due::kUpdate && Previews(block, t);
     // Whoever used the content before this update is done by the time of the norm, on which it waits.
     Emit({.at = {.block = block, .tile = t, .weight_slot = weight_slot},
@@ -54,6 +61,51 @@ void UpdateEmitter::EmitDue(BlockIndex block, WeightSlot weight_slot, const PerT
     if (previews) ++previewed_;
     due[t] = previews ? Due::kAgain : Due::kNothing;
   }
+}
+
+void UpdateEmitter::EmitNorms(const Update& wanted) {
+  Update of = wanted;
+  TilePlace& at = of.at;
+  PENSTOCK_CHECK(due_[at.block][at.tile] == Due::kUpdate, "norms of an update that is not due");
+  at.tile_slot = slots_.TileSlotFor(at.block, at.tile, /*replays=*/false);
+  const Edges former = slots_.tile_users().Take(at.tile_slot);
+  const OpId state_read = EmitStateRead(of, former);
+  const OpId gradient_read = EmitGradientRead(of, former);
+  const SlotAllocator::Weights& weights = slots_.weights(at.weight_slot);
+  PENSTOCK_CHECK(weights.block == at.block, "norms of weights that are not there");
+  const OpId id = ops_.next_id();
+  Op& norms = EmitPart(of, OpKind::kUpdateNorms, Lane::kUpdate, 0);
+  norms.weight_slot = at.weight_slot;
+  norms.tile_slot = at.tile_slot;
+  norms.gradient_slot = plan_.blocks[at.block].gradient_slot;
+  norms.checks_weights = of.weights_read >= 0;
+  norms.checks_state = state_read >= 0;
+  norms.after = former;
+  AddIf(&norms.after, of.weights_read);
+  AddIf(&norms.after, state_read);
+  AddIf(&norms.after, gradient_read);
+  AddIf(&norms.after, of.decided);
+  if (of.weights_read < 0) AddIf(&norms.after, weights.ready[at.tile]);
+  slots_.tile_users().Add(at.tile_slot, id);
+  // Whoever takes the slot waits for this, too.
+  slots_.WeightsReady(at.weight_slot, at.tile, id);
+  writer_.Checks(at.block, at.tile, id);  // the next read of the tile is for its update
+  if (norms.gradient_slot.valid()) slots_.gradient_users().Add(norms.gradient_slot, id);
+  of_norms_.push_back(id);
+}
+
+void UpdateEmitter::DecideByNorms() {
+  PENSTOCK_CHECK(norms_ && pending_step_ != 0, "norms of no step");
+  norms_ = false;
+  Edges after = TakeAll(&of_norms_);
+  after.push_back(norm_);
+  if (plan_.world > 1) {
+    const OpId exchanged = ops_.next_id();
+    ops_.Emit(OpKind::kExchangeNorms, Lane::kReduceScatter, pending_step_).after = std::move(after);
+    after = {exchanged};
+  }
+  norm_ = ops_.next_id();
+  ops_.Emit(OpKind::kTrust, Lane::kHost, pending_step_).after = std::move(after);
 }
 
 bool UpdateEmitter::Previews(BlockIndex block, TileIndex tile) const {
@@ -135,7 +187,7 @@ OpId UpdateEmitter::EmitStateRead(const Update& update, const Edges& former) {
   read.tile_slot = at.tile_slot;
   read.after = former;
   AddIf(&read.after, writer_.last_write(at.block, at.tile));
-  if (update.cause.again) AddIf(&read.after, writer_.last_check(at.block, at.tile));
+  if (update.cause.again || plan_.tensor_norms) AddIf(&read.after, writer_.last_check(at.block, at.tile));
   if (update.cause.replay) read.after.push_back(update.decided);
   slots_.tile_users().Add(at.tile_slot, id);
   if (block.private_tile_slot[at.tile].valid()) slots_.KeepState(at.tile_slot, at.block, at.tile);
@@ -155,7 +207,7 @@ OpId UpdateEmitter::EmitGradientRead(const Update& update, const Edges& former) 
   read.tile_slot = at.tile_slot;
   read.after = former;
   read.after.push_back(spilled);
-  if (update.cause.again) AddIf(&read.after, writer_.last_check(at.block, at.tile));
+  if (update.cause.again || plan_.tensor_norms) AddIf(&read.after, writer_.last_check(at.block, at.tile));
   if (update.cause.replay) read.after.push_back(update.decided);
   slots_.tile_users().Add(at.tile_slot, id);
   return id;

@@ -41,6 +41,10 @@ class UpdateEmitter {
   // Makes what is due of the block, whose weights are in `weight_slot`. `reads`: of its weights, to be
   // checked by an update; -1: they were in memory.
   void EmitDue(BlockIndex block, WeightSlot weight_slot, const PerTile<OpId>& reads);
+  // Until DecideByNorms, EmitDue appends norms of updates (Plan::tensor_norms), which leave all due, instead.
+  void StartNorms() { norms_ = true; }
+  // The updates of the pending step wait for what these norms, of all ranks, come to.
+  void DecideByNorms();
   // In the forward that is appended, the tiles that the plan previews are.
   void StartPreviews() { previews_ = true; }
   void StopPreviews() { previews_ = false; }
@@ -74,6 +78,8 @@ class UpdateEmitter {
     OpId weights_read = -1;  // to be checked first; -1: they were in memory
   };
   void Emit(const Update& update);
+  // What an update of the tile reads, but neither it nor a write.
+  void EmitNorms(const Update& update);
   // A part of it.
   Op& EmitPart(const Update& update, OpKind kind, Lane lane, int64_t bytes);
   bool Previews(BlockIndex block, TileIndex tile) const;
@@ -91,6 +97,8 @@ class UpdateEmitter {
   PerBlock<PerTile<Due>> due_;
   bool previews_ = false;
   size_t previewed_ = 0;
+  bool norms_ = false;
+  Edges of_norms_;  // those that were appended
   PerBlock<PerTile<int64_t>> versions_;
   int64_t pending_step_ = 0;
   OpId norm_ = -1;

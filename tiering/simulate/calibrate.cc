@@ -90,6 +90,7 @@ void Calibration::CalibrateCpu(Result* result) const {
         backward[span.stage].push_back(work);
         break;
       case OpKind::kUpdate:
+      case OpKind::kUpdateNorms:
         updated += static_cast<double>(span.amount);
         update_seconds += work;
         break;

@@ -33,7 +33,8 @@ double SimLanes::Work(const Op& op) const {
       return plan_.on_nvme && op.durable ? machine_.commit_seconds : 0;
     case Lane::kUpdate:
       return static_cast<double>(UpdateWork(plan_, op)) /
-             (op.kind == OpKind::kUpdate ? machine_.update_parameters_per_s : machine_.verify_bytes_per_s);
+             (op.kind == OpKind::kUpdate || op.kind == OpKind::kUpdateNorms ? machine_.update_parameters_per_s
+                                                                            : machine_.verify_bytes_per_s);
     case Lane::kCompute:
       if (op.kind != OpKind::kUpdateOnDevice) return op.seconds;
       return static_cast<double>(UpdateWork(plan_, op)) / machine_.device_update_parameters_per_s;

@@ -224,8 +224,11 @@ void MeasureDevice(const MachineRequest& request, Machine* machine) {
     machine->model.h2d_bytes_per_s = rates->h2d_bytes_per_s;
     machine->model.d2h_bytes_per_s = rates->d2h_bytes_per_s;
   }
+  // By LAMB no device updates.
   const absl::StatusOr<double> updates =
-      zero::MeasureUpdateRateThere(*request.device, request.format, request.optimizer);
+      zero::NeedsTensorNorms(request.optimizer)
+          ? absl::StatusOr<double>(machine->model.device_update_parameters_per_s)
+          : zero::MeasureUpdateRateThere(*request.device, request.format, request.optimizer);
   if (updates.ok()) machine->model.device_update_parameters_per_s = *updates;
   machine->sources.push_back(absl::StrCat(
       "copies to and from the device, and updates there: ", rates.ok() ? "measured just now" : "assumed: ",

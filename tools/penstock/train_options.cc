@@ -49,6 +49,7 @@ void VisitFlags(Of verb, Options& flags, const Visit& visit) {
   visit("--warmup", flags.warmup);
   visit("--clip", flags.clip);
   visit("--weight-decay", flags.weight_decay);
+  visit("--optimizer", flags.optimizer);
   visit("--optimizer-states", flags.optimizer_states);
   visit("--seed", flags.seed);
   visit("--threads", flags.threads);

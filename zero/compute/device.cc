@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
@@ -66,8 +68,17 @@ void CpuDevice::SquarePartials(DType type, const void* in, size_t n, double* par
 }
 
 void CpuDevice::Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) {
-  for (const kernels::UpdateArrays& each : arrays)
-    std::visit([&](const auto& constants) { kernels::ApplyUpdate(constants, each); }, step);
+  for (const kernels::UpdateArrays& each : arrays) {
+    std::visit(
+        [&](const auto& constants) {
+          if constexpr (std::is_same_v<std::decay_t<decltype(constants)>, kernels::LambStep>) {
+            throw std::logic_error("no device updates by LAMB");
+          } else {
+            kernels::ApplyUpdate(constants, each);
+          }
+        },
+        step);
+  }
 }
 
 absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> CpuDevice::OpenStorage() {

@@ -111,7 +111,7 @@ class Device {
   virtual absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) = 0;
 
   // In the order of compute; errors are thrown as a std::exception. As kernels/float16.h, reduce.h and
-  // optimizer.h; `partials`: a double for each kernels::kReduceBlock elements.
+  // optimizer.h; `partials`: a double for each kernels::kReduceBlock elements. No device updates by LAMB.
   virtual void Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n) = 0;
   virtual void Accumulate(kernels::DType type, const void* in, float* sums, size_t n) = 0;
   virtual void SquarePartials(kernels::DType type, const void* in, size_t n, double* partials) = 0;

@@ -124,6 +124,7 @@ absl::StatusOr<double> MeasureUpdateRate(const TileFormat& format, const Optimiz
   FlatLayout layout;
   layout.elements = elements;
   layout.trained = {{.from = 0, .to = elements}};
+  layout.parameters = {{.name = "measured", .sizes = {elements}, .elements = elements}};
   TileMemory memory;
   memory.elements = elements;
   std::vector<HostBuffer> held;

@@ -1,9 +1,8 @@
 // The optimizers that the engine serves, as one type each for what a user sets and for what one update needs.
 //
-// Every one of them updates an element from that element alone (kernels/optimizer.h), so that a tile may be
-// updated without the rest of its tensor. LAMB is not among them: it scales each update by the norms of the
-// whole tensor, which are known only after every element has been updated, so its tensors would have to be
-// read twice in a step.
+// All but LAMB update an element from that element alone (kernels/optimizer.h), so that a tile may be updated
+// without the rest of its tensor. LAMB scales the updates of a tensor by the norms of the whole tensor and of
+// its whole update: a step reads its state twice, first for the norms (NeedsTensorNorms).
 #ifndef PENSTOCK_ZERO_COMPUTE_OPTIMIZER_H_
 #define PENSTOCK_ZERO_COMPUTE_OPTIMIZER_H_
 
@@ -18,12 +17,12 @@
 
 namespace penstock::zero {
 
-using OptimizerOptions =
-    std::variant<kernels::AdamOptions, kernels::AdagradOptions, kernels::LionOptions, kernels::SgdOptions>;
+using OptimizerOptions = std::variant<kernels::AdamOptions, kernels::AdagradOptions, kernels::LionOptions,
+                                      kernels::SgdOptions, kernels::LambOptions>;
 
 // The constants of one update.
-using OptimizerStep =
-    std::variant<kernels::AdamStep, kernels::AdagradStep, kernels::LionStep, kernels::SgdStep>;
+using OptimizerStep = std::variant<kernels::AdamStep, kernels::AdagradStep, kernels::LionStep,
+                                   kernels::SgdStep, kernels::LambStep>;
 
 // Which states an optimizer keeps for every parameter.
 struct Moments {
@@ -32,8 +31,11 @@ struct Moments {
 };
 Moments MomentsOf(const OptimizerOptions& options);
 
-// What its state is: "adam" (AdamW too), "adagrad", "lion", "sgd" or "sgd with momentum". Part of a run's
-// identity.
+// An update needs the norms of whole parameters and of their updates: LAMB.
+bool NeedsTensorNorms(const OptimizerOptions& options);
+
+// What its state is: "adam" (AdamW too), "adagrad", "lion", "sgd", "sgd with momentum" or "lamb". Part of a
+// run's identity.
 std::string OptimizerName(const OptimizerOptions& options);
 // By that name; empty for another.
 std::optional<Moments> MomentsByName(std::string_view name);
@@ -47,7 +49,7 @@ struct GroupRates {
 };
 
 // Update number `update` (1 for the first) at these rates, with gradients multiplied by `grad_scale`
-// (the clip factor over the loss scale). Betas that a schedule cycles are those of Adam and Lion.
+// (the clip factor over the loss scale). Betas that a schedule cycles are those of Adam, Lion and LAMB.
 OptimizerStep MakeOptimizerStep(const OptimizerOptions& options, const GroupRates& group, int64_t update,
                                 double grad_scale);
 

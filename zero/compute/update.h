@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "kernels/float16.h"
@@ -39,9 +40,21 @@ struct UpdateDecision {
 std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed,
                                              const FlatLayout& layout, int group, const tiering::Tile& tile,
                                              const TileMemory& memory);
-// Updates those of all groups, by the processor in host memory.
+// Updates those of all groups, by the processor in host memory. `trusts`: with LAMB, of each parameter of
+// the layout (TrustOf); empty: 1 for all.
 void UpdateTile(const TileFormat& format, const UpdateDecision& decision, uint64_t seed,
-                const FlatLayout& layout, const tiering::Tile& tile, const TileMemory& memory);
+                const FlatLayout& layout, const tiering::Tile& tile, const TileMemory& memory,
+                std::span<const double> trusts = {});
+
+// With LAMB: adds the squares of what the tile has of each parameter of the layout, and of its update by this
+// decision, to that parameter's norms. Nothing in `memory` is changed: UpdateTile makes the same moments
+// again. The sums over all tiles of a block, in any order and however it is cut, are the same to the bit.
+// Moments are fp32 or bf16.
+void AddTensorNorms(const TileFormat& format, const UpdateDecision& decision, uint64_t seed,
+                    const FlatLayout& layout, const tiering::Tile& tile, const TileMemory& memory,
+                    std::span<kernels::LambNorms> norms);
+// The trust ratio of a parameter of that group, from its norms over all of it.
+double TrustOf(const UpdateDecision& decision, int group, const kernels::LambNorms& norms);
 
 // What is left to do for a block's gradient once its last addend is there: rounds the fp32 `sums` of n
 // elements into `gradient` (null: it holds the gradient already), and squares the result; in one pass

@@ -110,8 +110,9 @@ struct StorageOptions {
 
 // How gradients become new weights.
 struct UpdateOptions {
-  // Adam, AdamW, Adagrad, Lion or SGD with their parameters; lr comes from the schedule, if there is
-  // one. Default: Adam's of DeepSpeed.
+  // Adam, AdamW, Adagrad, Lion, SGD or LAMB with their parameters; lr comes from the schedule, if there is
+  // one. LAMB reads its state twice a step, and the processor makes its updates. Default: Adam's of
+  // DeepSpeed.
   OptimizerOptions algorithm;
   // What its states are kept as: fp32 (the default), bf16, or 8 bit by blocks (kernels/optimizer.h).
   kernels::StateType states = kernels::StateType::kFp32;

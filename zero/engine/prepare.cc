@@ -129,6 +129,12 @@ class Preparation {
     plan_options_.update_order = options_.optimizer.order;
     plan_options_.prefer = options_.optimizer.prefer;
     plan_options_.clips = options_.optimizer.clip > 0;
+    plan_options_.tensor_norms = options_.trains && NeedsTensorNorms(options_.optimizer.algorithm);
+    if (plan_options_.tensor_norms && options_.optimizer.states == kernels::StateType::k8Bit) {
+      return absl::InvalidArgumentError(
+          "LAMB's moments are fp32 or bf16: 8-bit ones of neighbouring parameters share a scale, and LAMB "
+          "updates each parameter by itself");
+    }
     const CheckpointSchedule& checkpoints = options_.storage.checkpoints;
     plan_options_.copies_checkpoints = options_.trains && (checkpoints.every > 0 || checkpoints.on_demand);
     return absl::OkStatus();

@@ -37,6 +37,7 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& arena_v
       options_(options),
       hooks_(std::move(hooks)),
       squares_(plan.blocks.size()),
+      norms_(layouts_),
       drive_(plan, arena_view, lanes,
              {.store = store,
               .inputs = inputs,
@@ -67,6 +68,7 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& arena_v
   rank_options.devices = options_.devices;
   rank_options.device = device_;
   rank_options.now = [this] { return Now(); };
+  rank_options.norms = &norms_;
   ranks_ = std::make_unique<RankLanes>(
       plan_, arena_view_, options_.comm, options_.parts, std::move(rank_options),
       [this] { return OwnTotals(); },
@@ -86,6 +88,11 @@ StepTotals HardwareLanes::OwnTotals() const {
 }
 
 absl::Status HardwareLanes::Decide(const Op& op) {
+  if (op.kind == OpKind::kTrust) {
+    if (const UpdateDecision& decision = DecisionFor(op.step); decision.step == op.step)
+      norms_.Decide(decision);
+    return absl::OkStatus();
+  }
   absl::Status status = hooks_.decide(op);
   if (!status.ok() && ranks_ != nullptr) ranks_->Fail(status);
   return status;
@@ -310,6 +317,8 @@ absl::Status HardwareLanes::Run(const Op& op) {
       return drive_.Verify(op);
     case OpKind::kUpdate:
       return RunUpdate(op);
+    case OpKind::kUpdateNorms:
+      return RunUpdateNorms(op);
     case OpKind::kChecksumTile:
       drive_.ChecksumTile(op);
       return absl::OkStatus();
@@ -346,14 +355,29 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
   RETURN_IF_ERROR(drive_.VerifyBeforeUpdate(op));
   const UpdateDecision& decision = op.speculative_update ? assumed_[op.step & 1] : DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
-  if (op.gradient_slot.valid()) {
-    memory.gradient = arena_view_.GradientOf(op.block, op.tile, op.gradient_slot);
-  } else {
-    RETURN_IF_ERROR(drive_.VerifyGradient(op, memory));
-  }
+  RETURN_IF_ERROR(FindGradient(op, &memory));
+  const std::span<const double> trusts =
+      plan_.tensor_norms ? norms_.trusts(op.block) : std::span<const double>();
   UpdateTile(options_.format, decision, SeedOf(decision, op.block), *layouts_[op.block],
-             arena_view_.InWholeBlock(op.block, tile), memory);
+             arena_view_.InWholeBlock(op.block, tile), memory, trusts);
   if (has_store_ && !op.preview && !plan_.written_at_checkpoint(op.block, op.tile)) drive_.ChecksumTile(op);
+  return absl::OkStatus();
+}
+
+absl::Status HardwareLanes::FindGradient(const Op& op, TileMemory* memory) {
+  if (!op.gradient_slot.valid()) return drive_.VerifyGradient(op, *memory);
+  memory->gradient = arena_view_.GradientOf(op.block, op.tile, op.gradient_slot);
+  return absl::OkStatus();
+}
+
+absl::Status HardwareLanes::RunUpdateNorms(const Op& op) {
+  TileMemory memory = arena_view_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
+  RETURN_IF_ERROR(drive_.VerifyBeforeUpdate(op));
+  const UpdateDecision& decision = DecisionFor(op.step);
+  if (decision.skip) return absl::OkStatus();
+  RETURN_IF_ERROR(FindGradient(op, &memory));
+  norms_.Add(options_.format, decision, SeedOf(decision, op.block), op.block,
+             arena_view_.InWholeBlock(op.block, plan_.blocks[op.block].tiles[op.tile]), memory);
   return absl::OkStatus();
 }
 

@@ -36,6 +36,7 @@
 #include "zero/lanes/device_lanes.h"
 #include "zero/lanes/drive_lanes.h"
 #include "zero/lanes/rank_lanes.h"
+#include "zero/lanes/tensor_norms.h"
 #include "zero/memory/activation_spill.h"
 #include "zero/memory/arena_view.h"
 #include "zero/memory/sums_spill.h"
@@ -91,7 +92,10 @@ class HardwareLanes : public tiering::Lanes {
   std::string PlaceOf(const tiering::Op& op) const;
 
   // What updates go by from now on; set when the norm of their step is known.
-  void set_decision(const UpdateDecision& decision) { decisions_[decision.step & 1] = decision; }
+  void set_decision(const UpdateDecision& decision) {
+    decisions_[decision.step & 1] = decision;
+    norms_.Clear();
+  }
   // What the updates in backward of its step assume; set before the step computes.
   void set_assumption(const UpdateDecision& assumed) { assumed_[assumed.step & 1] = assumed; }
   // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
@@ -138,6 +142,9 @@ class HardwareLanes : public tiering::Lanes {
   bool IsOfCompute(const tiering::Op& op) const;
   absl::Status Run(const tiering::Op& op);  // on a worker
   absl::Status RunUpdate(const tiering::Op& op);
+  absl::Status RunUpdateNorms(const tiering::Op& op);
+  // Checks the gradient of an update, and says where it is.
+  absl::Status FindGradient(const tiering::Op& op, TileMemory* memory);
   absl::Status RunUpdateOnDevice(const tiering::Op& op);
   absl::Status RunRoundGradient(const tiering::Op& op);
   // What compact states of a block are rounded with in an update.
@@ -167,6 +174,7 @@ class HardwareLanes : public tiering::Lanes {
   int64_t failed_step_ = 0;  // from which on nothing is made any more
   bool evaluation_failed_ = false;
   tiering::PerBlock<kernels::SumOfSquares> squares_;
+  TensorNorms norms_;
   tiering::PerPosition<std::vector<bool>> refused_inputs_;  // [micro_batch], by the Compute
   int computes_ = 0;                                        // started and not completed, executor's thread
 

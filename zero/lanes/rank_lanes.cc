@@ -77,6 +77,8 @@ absl::Status RankLanes::Run(const Op& op) {
       return RunReduce(op);
     case OpKind::kExchange:
       return RunExchange(op);
+    case OpKind::kExchangeNorms:
+      return options_.norms->Exchange(*comm_, op.step);
     case OpKind::kAgree:
       return RunAgree(op);
     default:

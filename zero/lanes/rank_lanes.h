@@ -30,6 +30,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/program/op.h"
 #include "zero/lanes/device_lanes.h"
+#include "zero/lanes/tensor_norms.h"
 #include "zero/memory/arena_view.h"
 #include "zero/ranks/comm.h"
 #include "zero/ranks/sharded_state.h"
@@ -61,6 +62,7 @@ class RankLanes {
     Comm* devices = nullptr;
     const DeviceLanes* device = nullptr;
     std::function<double()> now;
+    TensorNorms* norms = nullptr;  // where updates need them (kExchangeNorms)
   };
 
   // Everything passed in outlives this. `comm` is null where nobody is there but what the ranks have kept:

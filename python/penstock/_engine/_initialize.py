@@ -55,7 +55,8 @@ def initialize(
     model: with its values, in host memory; what is on a GPU is taken from there.
     config: a DeepSpeed configuration, as a dictionary or the path of a JSON file. What it gives and the engine does otherwise is a
         warning; what it cannot do is a ValueError. Arguments win over it.
-    optimizer: a new torch.optim.AdamW, Adam, SGD or Adagrad (or a function from parameters to one): its groups and values are taken.
+    optimizer: a new torch.optim.AdamW, Adam, SGD or Adagrad, FusedLamb or another of DeepSpeed's, penstock.optim.LAMB or Lion (or a
+        function from parameters to one): its groups and values are taken.
         Without it, the configuration's; without that, AdamW with torch's defaults. None is needed where no parameter requires a
         gradient: the engine evaluates and generates only.
     model_parameters: parameters, or groups of them, for the configuration's optimizer; the default is all that require gradients.

@@ -13,7 +13,7 @@ from .. import _tensors
 
 # Which values a group may have of its own, step by step; the others are the same for all.
 _BY_GROUP = ("lr", "betas", "weight_decay")
-_FIXED = ("eps", "momentum", "dampening", "nesterov", "lr_decay", "amsgrad", "maximize", "decoupled_weight_decay")
+_FIXED = ("eps", "momentum", "dampening", "nesterov", "lr_decay", "amsgrad", "maximize", "decoupled_weight_decay", "max_coeff", "min_coeff", "bias_correction", "corrects_rate")
 _IGNORED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "maximize", "amsgrad")
 
 
@@ -34,9 +34,11 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
         "DeepSpeedCPUAdagrad": "Adagrad",
         "DeepSpeedCPULion": "Lion",
         "FusedLion": "Lion",
+        "LAMB": "Lamb",
+        "FusedLamb": "Lamb",
     }
     if kind not in names:
-        raise TypeError(f"the engine has no {kind}: it updates by AdamW, Adam, Adagrad, Lion and SGD")
+        raise TypeError(f"the engine has no {kind}: it updates by AdamW, Adam, Adagrad, Lion, SGD and LAMB")
     if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise ValueError(f"this {kind} has made steps already: its states would be lost. Hand over a new one")
     # What one without parameters says is the program's own affair: Trainer makes a group for weight decay and one without.
@@ -49,7 +51,7 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
             raise ValueError(f"{kind} with {option}=True is not served")
     first = groups[0]
     for option in ("bias_correction", "correct_bias"):  # of DeepSpeed's and apex's, and of transformers' old one
-        if any(group.get(option, True) is False for group in groups):
+        if names[kind] != "Lamb" and any(group.get(option, True) is False for group in groups):
             raise ValueError(f"{kind} with {option}=False is not served: Adam's bias is always corrected")
     result: Dict[str, Any] = {"type": names[kind], "lr": _tensors.number(first["lr"], "lr")}
     if "adam_w_mode" in first or hasattr(optimizer, "adam_w_mode"):
@@ -59,6 +61,11 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
         result["type"] = "AdamW"
     if "betas" in first:
         result["beta1"], result["beta2"] = (float(beta) for beta in first["betas"])
+    if names[kind] == "Lamb":
+        # penstock.optim.LAMB goes by the paper, DeepSpeed's by a factor of the rate.
+        result["corrects_rate"] = kind == "FusedLamb" and bool(first.get("corrects_rate", True))
+        result["bias_correction"] = bool(first.get("bias_correction", True))
+        result.update((option, _number(first[option], option, kind)) for option in ("min_coeff", "max_coeff") if option in first)
     for option in ("eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"):
         if option in first:
             result[option] = first[option] if option == "nesterov" else _number(first[option], option, kind)
@@ -83,6 +90,8 @@ def optimizer_of(described: Optional[Dict[str, Any]], parameters: List[Any]) -> 
         options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     if described["type"] == "Lion":
         return _Groups("Lion", parameters, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, **options})
+    if described["type"] == "Lamb":
+        return _lamb_of(parameters, options)
     return getattr(torch.optim, described["type"])(parameters, **options)  # type: ignore[no-any-return]
 
 
@@ -92,6 +101,17 @@ class _Groups(torch.optim.Optimizer):
     def __init__(self, kind: str, parameters: List[Any], defaults: Dict[str, Any]) -> None:
         super().__init__(parameters, defaults)
         self.__class__ = type(kind, (_Groups,), {})
+
+
+def _lamb_of(parameters: List[Any], options: Dict[str, Any]) -> torch.optim.Optimizer:
+    """The groups of a configuration's Lamb: DeepSpeed's, or with ``"corrects_rate": false`` the paper's."""
+    from ..ops.lamb import FusedLamb
+
+    corrects_rate = options.pop("corrects_rate", True)
+    made = FusedLamb(parameters, **options)
+    for group in made.param_groups:
+        group["corrects_rate"] = corrects_rate
+    return made
 
 
 def zeros_change(described: Dict[str, Any], groups: List[Dict[str, Any]]) -> bool:
@@ -106,7 +126,7 @@ def _number(value: Any, option: str, kind: str) -> float:
     except TypeError:
         raise TypeError(
             f"{option} of this {kind} is {value!r}, and must be a number: its groups are another optimizer's (accelerate hands those of Adafactor, or "
-            "of whatever else optim= names, to DeepSpeedCPUAdam). The engine has AdamW, Adam, Adagrad, Lion and SGD: optim='adamw_torch'"
+            "of whatever else optim= names, to DeepSpeedCPUAdam). The engine has AdamW, Adam, Adagrad, Lion, SGD and LAMB: optim='adamw_torch'"
         ) from None
 
 

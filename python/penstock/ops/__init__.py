@@ -1,1 +1,1 @@
-"""DeepSpeed's operators, served by Penstock: ``aio``, ``adam``, ``adagrad``, ``lion``."""
+"""DeepSpeed's operators, served by Penstock: ``aio``, ``adam``, ``adagrad``, ``lamb``, ``lion``."""

@@ -9,6 +9,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -92,9 +93,13 @@ class DriverDevice final : public Device {
   void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) override {
     std::visit(
         [&](const auto& constants) {
-          Enqueue([&](CUstream stream) {
-            return kernels::cuda::ApplyUpdates(constants, arrays.data(), arrays.size(), {}, stream);
-          });
+          if constexpr (std::is_same_v<std::decay_t<decltype(constants)>, kernels::LambStep>) {
+            throw std::logic_error("no device updates by LAMB");
+          } else {
+            Enqueue([&](CUstream stream) {
+              return kernels::cuda::ApplyUpdates(constants, arrays.data(), arrays.size(), {}, stream);
+            });
+          }
         },
         step);
   }

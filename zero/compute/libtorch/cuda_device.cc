@@ -13,6 +13,8 @@
 #include <fstream>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
+#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -268,7 +270,11 @@ class CudaDevice : public Device {
     Use();
     std::visit(
         [&](const auto& constants) {
-          Throw(kernels::cuda::ApplyUpdates(constants, arrays.data(), arrays.size(), {}, ComputeStream()));
+          if constexpr (std::is_same_v<std::decay_t<decltype(constants)>, kernels::LambStep>) {
+            throw std::logic_error("no device updates by LAMB");
+          } else {
+            Throw(kernels::cuda::ApplyUpdates(constants, arrays.data(), arrays.size(), {}, ComputeStream()));
+          }
         },
         step);
   }
