@@ -950,6 +950,16 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Says("What a crash goes back to: the last step, or the last checkpoint", "step")
         .PartOf("durability")
         .At([](auto& c) -> auto& { return c.penstock.durability; }),
+    Choice("resume_ranks", "same|any")
+        .Says(
+            "What a resume makes of a run of another number of ranks, or of one whose part of a rank is "
+            "gone: same refuses it; any goes on with the ranks of now, from the newest of its state and its "
+            "checkpoints",
+            "same")
+        .Flag("--resume-ranks")
+        .Keyword("resume_ranks")
+        .EachStart()
+        .At([](auto& c) -> auto& { return c.penstock.resume_ranks; }),
     Choice("sync", "process|power")
         .Says("What a commit survives: the end of the process, or a loss of power", "process")
         .ByName("sync")
@@ -1147,6 +1157,7 @@ constexpr auto kSections = std::to_array<Section>({
     {"optimizer.params/Adagrad", kAdagrad},
     {"optimizer.params/Lion", kLion},
     {"optimizer.params/SGD", kSgd},
+    {"optimizer.params/Lamb", kLamb},
     {"scheduler", kScheduler},
     {"scheduler.params/LRRangeTest", kLrRangeTest},
     {"scheduler.params/OneCycle", kOneCycle},
@@ -1157,7 +1168,6 @@ constexpr auto kSections = std::to_array<Section>({
     {"bf16", kBf16},
     {"zero_optimization", kZero},
     {"zero_optimization.offload_param", kOffloadParam},
-    {"optimizer.params/Lamb", kLamb},
     {"zero_optimization.offload_optimizer", kOffloadOptimizer},
     {"aio", kAio},
     {"activation_checkpointing", kActivationCheckpointing},

@@ -64,9 +64,9 @@ absl::Status VerifyDeepSpeedCheckpoint(const std::string& path, const std::vecto
 absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, const Layouts& layouts,
                        const zero::EngineOptions& options, bool is_verified);
 
-// Writes the state of an engine of one rank as DeepSpeed's universal checkpoint. what: directory, tag,
-// overwrite, names, groups, lr_scheduler, client, samples, torch_optimizer, has_scheduler. Memory: a tile,
-// and 48 MiB.
+// Writes the state of an engine, which rank 0 of several does, and all of them call, as DeepSpeed's universal
+// checkpoint. what: directory, tag, overwrite, names, groups, lr_scheduler, client, samples, torch_optimizer,
+// has_scheduler. Memory: a tile, and 48 MiB.
 absl::Status ExportRun(zero::Engine& engine, const models::ModelLayout& layout, const nlohmann::json& what);
 
 }  // namespace penstock::python

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -13,6 +14,7 @@ if not dist.is_available():
 
 import trainer  # noqa: E402
 from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
+from torch import nn  # noqa: E402
 
 COMMON = """
 import json, os, signal, sys, warnings
@@ -226,19 +228,6 @@ groups = [{"params": parameters}] if rank == 0 else [{"params": parameters[:3]},
 refused("another groups", grouped, ValueError, optimizer=torch.optim.AdamW(groups, lr=1e-2))
 refused("of one", build(), ValueError, place="of-one")
 
-class Counted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2)])
-        self.out = nn.Linear(8, 1)
-    def forward(self, x, targets):
-        x = nn.functional.one_hot(x % 8, 8).float().flatten(0, 1)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x).square().mean()
-torch.manual_seed(0)
-refused("BatchNorm", Counted(), RuntimeError)
-
 def at_another_rate(engine):
     for number, batch in enumerate(steps):
         if number == 2:
@@ -290,7 +279,6 @@ def test_what_differs_between_ranks_is_refused_on_all_and_errors_of_one_are_told
         assert "clip is 2" in rank["another clip"] and "on rank 1" in rank["another clip"]
         assert "groups.layers.0 " in rank["another groups"] and " is 1 on rank 1 and 0 on rank 0" in rank["another groups"]
         assert "holds a run of one rank, and there are 2" in rank["of one"]
-        assert "running_mean is changed by training" in rank["BatchNorm"]
         assert "learning rate 1.25" in rank["another rate"] and "learning rate 0.25" in rank["another rate"]
         # Told by the exchange, or by the block that had weights that were not whole.
         of_exchange = "rank 0 at reading" in rank["a call of one"] and "rank 1 of 2 is at step 2" in rank["a call of one"]
@@ -298,6 +286,288 @@ def test_what_differs_between_ranks_is_refused_on_all_and_errors_of_one_are_told
     assert "rank 1 of 2 failed: KeyError" in first["a forward that raises"]
     assert second["a forward that raises"] == "KeyError: 'a bad batch'"
     assert "rank 1 of 2 failed: its program ended with ValueError: the data ends early" in first["a program that ends"]
+
+
+class Counted(nn.Module):
+    """Two layers with running statistics, without biases, whose gradients would be rounding errors."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8)) for _ in range(2)])
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x, targets):
+        x = nn.functional.one_hot(x % 8, 8).float().flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x).square().mean()
+
+
+BUFFERS = COMMON + "from test_ranks import Counted\n" + """
+def counted():
+    torch.manual_seed(3 + rank)  # rank 0's values count
+    return Counted()
+
+def statistics(model):
+    return {name: each.double().tolist() for name, each in model.named_buffers()}
+
+steps = batches(5, size=12)
+engine = make(counted(), directory + "/counted")
+losses = []
+seen = []
+for batch in steps[:3]:
+    losses.append(of_all(engine, batch)[0])
+    seen.append(statistics(engine.module))
+tell("losses", losses)
+tell("seen", seen)
+engine.save_checkpoint(directory + "/kept", tag="kept", wait=True)
+engine.close()
+resumed = make(counted(), directory + "/counted", resume=True)
+tell("resumed", [of_all(resumed, batch)[0] for batch in steps[3:]])
+tell("last", statistics(resumed.module))
+resumed.module.eval()
+with torch.no_grad():
+    tell("evaluated", resumed.module(**steps[0]).item())
+resumed.close()
+
+summed = make(counted(), directory + "/summed", gradient_accumulation_steps=2)
+for batch in steps[:2]:
+    mine = own(batch)
+    for part in (slice(0, 3), slice(3, 6)):
+        step(summed, {name: value[part] for name, value in mine.items()})
+tell("summed", statistics(summed.module))
+summed.close()
+"""
+
+
+def with_statistics_of_rank_0(steps):
+    """Losses, buffers after each step and what evaluation gives: each half has statistics of its own, and the first half's go on."""
+    torch.manual_seed(3)
+    model = Counted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, seen = [], []
+    for batch in steps:
+        before = {name: each.clone() for name, each in model.named_buffers()}
+        first, second = ({name: value[at : at + 6] for name, value in batch.items()} for at in (0, 6))
+        optimizer.zero_grad()
+        loss = model(**first) / 2
+        loss.backward()
+        after = {name: each.clone() for name, each in model.named_buffers()}
+        for name, each in model.named_buffers():
+            each.copy_(before[name])
+        other = model(**second) / 2
+        other.backward()
+        for name, each in model.named_buffers():
+            each.copy_(after[name])
+        loss = loss + other
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        seen.append(after)
+    model.eval()
+    with torch.no_grad():
+        return losses, seen, model(**steps[0]).item()
+
+
+def test_buffers_that_change_are_those_of_rank_0_on_all(directory, on_ranks):
+    first, second = told(on_ranks(BUFFERS, 2, directory))
+    assert first == second
+    losses, seen, evaluated = with_statistics_of_rank_0(batches(5, size=12))
+    assert first["losses"] + first["resumed"] == pytest.approx(losses, rel=2e-5)
+    for found, expected in zip(first["seen"] + [first["last"]], seen[:3] + seen[-1:]):
+        for name, value in expected.items():
+            assert torch.allclose(torch.tensor(found[name], dtype=torch.float64), value.double(), rtol=1e-3, atol=2e-4), name
+    assert first["evaluated"] == pytest.approx(evaluated, rel=1e-2)
+    assert first["summed"]["layers.0.1.num_batches_tracked"] == 4
+    # One process goes on with them.
+    alone = make(Counted(), directory / "alone")
+    alone.load_checkpoint(directory / "kept", "kept")
+    alone.module(**{name: value[:6] for name, value in batches(5, size=12)[3].items()})
+    buffers = dict(alone.module.named_buffers())
+    assert torch.allclose(buffers["layers.0.1.running_mean"], seen[3]["layers.0.1.running_mean"], rtol=1e-3, atol=2e-4)
+    alone.close()
+
+
+EVALUATES = COMMON + """
+model = build(seed=7 + rank)
+for parameter in model.parameters():
+    parameter.requires_grad_(False)
+engine = penstock.initialize(model=model, state_dir=directory + "/weights")[0]
+model.eval()
+steps = batches(4, size=4)
+with torch.no_grad():
+    tell("losses", [model(**batch).item() for batch in steps[2 * rank : 2 * rank + 2]])
+tell("state", {name: value.double().sum().item() for name, value in model.state_dict().items()})
+engine.close()
+again = build(seed=9)
+for parameter in again.parameters():
+    parameter.requires_grad_(False)
+engine = penstock.initialize(model=again, state_dir=directory + "/weights", resume=True)[0]
+again.eval()
+with torch.no_grad():
+    tell("again", again(**steps[2 * rank]).item())
+engine.close()
+"""
+
+
+def test_ranks_that_only_evaluate_have_the_values_of_rank_0_and_batches_of_their_own(directory, on_ranks):
+    found = told(on_ranks(EVALUATES, 2, directory))
+    model = net(seed=7).eval()
+    steps = batches(4, size=4)
+    with torch.no_grad():
+        expected = [model(**batch).item() for batch in steps]
+    for rank, of_rank in enumerate(found):
+        assert of_rank["losses"] == pytest.approx(expected[2 * rank : 2 * rank + 2], rel=1e-6)
+        assert of_rank["again"] == pytest.approx(expected[2 * rank], rel=1e-6)
+        assert of_rank["state"] == found[0]["state"]
+
+
+ADAPTERS = COMMON + """
+import peft
+def adapted():
+    torch.manual_seed(5 + rank)
+    model = peft.get_peft_model(Net(), peft.LoraConfig(r=4, lora_alpha=8, target_modules=["up"], init_lora_weights=False))
+    return model
+model = adapted()
+trained = [each for each in model.parameters() if each.requires_grad]
+engine = penstock.initialize(model=model, optimizer=torch.optim.AdamW(trained, lr=1e-2), gradient_clipping=1.0, state_dir=directory + "/lora")[0]
+steps = batches(5, size=12)
+tell("losses", [of_all(engine, batch)[0] for batch in steps[:3]])
+state = peft.get_peft_model_state_dict(model)
+tell("adapters", {name: value.double().sum().item() for name, value in state.items()})
+engine.save_checkpoint(directory + "/kept", tag="kept", wait=True)
+tell("after", [of_all(engine, batch)[0] for batch in steps[3:]])
+engine.close()
+loaded_model = adapted()
+trained = [each for each in loaded_model.parameters() if each.requires_grad]
+loaded = penstock.initialize(
+    model=loaded_model, optimizer=torch.optim.AdamW(trained, lr=1e-2), gradient_clipping=1.0, state_dir=directory + "/loaded"
+)[0]
+loaded.load_checkpoint(directory + "/kept", "kept")
+tell("loaded", [of_all(loaded, batch)[0] for batch in steps[3:]])
+loaded.close()
+"""
+
+
+def test_adapters_train_over_several_ranks_as_in_one_process(directory, on_ranks):
+    peft = pytest.importorskip("peft")
+    first, second = told(on_ranks(ADAPTERS, 2, directory))
+    assert first == second
+    torch.manual_seed(5)
+    from engine_models import Net
+
+    model = peft.get_peft_model(Net(), peft.LoraConfig(r=4, lora_alpha=8, target_modules=["up"], init_lora_weights=False))
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    expected, sums = [], {}
+    for number, batch in enumerate(batches(5, size=12)):
+        if number == 3:
+            sums = {name: value.double().sum().item() for name, value in peft.get_peft_model_state_dict(model).items()}
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        expected.append(loss.item())
+    assert first["losses"] + first["after"] == pytest.approx(expected, rel=5e-6)
+    assert first["loaded"] == first["after"]
+    assert first["adapters"] == pytest.approx(sums, abs=1e-4)
+
+
+EXPORTS = COMMON + """
+engine = make(build(), directory + "/state")
+steps = batches(4, size=12)
+for batch in steps[:2]:
+    of_all(engine, batch)
+engine.save_checkpoint(directory + "/kept", tag="kept", wait=True)
+tell("path", engine.export_checkpoint(directory + "/universal"))
+try:
+    engine.export_checkpoint(directory + "/universal")
+except FileExistsError as error:
+    tell("again", str(error))
+try:
+    engine.export_checkpoint(directory + "/refuses/a-file/below")
+except (OSError, RuntimeError) as error:
+    tell("refused", str(error))
+tell("goes on", [of_all(engine, batch)[0] for batch in steps[2:]])
+engine.close()
+"""
+
+
+def test_several_ranks_export_what_one_process_does(directory, on_ranks):
+    (directory / "refuses").mkdir()
+    (directory / "refuses" / "a-file").write_text("")
+    first, second = told(on_ranks(EXPORTS, 2, directory))
+    assert first == second
+    assert "overwrite=True" in first["again"] and "cannot be made: Not a directory" in first["refused"]
+    alone = make(net(), directory / "alone")
+    alone.load_checkpoint(directory / "kept", "kept")
+    alone.module.eval()
+    with torch.no_grad():
+        alone.module(**batches(1, size=12)[0])
+    expected = alone.export_checkpoint(directory / "expected")
+    alone.close()
+    files = sorted(os.path.relpath(os.path.join(at, name), expected) for at, _, names in os.walk(expected) for name in names)
+    assert files == sorted(os.path.relpath(os.path.join(at, name), first["path"]) for at, _, names in os.walk(first["path"]) for name in names)
+    compared = 0
+    for name in files:
+        if os.path.basename(name) not in ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"):
+            continue
+        one, two = (torch.load(os.path.join(path, name), weights_only=False) for path in (expected, first["path"]))
+        one, two = (each["param"] if isinstance(each, dict) else each for each in (one, two))
+        assert torch.equal(one, two), name
+        compared += 1
+    assert compared == 3 * len(list(net().parameters()))
+    plain, _ = plain_losses(net(), all_names(net()), [[batch] for batch in batches(4, size=12)])
+    assert first["goes on"] == pytest.approx(plain[2:], rel=5e-6)
+
+
+GOES_ON = COMMON + """
+begin, end = int(os.environ["BEGIN"]), int(os.environ["END"])
+options = json.loads(os.environ["OPTIONS"])
+engine = make(build(seed=rank), directory + "/state", resume="auto", resume_ranks="any", **options)
+steps = batches(9, size=12)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    losses = []
+    for number in range(begin, end):
+        losses.append(of_all(engine, steps[number])[0])
+        if number == 1:
+            engine.save_checkpoint(directory + "/kept", tag="kept", wait=True)
+    tell("losses", losses)
+tell("step", engine.global_steps)
+tell("told", [str(each.message) for each in caught if "going on with" in str(each.message)])
+engine.close()
+"""
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_where_it_is_told_so(directory, on_ranks, monkeypatch):
+    steps = batches(9, size=12)
+    plain, _ = plain_losses(net(), all_names(net()), [[batch] for batch in steps])
+
+    def run(ranks, begin, end, **options):
+        for name, value in (("BEGIN", begin), ("END", end), ("OPTIONS", json.dumps(options))):
+            monkeypatch.setenv(name, str(value))
+        found = told(on_ranks(GOES_ON, ranks, directory))
+        for of_rank in found:
+            assert of_rank["losses"] == pytest.approx(plain[begin:end], rel=5e-6), (ranks, begin)
+            assert of_rank["step"] == end
+        return found[0]["told"]
+
+    assert run(2, 0, 3) == []
+    told_of = run(3, 3, 5)  # more, from the state itself
+    assert len(told_of) == 1 and "held a run of 2 ranks: going on with 3" in told_of[0] and "step 3" in told_of[0]
+    assert sorted(os.listdir(directory / "state")) == ["rank-0", "rank-1", "rank-2"]
+    assert "3 ranks: going on with 1" in run(1, 5, 6)[0]  # one
+    assert not [name for name in os.listdir(directory / "state") if name.startswith(("rank-", ".penstock.of-", ".penstock.dropped-"))]
+    assert "one rank: going on with 2" in run(2, 6, 7)[0]
+    # A host is gone with its drive, and another comes: the newest checkpoint it is.
+    shutil.rmtree(directory / "state" / "rank-1")
+    assert "step 2" in run(2, 2, 4)[0]
+    shutil.rmtree(directory / "state" / "rank-0")
+    assert "step 2" in run(3, 2, 3)[0]
+    with pytest.raises(ValueError, match='holds a run of 3 ranks, and there is one.*resume_ranks="any" goes on here'):
+        step(make(net(), directory / "state", resume=True), steps[0])
 
 
 def test_trainer_under_torchrun(directory):

@@ -186,9 +186,10 @@ class Engine {
   absl::Status ReadState(std::string_view parameter, StateKind kind, std::span<float> to);
   absl::Status WriteState(std::string_view parameter, StateKind kind, const TensorView& value);
   // All of it, range by range: elements [first, first + elements) of a block's run (zero/compute/
-  // flat_layout.h), as fp32 masters and both moments, for as long as `use` runs. Best in ascending order. Of
-  // one rank. Memory: a tile's. The range may be read on another thread, one call at a time, while `use`
-  // waits.
+  // flat_layout.h), as fp32 masters and both moments, for as long as `use` runs. Best in ascending order.
+  // Memory: a tile's. The range may be read on another thread, one call at a time, while `use` waits. Over
+  // several ranks each of them calls it; `use` runs on rank 0, which gets all of a range, and its status is
+  // returned on all. What is read there is held in memory on all.
   using ReadRange = std::function<absl::Status(int block, int64_t first, int64_t elements, float* master,
                                                float* m, float* v)>;
   absl::Status ReadRanges(const std::function<absl::Status(const ReadRange&)>& use);

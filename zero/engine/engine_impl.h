@@ -210,6 +210,8 @@ class Engine::Impl {
   swap::CheckpointSource SourceOf(int64_t step);
 
   ParameterAccess Access() const;  // engine_parameters.cc
+  absl::Status ReadRangesOfAll(ParameterAccess& access,
+                               const std::function<absl::Status(const ReadRange&)>& use);
 
   // Another plan (engine_replan.cc).
   // Of the run that Close has left, at that commit.

@@ -1,3 +1,5 @@
+#include <array>
+#include <functional>
 #include <string>
 #include <string_view>
 
@@ -50,10 +52,52 @@ absl::Status Engine::Impl::ReadRanges(const std::function<absl::Status(const Rea
   RETURN_IF_ERROR(BroadcastError(Flush()));
   ParameterAccess access = Access();
   TensorPool* const tensors = TensorMemory::Here();  // on whatever thread it is read
+  if (options_.comm != nullptr) return ReadRangesOfAll(access, use);
   return use([&](int block, int64_t first, int64_t elements, float* master, float* m, float* v) {
     const TensorScope scope(tensors);
     return access.ReadRange(tiering::BlockIndex(block), first, elements, {master, m, v});
   });
+}
+
+// Rank 0 says which range comes next, and the others read it with it: {block, first, elements}, or block -1
+// when `use` has ended.
+absl::Status Engine::Impl::ReadRangesOfAll(ParameterAccess& access,
+                                           const std::function<absl::Status(const ReadRange&)>& use) {
+  using Range = std::array<int64_t, 3>;
+  Comm& comm = *options_.comm;
+  std::vector<Range> all(static_cast<size_t>(comm.world()));
+  const auto next = [&](const Range& mine) -> absl::StatusOr<Range> {
+    all[static_cast<size_t>(comm.rank())] = mine;
+    RETURN_IF_ERROR(comm.AllGather(Channel::kSetup, {.name = "a range of state"}, all.data(), sizeof(Range)));
+    return all.front();
+  };
+  constexpr Range kEnd = {-1, 0, 0};
+  if (comm.rank() == 0) {
+    TensorPool* const tensors = TensorMemory::Here();
+    absl::Status status =
+        use([&](int block, int64_t first, int64_t elements, float* master, float* m, float* v) {
+          const TensorScope scope(tensors);
+          RETURN_IF_ERROR(next({block, first, elements}).status());
+          return access.ReadRange(tiering::BlockIndex(block), first, elements, {master, m, v});
+        });
+    RETURN_IF_ERROR(next(kEnd).status());
+    return AgreeOnStatus(comm, Channel::kSetup, status);
+  }
+  std::vector<float> values;
+  for (;;) {
+    ASSIGN_OR_RETURN(const Range range, next(kEnd));
+    const auto [block, first, elements] = range;
+    if (block < 0) return AgreeOnStatus(comm, Channel::kSetup, absl::OkStatus());
+    const auto blocks = static_cast<int64_t>(plan_.graph.blocks.size());
+    constexpr int64_t kMost = int64_t{1} << 28;  // elements, of any range that is asked for
+    if (block >= blocks || first < 0 || elements <= 0 || elements > kMost)
+      return BroadcastError(absl::DataLossError("rank 0 asks for a range of state that there is not"));
+    const auto n = static_cast<size_t>(elements);
+    values.resize(3 * n);
+    // What went wrong is everybody's, and rank 0 ends.
+    (void)access.ReadRange(tiering::BlockIndex(static_cast<int>(block)), first, elements,
+                           {values.data(), values.data() + n, values.data() + 2 * n});
+  }
 }
 
 absl::Status Engine::Impl::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {

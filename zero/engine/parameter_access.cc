@@ -248,11 +248,25 @@ absl::Status ParameterAccess::ReadRange(tiering::BlockIndex block, int64_t first
                                         const std::array<float*, 3>& to) {
   constexpr StateKind kKinds[] = {StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment};
   for (const StateKind kind : kKinds) RETURN_IF_ERROR(CheckKept(kind));
-  if (comm_ != nullptr) return absl::FailedPreconditionError("a range of state is read of one rank's run");
   Parameter range;
   range.offset = first;
   range.elements = elements;
-  return ForEachTile({block, &range},
+  const Found found{block, &range};
+  HostBuffer exchanged;
+  absl::Status status;
+  if (comm_ != nullptr) status = Take(kSharedAtOnce * kWidth, kWhat, &exchanged);
+  if (status.ok()) status = ReadOwnRange(found, to);
+  if (comm_ == nullptr) return status;
+  RETURN_IF_ERROR(OfAll(status));
+  for (float* const values : to)
+    RETURN_IF_ERROR(Share(found, reinterpret_cast<float*>(exchanged.data()), values));
+  return absl::OkStatus();
+}
+
+absl::Status ParameterAccess::ReadOwnRange(const Found& found, const std::array<float*, 3>& to) {
+  constexpr StateKind kKinds[] = {StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment};
+  const tiering::BlockIndex block = found.block;
+  return ForEachTile(found,
                      [&](tiering::TileIndex tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
                        if (block != kept_block_ || tile != kept_tile_) {
                          kept_block_ = {};

@@ -58,8 +58,9 @@ class ParameterAccess {
   // kNotFound: no such parameter (says which name is nearest). kFailedPrecondition: the optimizer has no such
   // state. Memory: one tile's.
   absl::Status Read(std::string_view name, StateKind kind, const Place& place);
-  // Elements [first, first + elements) of a block's run: masters and both moments, each to its place. Of one
-  // rank. Best asked for in ascending order: the tile that was read last is kept. Memory: one tile's.
+  // Elements [first, first + elements) of a block's run: masters and both moments, each to its place. Every
+  // rank calls it, for the same range, and gets all of it. Best asked for in ascending order: the tile that
+  // was read last is kept. Memory: one tile's.
   absl::Status ReadRange(tiering::BlockIndex block, int64_t first, int64_t elements,
                          const std::array<float*, 3>& to);
   // `gradient_checksum(block, tile)`: of the part of a gradient that waits on the drive. Values are divided
@@ -111,6 +112,8 @@ class ParameterAccess {
   absl::StatusOr<float*> ReadParts(
       const Found& found, const Place& place,
       const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, float*)>& read) const;
+  // What this rank has of a range.
+  absl::Status ReadOwnRange(const Found& found, const std::array<float*, 3>& to);
   // Fills in the other ranks' parts of a parameter's values, by way of `gathered`.
   absl::Status Share(const Found& found, float* gathered, float* values) const;
   absl::Status CheckShape(const Found& found, std::string_view name, const TensorView& value) const;

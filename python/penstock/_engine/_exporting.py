@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import warnings
-from typing import Optional
+from typing import List, Optional
 
 from .._buffers import truth
 from .._small_files import exists
@@ -45,13 +45,11 @@ class Exporting:
         it will be one of torch's own (an optimizer handed to deepspeed.initialize, or ``"torch_adam": true``), which counts steps in a
         tensor; default: as in the checkpoint that was loaded, else whether the configuration says so or an optimizer was handed over.
         overwrite: a universal checkpoint of that tag may be replaced: the old one stands until the new one is whole. Memory: a tile, and
-        48 MiB. Of one rank, between steps.
+        48 MiB. Between steps. Over several ranks all of them call it, and the first one writes.
         """
         if self._run.ready().is_open:
             raise RuntimeError("a step is open: the state is written between step() and the next forward")
         self._copy.wait_for_checkpoint()
-        if self._run.ranks.world > 1:
-            raise ValueError("several ranks do not export: save_checkpoint, load that with one process, and export there")
         deepspeeds.check_served(self._given.parameters(), self._given.groups(), self._given.described)
         if self._record.steps == self._record.skipped_steps:
             raise ValueError("no step has changed the weights yet: there are no moments to export")
@@ -60,7 +58,9 @@ class Exporting:
         if not checkpoint_names.is_tag(tag) or checkpoint_names.is_own(tag):
             raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot, that no checkpoint of save_checkpoint has")
         path = os.path.join(os.fspath(save_dir), tag)
-        if exists(path, follow=False) and not overwrite:
+        there: List[str] = []
+        self._run.ranks.on_first("whether the checkpoint is there", lambda: there.extend(["y"] if exists(path, follow=False) else []))
+        if self._run.ranks.texts("whether the checkpoint is there", "".join(there))[0] and not overwrite:
             raise FileExistsError(errno.EEXIST, "a checkpoint is there already: overwrite=True replaces it", path)
         mapped = {name: theirs for name, theirs in deepspeeds.names_of(names).items() if name not in persistent_buffers(self._given.module)}
         known = [name for name, _ in self._given.parameters()]

@@ -45,6 +45,7 @@ class Record:
         self.steps = 0  # of the run, as far as this process knows
         self.skipped_steps = 0
         self.watched: Optional[Dict[str, Any]] = None  # what monitors get of the last step
+        self.checkpoints = ""  # the directory of the last one that was saved
         self._samples_before = 0  # this process
         self._written_before = 0  # likewise: bytes, by all ranks
         self._written_here = 0
@@ -111,6 +112,8 @@ class Record:
             "samples": self.samples,
             "written": self.written_bytes(),
         }
+        if self.checkpoints:
+            kept["checkpoints"] = self.checkpoints
         if self._partly_written:
             kept["partly_written"] = True
         if self._given.scheduler is not None:
@@ -143,12 +146,34 @@ class Record:
                 self._told_of_buffers = True
                 warnings.warn(f"{size} bytes of buffers change: too much for every commit; save model.state_dict() yourself", stacklevel=2)
             return {}
-        if changed and self._run.ranks.world > 1:
-            raise RuntimeError(
-                f"{next(iter(changed))} is changed by training, as BatchNorm's statistics are: ranks would change it each in its own way. "
-                "Train with one process, or use a layer without (LayerNorm, GroupNorm, BatchNorm with track_running_stats=False)"
-            )
         return changed
+
+    def share_buffers(self) -> None:
+        """Rank 0's persistent buffers that training changes become those of all ranks, as DistributedDataParallel's with the next forward.
+
+        A batch is normalized by its own rank's statistics, as there and in DeepSpeed. RuntimeError on all ranks: buffers of other shapes or types.
+        """
+        ranks, buffers = self._run.ranks, self._run.buffers
+        if ranks.world == 1 or not buffers:
+            return
+        mine = {name: [list(each.shape), str(each.dtype)] for name, each in self.changed_buffers().items()} if ranks.rank == 0 else {}
+        shared = json.loads(ranks.texts("which buffers change", json.dumps(mine))[0])
+        failure = ""
+        for name, (shape, dtype) in shared.items():
+            buffer = buffers[name][0]._buffers[buffers[name][1]]
+            found = "none" if buffer is None else f"{list(buffer.shape)} {buffer.dtype}"
+            if found != f"{shape} {dtype}":
+                failure = f"{name} is {found} on rank {ranks.rank} and {shape} {dtype} on rank 0: buffers that training changes are alike on all ranks"
+        told = next((text for text in ranks.texts("whether buffers are alike", failure) if text), "")
+        if told:
+            raise RuntimeError(told)
+        for name in shared:
+            buffer = buffers[name][0]._buffers[buffers[name][1]]
+            with torch.no_grad():
+                value = buffer.detach().cpu().contiguous()  # type: ignore[union-attr]
+                ranks.share(value)
+                if ranks.rank > 0:
+                    buffer.copy_(value)  # type: ignore[union-attr]
 
     def restore(self, where: str, takes_scheduler: bool) -> None:
         """Takes over the record of the commit that the run begins with. where: its place, for errors. RuntimeError: the commit mixes two states."""
@@ -169,6 +194,7 @@ class Record:
         self.watched = kept.get("watched")
         self._samples_before = kept.get("samples", 0)
         self._written_before = kept.get("written", 0)
+        self.checkpoints = kept.get("checkpoints", "")
         given = kept.get("given")
         if takes_scheduler and self._given.scheduler is not None and kept.get("scheduler") is not None and same_scheduler(given, self.identity):
             self._given.scheduler.load_state_dict(kept["scheduler"])
