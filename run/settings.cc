@@ -1203,6 +1203,7 @@ std::vector<std::string_view> SectionPaths() {
 std::span<const Setting> SettingsWithoutKeys() { return kNoKeys; }
 
 const Setting* FindKey(std::string_view path) {
+  const Setting* other = nullptr;
   for (const Section& section : kSections) {
     // The parameters of every optimizer, and of every schedule, are in one place.
     std::string_view place = section.path.substr(0, section.path.find('/'));
@@ -1213,10 +1214,12 @@ const Setting* FindKey(std::string_view path) {
       place = path;
     }
     for (const Setting& setting : section.keys) {
-      if (setting.name == place && setting.canonical.empty()) return &setting;
+      if (setting.name != place || !setting.canonical.empty()) continue;
+      if (setting.use == KeyUse::kServed) return &setting;
+      if (other == nullptr) other = &setting;
     }
   }
-  return nullptr;
+  return other;
 }
 
 namespace {

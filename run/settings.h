@@ -176,7 +176,7 @@ std::span<const Setting> SettingsWithoutKeys();
 std::string PathOf(std::string_view section, const Setting& setting);
 
 // The row of a canonical path; null: there is none. Of a parameter of several optimizers or schedules it is
-// the first one's.
+// that of the first one that serves it.
 const Setting* FindKey(std::string_view path);
 
 // The row of a flag ("--clip"), or of a keyword, and its canonical path, "" where configurations do not have

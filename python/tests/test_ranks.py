@@ -276,7 +276,7 @@ def test_what_differs_between_ranks_is_refused_on_all_and_errors_of_one_are_told
     for rank in (first, second):
         assert "rank 1 of 2 has another model than rank 0: parameter embed.weight: (50, 16)" in rank["another model"]
         assert "norm.weight: (32,) torch.float32, frozen there" in rank["another frozen"]
-        assert "clip is 2" in rank["another clip"] and "on rank 1" in rank["another clip"]
+        assert "gradient_clipping is 2" in rank["another clip"] and "on rank 1" in rank["another clip"]
         assert "groups.layers.0 " in rank["another groups"] and " is 1 on rank 1 and 0 on rank 0" in rank["another groups"]
         assert "holds a run of one rank, and there are 2" in rank["of one"]
         assert "learning rate 1.25" in rank["another rate"] and "learning rate 0.25" in rank["another rate"]
