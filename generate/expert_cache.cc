@@ -24,7 +24,9 @@ ExpertCache::ExpertCache(WeightSource* source, aio::Engine* engine, std::span<st
       place_bytes_(source->largest_expert_bytes()),
       use_(layers, experts),
       places_(memory.size() / place_bytes_),
-      place_of_(static_cast<size_t>(layers * experts), -1) {
+      place_of_(static_cast<size_t>(layers * experts), -1),
+      all_(static_cast<size_t>(std::count_if(source->experts().begin(), source->experts().end(),
+                                             [](const WeightUnit& expert) { return expert.bytes > 0; }))) {
   PENSTOCK_CHECK(places_.size() >= kLeastPlaces, "experts have the places that were planned for them");
   for (Place& place : places_) place.read = std::make_unique<ExpertRead>();
 }
@@ -73,7 +75,15 @@ absl::Status ExpertCache::StartRead(size_t number, size_t expert, aio::Priority 
 absl::Status ExpertCache::Arrive(size_t number) {
   Place& place = places_[number];
   const double begin = Now();
-  RETURN_IF_ERROR(source_.FinishExpert(place.read.get()));
+  if (absl::Status read = source_.FinishExpert(place.read.get()); !read.ok()) {
+    if (place.wanted) return read;
+    // Nothing asks for it, and who does reads it again.
+    if (place.expected) --expected_;
+    place_of_[place.expert] = -1;
+    --held_;
+    place = {.read = std::move(place.read)};
+    return absl::OkStatus();
+  }
   place.state = State::kThere;
   if (place.wanted) (place.guessed ? stats_.guess_wait_seconds : stats_.wait_seconds) += Now() - begin;
   return absl::OkStatus();

@@ -14,7 +14,7 @@
 // guessed while the reads of wrong guesses are more than a share of all.
 //
 // Memory: places of one size, the largest expert's. Threads: one; the engine's own do the transfers. Errors:
-// of the read that failed; after one only destruction is left.
+// of the read that failed; after one only destruction is left. A guess that cannot be read is none.
 #ifndef PENSTOCK_GENERATE_EXPERT_CACHE_H_
 #define PENSTOCK_GENERATE_EXPERT_CACHE_H_
 
@@ -78,7 +78,7 @@ class ExpertCache {
 
   size_t places() const { return places_.size(); }
   // Whether every expert is in memory, or on its way there: then there is nothing to guess.
-  bool has_all() const { return held_ == place_of_.size(); }
+  bool has_all() const { return held_ == all_; }
   const ExpertStats& stats() const { return stats_; }
 
  private:
@@ -124,6 +124,7 @@ class ExpertCache {
   std::deque<size_t> coming_;      // on their way, in the order in which their reads began
   std::deque<size_t> missing_;     // numbers of experts without a place
   std::deque<size_t> guesses_;     // numbers of experts that are guessed and have no place
+  const size_t all_;               // experts that there are: some layers may have none
   size_t held_ = 0;                // experts that have a place
   size_t expected_ = 0;            // places that are
   size_t left_ = 0;

@@ -525,6 +525,7 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   keys.Whole("num_key_value_heads", &c.key_heads);
   if (keys.status().ok() && c.heads < 1) keys.Wrong("num_attention_heads", "not 1 or more");
   RETURN_IF_ERROR(keys.status());
+  RETURN_IF_ERROR(CheckSize("num_hidden_layers", c.layers, 10'000));
   c.depth = defaults->depth > 0 ? defaults->depth : c.width / c.heads;
   keys.Whole("head_dim", &c.depth);
   c.positions = defaults->positions;

@@ -172,7 +172,13 @@ void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, Mod
   double clip = 0;
   keys->Number("clip_qkv", &clip);
   if (keys->Find("clip_qkv") != nullptr) keys->Wrong("clip_qkv", "which is not computed");
-  ReadLayers(*spelling, layers, keys, mixture);
+  // Each expert has parameters by name.
+  if (layers > 0 && layers <= 10'000 && layers * mixture->experts > 1 << 20) {
+    keys->Fail(absl::StrCat("model: ", layers, " layers of ", mixture->experts,
+                            " experts: more than 1048576 experts in all are not served"));
+    return;
+  }
+  if (layers <= 10'000) ReadLayers(*spelling, layers, keys, mixture);
 }
 
 void WriteMixture(std::string_view model_type, const MixtureConfig& mixture, nlohmann::ordered_json* json) {
