@@ -2,8 +2,12 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
+#include <string>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "run/given_values.h"
 #include "run/optimizer_options.h"
 #include "run/settings.h"
@@ -28,7 +32,19 @@ void NoteConfig(const run::Config& config, const run::RecordedOptions& recorded)
 absl::Status TakeFlags(const TrainOptions& flags, run::Config* config) {
   run::GivenValues given = GivenFlags(flags);
   given.erase("--state-dir");  // whose weights are apart
-  return run::TakeGiven(given, config);
+  const std::optional<run::OptimizerType> of_file = config->optimizer.type;
+  RETURN_IF_ERROR(run::TakeGiven(given, config));
+  if (!flags.optimizer.has_value()) return absl::OkStatus();
+  // The parameters of a file are its own optimizer's.
+  if (of_file.has_value() && of_file != config->optimizer.type) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--optimizer ", *flags.optimizer, ": --config has the parameters of ",
+                     std::string(run::Name(*of_file)), "; leave the flag or the file's optimizer out"));
+  }
+  // DeepSpeed's "Adam" is AdamW unless its file says otherwise; who names a flag means what it says.
+  if (!of_file.has_value() && config->optimizer.type == run::OptimizerType::kAdam)
+    config->optimizer.adam_w_mode = false;
+  return absl::OkStatus();
 }
 
 void FillRemoved(const run::ParsedConfig& parsed, const run::RecordedOptions& recorded, int64_t steps,
@@ -36,8 +52,12 @@ void FillRemoved(const run::ParsedConfig& parsed, const run::RecordedOptions& re
   if (!parsed.deepspeeds) return;  // the program's own defaults
   run::Config filled = *config;
   run::FillDefaults(parsed.autos, steps, std::max<int64_t>(1, DefaultWarmup(steps)), &filled);
+  // Batch sizes follow from each other and from the number of ranks (ResolveBatchSizes).
+  const std::set<std::string> others = {"train_batch", "batch", "accumulate"};
   run::CopyRecorded(
-      filled, [&recorded](const std::string& name) { return recorded.Removed(name.c_str()); }, config);
+      filled,
+      [&](const std::string& name) { return !others.contains(name) && recorded.Removed(name.c_str()); },
+      config);
 }
 
 void FillFromDeepSpeed(const TrainOptions& flags, int64_t steps, run::ParsedConfig* parsed,
