@@ -133,13 +133,17 @@ class Record:
             )
         return text
 
-    def changed_buffers(self) -> Dict[str, torch.Tensor]:
-        """Persistent buffers that training changes (running means): a state_dict has them, and so has a commit."""
+    def _all_changed(self) -> Dict[str, torch.Tensor]:
         changed = {}
         for name, (module, short, first, version) in self._run.buffers.items():
             buffer = module._buffers[short]
             if buffer is not None and (buffer is not first or buffer._version != version or counts_no_versions(module)):
                 changed[name] = buffer
+        return changed
+
+    def changed_buffers(self) -> Dict[str, torch.Tensor]:
+        """Persistent buffers that training changes (running means): a state_dict has them, and so has a commit, where they are small."""
+        changed = self._all_changed()
         size = sum(buffer.numel() * buffer.element_size() for buffer in changed.values())
         if size > MOST_BUFFERS:
             if not self._told_of_buffers:
@@ -156,7 +160,7 @@ class Record:
         ranks, buffers = self._run.ranks, self._run.buffers
         if ranks.world == 1 or not buffers:
             return
-        mine = {name: [list(each.shape), str(each.dtype)] for name, each in self.changed_buffers().items()} if ranks.rank == 0 else {}
+        mine = {name: [list(each.shape), str(each.dtype)] for name, each in self._all_changed().items()} if ranks.rank == 0 else {}
         shared = json.loads(ranks.texts("which buffers change", json.dumps(mine))[0])
         failure = ""
         for name, (shape, dtype) in shared.items():
