@@ -224,7 +224,6 @@ struct PenstockConfig {
   std::optional<int64_t> versions;  // of everything on the drive: 1, 2 or 3
   std::optional<UpdateOrder> order;
   std::optional<Prefer> prefer;
-  std::optional<std::string> resume_ranks;      // "same" or "any"
   std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
   std::optional<int64_t> tile_bytes;
   std::optional<int64_t> update_threads;

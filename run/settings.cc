@@ -950,16 +950,6 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Says("What a crash goes back to: the last step, or the last checkpoint", "step")
         .PartOf("durability")
         .At([](auto& c) -> auto& { return c.penstock.durability; }),
-    Choice("resume_ranks", "same|any")
-        .Says(
-            "What a resume makes of a run of another number of ranks, or of one whose part of a rank is "
-            "gone: same refuses it; any goes on with the ranks of now, from the newest of its state and its "
-            "checkpoints",
-            "same")
-        .Flag("--resume-ranks")
-        .Keyword("resume_ranks")
-        .EachStart()
-        .At([](auto& c) -> auto& { return c.penstock.resume_ranks; }),
     Choice("sync", "process|power")
         .Says("What a commit survives: the end of the process, or a loss of power", "process")
         .ByName("sync")

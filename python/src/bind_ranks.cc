@@ -2,9 +2,7 @@
 // has told them (penstock/_engine/_ranks.py); from then on they are connected by sockets
 // (zero/ranks/tcp_mesh.h).
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -13,10 +11,8 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -25,11 +21,11 @@
 #include "gil.h"
 #include "owned.h"
 #include "ranks.h"
+#include "swap/inspect.h"
 #include "zero/ranks/agree.h"
 #include "zero/ranks/comm.h"
 #include "zero/ranks/handshake.h"
 #include "zero/ranks/rank_environment.h"
-#include "zero/ranks/set_aside.h"
 #include "zero/ranks/sharded_state.h"
 #include "zero/ranks/tcp_mesh.h"
 #include "zero/ranks/tcp_store.h"
@@ -138,38 +134,20 @@ HeldRanks PyRanks::held() const {
 
 namespace {
 
-zero::Comm* CommOf(const PyRanks* ranks, HeldRanks* held) {
-  if (ranks == nullptr) return nullptr;
-  *held = ranks->held();
-  return (*held)->get().comm.get();
-}
-
-// What ranks of another number go on from: their number, the step and the directories; None: there is no run
-// of another number.
-using GivenOthers = std::optional<std::tuple<int64_t, int64_t, std::vector<std::string>>>;
-GivenOthers SetOthersAside(const std::vector<std::string>& directories, const std::string& checkpoint,
-                           const PyRanks* ranks) {
-  HeldRanks held;
-  zero::Comm* const comm = CommOf(ranks, &held);
-  absl::StatusOr<zero::OtherRanks> others;
-  {
-    const GilReleased released;
-    others = zero::SetOtherRanksAside(directories, checkpoint, comm);
-  }
-  const zero::OtherRanks found = ValueOrRaise(std::move(others));
-  if (found.ranks == 0) return std::nullopt;
-  return std::tuple{found.ranks, found.step, found.from};
-}
-
-void DropOthers(const std::vector<std::string>& directories, const PyRanks* ranks) {
-  HeldRanks held;
-  zero::Comm* const comm = CommOf(ranks, &held);
-  absl::Status status;
-  {
-    const GilReleased released;
-    status = zero::DropSetAside(directories, comm);
-  }
-  RaiseUnlessOk(status);
+// Of how many ranks a run in these directories is; 0: there is none.
+int64_t RanksOf(const std::vector<std::string>& directories) {
+  const auto holds = [](const std::vector<std::string>& where) {
+    const swap::Holding holding = swap::Probe(where).holding;
+    return holding == swap::Holding::kRun || holding == swap::Holding::kInUse ||
+           holding == swap::Holding::kDamaged;
+  };
+  if (holds(directories)) return 1;
+  if (!holds(zero::RankDirectories(directories, 0))) return 0;
+  const absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(directories);
+  if (parts.ok()) return static_cast<int64_t>(parts->size());
+  int64_t there = 1;  // of those that are left
+  while (holds(zero::RankDirectories(directories, static_cast<int>(there)))) ++there;
+  return there;
 }
 
 }  // namespace
@@ -181,10 +159,8 @@ void BindRanks(nb::module_& module) {
         return zero::RankDirectories(directories, rank);
       },
       nb::arg("directories"), nb::arg("rank"), "Where a rank keeps its part of what all ranks keep there.");
-  module.def(
-      "ranks_of",
-      [](const std::vector<std::string>& directories) { return ValueOrRaise(zero::RanksOf(directories)); },
-      nb::arg("directories"), "Of how many ranks the run in state directories is; 0: there is none.");
+  module.def("ranks_of", &RanksOf, nb::arg("directories"),
+             "Of how many ranks the run in state directories is; 0: there is none.");
   nb::class_<PyMeetingPlace>(module, "MeetingPlace", "Where ranks meet; the first of them makes it.")
       .def(nb::init<const std::string&, const std::string&>(), nb::arg("address"), nb::arg("secret"))
       .def_prop_ro("port", &PyMeetingPlace::Port);
@@ -202,13 +178,6 @@ void BindRanks(nb::module_& module) {
       .def("failure", &PyRanks::Failure)
       .def_prop_ro("name", &PyRanks::Name)
       .def("close", &PyRanks::Close);
-  module.def(
-      "set_other_ranks_aside", &SetOthersAside, nb::arg("directories"), nb::arg("checkpoint"),
-      nb::arg("ranks").none(),
-      "Sets a run of another number of ranks aside. Returns its number of ranks, and the step and the "
-      "directories of what is to be gone on from; None where there is no such run. All ranks call it.");
-  module.def("drop_set_aside", &DropOthers, nb::arg("directories"), nb::arg("ranks").none(),
-             "Removes the run that was set aside. All ranks call it.");
 }
 
 }  // namespace penstock::python

@@ -242,8 +242,6 @@ void BindSettings(nb::module_& module) {
       .def_prop_ro(
           "optimizer_states",
           [](Self self) { return self.resolved().config.penstock.optimizer_states.value_or("fp32"); })
-      .def_prop_ro("resume_ranks",
-                   [](Self self) { return self.resolved().config.penstock.resume_ranks.value_or("same"); })
       .def_prop_ro(
           "schedule",
           [](Self self) {

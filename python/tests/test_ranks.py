@@ -522,54 +522,6 @@ def test_several_ranks_export_what_one_process_does(directory, on_ranks):
     assert first["goes on"] == pytest.approx(plain[2:], rel=5e-6)
 
 
-GOES_ON = COMMON + """
-begin, end = int(os.environ["BEGIN"]), int(os.environ["END"])
-options = json.loads(os.environ["OPTIONS"])
-engine = make(build(seed=rank), directory + "/state", resume="auto", resume_ranks="any", **options)
-steps = batches(9, size=12)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    losses = []
-    for number in range(begin, end):
-        losses.append(of_all(engine, steps[number])[0])
-        if number == 1:
-            engine.save_checkpoint(directory + "/kept", tag="kept", wait=True)
-    tell("losses", losses)
-tell("step", engine.global_steps)
-tell("told", [str(each.message) for each in caught if "going on with" in str(each.message)])
-engine.close()
-"""
-
-
-def test_a_run_goes_on_with_another_number_of_ranks_where_it_is_told_so(directory, on_ranks, monkeypatch):
-    steps = batches(9, size=12)
-    plain, _ = plain_losses(net(), all_names(net()), [[batch] for batch in steps])
-
-    def run(ranks, begin, end, **options):
-        for name, value in (("BEGIN", begin), ("END", end), ("OPTIONS", json.dumps(options))):
-            monkeypatch.setenv(name, str(value))
-        found = told(on_ranks(GOES_ON, ranks, directory))
-        for of_rank in found:
-            assert of_rank["losses"] == pytest.approx(plain[begin:end], rel=5e-6), (ranks, begin)
-            assert of_rank["step"] == end
-        return found[0]["told"]
-
-    assert run(2, 0, 3) == []
-    told_of = run(3, 3, 5)  # more, from the state itself
-    assert len(told_of) == 1 and "held a run of 2 ranks: going on with 3" in told_of[0] and "step 3" in told_of[0]
-    assert sorted(os.listdir(directory / "state")) == ["rank-0", "rank-1", "rank-2"]
-    assert "3 ranks: going on with 1" in run(1, 5, 6)[0]  # one
-    assert not [name for name in os.listdir(directory / "state") if name.startswith(("rank-", ".penstock.of-", ".penstock.dropped-"))]
-    assert "one rank: going on with 2" in run(2, 6, 7)[0]
-    # A host is gone with its drive, and another comes: the newest checkpoint it is.
-    shutil.rmtree(directory / "state" / "rank-1")
-    assert "step 2" in run(2, 2, 4)[0]
-    shutil.rmtree(directory / "state" / "rank-0")
-    assert "step 2" in run(3, 2, 3)[0]
-    with pytest.raises(ValueError, match='holds a run of 3 ranks, and there is one.*resume_ranks="any" goes on here'):
-        step(make(net(), directory / "state", resume=True), steps[0])
-
-
 def test_trainer_under_torchrun(directory):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -29,7 +29,6 @@ ordered_json Outcome(const absl::StatusOr<Resolved>& resolved) {
   const PenstockConfig& own = resolved->config.penstock;
   return {{"host_memory", own.host_memory_budget_bytes.value_or(0)},
           {"device_memory", own.device_memory_budget_bytes.value_or(0)},
-          {"resume_ranks", own.resume_ranks.value_or("")},
           {"blocks", own.blocks.value_or(std::vector<std::string>())},
           {"clip", resolved->config.gradient_clipping.value_or(-1)},
           {"dtype", static_cast<int>(resolved->dtype)},

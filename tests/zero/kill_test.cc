@@ -73,7 +73,7 @@ std::vector<std::string> Losses(const std::string& log) {
   options.hooks.observer = [&left](tiering::OpId, const tiering::Op&, double, double) {
     if (left-- == 0) kill(getpid(), SIGKILL);
   };
-  std::unique_ptr<tools::TrainLog> log;
+  std::unique_ptr<run::TrainLog> log;
   options.hooks.describe = [](const StepResult& result) { return StepJson(result, 1); };
   options.hooks.committed = [&log](const StepResult& result) { return log->Append(StepJson(result, 1)); };
   const std::string& kept = run.checkpoints.parent;
@@ -98,8 +98,8 @@ std::vector<std::string> Losses(const std::string& log) {
     engine = CreateEngine(models::MakeGpt(run.model), options);
   }
   if (!engine.ok()) fail(engine.status());
-  absl::StatusOr<std::unique_ptr<tools::TrainLog>> opened =
-      tools::TrainLog::Open(log_path, {.run_id = "run", .resumes = true});
+  absl::StatusOr<std::unique_ptr<run::TrainLog>> opened =
+      run::TrainLog::Open(log_path, {.run_id = "run", .resumes = true});
   if (!opened.ok()) fail(opened.status());
   log = std::move(*opened);
   if (absl::Status status = log->CutAfter((*engine)->step()); !status.ok()) fail(status);

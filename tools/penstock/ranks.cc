@@ -131,8 +131,6 @@ absl::Status OfOtherRanks(const std::vector<std::string>& dirs, int64_t ranks) {
   } else {
     absl::StrAppend(&text, ", or from a checkpoint (--checkpoint-dir) with a --state-dir that is empty");
   }
-  absl::StrAppend(
-      &text, "; --resume --resume-ranks any goes on here, from the newest of its state and its checkpoints");
   return absl::FailedPreconditionError(text);
 }
 
@@ -323,8 +321,7 @@ absl::StatusOr<nlohmann::json> OldestRecord(zero::Comm& comm, const nlohmann::js
 }
 
 absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohmann::json>& run,
-                                   const std::vector<std::string>& dirs, const std::string& checkpoint,
-                                   bool any_ranks) {
+                                   const std::vector<std::string>& dirs, const std::string& checkpoint) {
   constexpr int64_t kDamaged = -3, kOverwritten = -2, kNone = -1;  // in the place of a step
   int64_t step = run.ok() ? kNone : kOverwritten, ranks = comm.world(), versions = 0;
   if (run.ok() && !run->is_null()) {
@@ -382,7 +379,6 @@ absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohma
   // Nobody has more than the checkpoint: some were killed while they were restoring it, or before it.
   if (kept >= 0 && most <= kept) return GoOn::kCheckpoint;
   if (most <= 0) return GoOn::kStartOver;
-  if (any_ranks && kept >= 0) return GoOn::kCheckpoint;  // what is newer has lost a part
   return absl::DataLossError(absl::StrCat(
       who, " has no run in its rank-", rank, "/ of --state-dir, and others are at step ", most,
       ": bring it back, ",

@@ -53,11 +53,9 @@ absl::StatusOr<nlohmann::json> OldestRecord(zero::Comm& comm, const nlohmann::js
 // `dirs` (null: no commit; an error: of one version, and that was being written over), and `checkpoint`
 // (empty: none), the newest. The state counts where every rank has its part of it, and where there is one
 // version all have that of one step. kFailedPrecondition: it is of another number of ranks, or they do not
-// see one checkpoint; kDataLoss: a rank has lost what others still have, and no checkpoint makes up for it;
-// with `any_ranks` (penstock.resume_ranks) an older one does.
+// see one checkpoint; kDataLoss: a rank has lost what others still have, and no checkpoint makes up for it.
 absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohmann::json>& run,
-                                   const std::vector<std::string>& dirs, const std::string& checkpoint,
-                                   bool any_ranks);
+                                   const std::vector<std::string>& dirs, const std::string& checkpoint);
 
 // Returns the step of a run or checkpoint, of however many ranks. Errors: FindShards' and InspectShards'.
 absl::StatusOr<int64_t> StepIn(const std::vector<std::string>& dirs);

@@ -1,8 +1,6 @@
 #include "tools/penstock/resumable_run.h"
 
 #include <cstdint>
-#include <string>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
@@ -16,7 +14,6 @@
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
 #include "zero/engine/restore.h"
-#include "zero/ranks/set_aside.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::tools {
@@ -64,56 +61,11 @@ absl::StatusOr<nlohmann::json> FindWithoutDrive(const TrainOptions& flags,
   return run;
 }
 
-// Makes a run of what these ranks go on from, in their directories, and says so.
-absl::Status Restore(const run::Config& config, const std::vector<std::string>& from,
-                     TrainSettings* settings) {
-  zero::EngineOptions& engine = settings->engine;
-  ASSIGN_OR_RETURN(const nlohmann::json kept, run::FindRun(from));
-  if (engine.comm != nullptr && kept.is_object()) {
-    const auto model = models::ModelFromJson(kept["model"]);  // one that is unknown is told of later
-    if (model.ok()) RETURN_IF_ERROR(CheckOneProcess(**model, engine.world()));
-  }
-  RestoreDurability(config, kept, &engine);
-  RETURN_IF_ERROR(zero::RestoreRun(from, engine));
-  settings->goes_back = true;
-  return absl::OkStatus();
-}
-
-// The state directories as all ranks were given them.
-std::vector<std::string> DirectoriesOfAll(const zero::EngineOptions& engine) {
-  std::vector<std::string> given = engine.storage.state_dirs;
-  if (engine.comm == nullptr) return given;
-  for (std::string& directory : given) directory.resize(directory.rfind('/'));
-  return given;
-}
-
-// Where there is a run of another number of ranks, makes one of these ranks of it. null: there is none.
-absl::StatusOr<nlohmann::json> FindOfOtherRanks(const run::Config& config, const std::string& newest,
-                                                TrainSettings* settings) {
-  zero::EngineOptions& engine = settings->engine;
-  const std::vector<std::string> given = DirectoriesOfAll(engine);
-  ASSIGN_OR_RETURN(const zero::OtherRanks others, zero::SetOtherRanksAside(given, newest, engine.comm.get()));
-  if (others.ranks == 0) return nlohmann::json();
-  RETURN_IF_ERROR(CheckNoneNewer(others.from.front(), others.step, *settings));
-  engine.storage.overwrites_only = swap::SeeCommits(engine.storage.state_dirs);
-  RETURN_IF_ERROR(Restore(config, others.from, settings));
-  RETURN_IF_ERROR(zero::DropSetAside(given, engine.comm.get()));
-  settings->notes.push_back(
-      absl::StrCat(given.front(), " held a run of ", others.ranks, others.ranks == 1 ? " rank" : " ranks",
-                   ": going on with ", engine.world(), " from ",
-                   others.from.front() == newest ? newest : "its state", ", step ", others.step));
-  return run::FindRun(engine.storage.state_dirs);
-}
-
 // From the state on the drive, or, where that is gone, from the newest checkpoint.
-absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config, bool any_ranks,
+absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config,
                                            const absl::StatusOr<std::string>& newest, bool starts,
                                            bool* restores, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  if (any_ranks && starts) {
-    ASSIGN_OR_RETURN(nlohmann::json of_others, FindOfOtherRanks(config, newest.value_or(""), settings));
-    if (!of_others.is_null()) return of_others;
-  }
   const std::string in_memory = DefaultCheckpoints(engine.storage.state_dirs);
   std::vector<swap::CheckpointEntry> kept_in_memory;
   if (engine.storage.checkpoints.parent.empty() && engine.comm == nullptr) {
@@ -135,8 +87,7 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config, bool any_r
   bool from_checkpoint = newest.ok() && (overwritten || run->is_null());
   if (!alone) {
     GoOn from = GoOn::kState;
-    ASSIGN_OR_RETURN(
-        from, AgreeOnResume(*engine.comm, run, engine.storage.state_dirs, newest.value_or(""), any_ranks));
+    ASSIGN_OR_RETURN(from, AgreeOnResume(*engine.comm, run, engine.storage.state_dirs, newest.value_or("")));
     from_checkpoint = from == GoOn::kCheckpoint;
     if (from == GoOn::kStartOver) run = nlohmann::json();
     // What the run is told by the record that all go on from, which is the oldest of those that are there.
@@ -157,9 +108,16 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config, bool any_r
   }
   if (from_checkpoint) {
     // The state is gone, and a checkpoint is left.
-    RETURN_IF_ERROR(Restore(config, {*newest}, settings));
+    ASSIGN_OR_RETURN(const nlohmann::json kept, run::FindRun({*newest}));
+    if (!alone && kept.is_object()) {
+      const auto model = models::ModelFromJson(kept["model"]);  // one that is unknown is told of later
+      if (model.ok()) RETURN_IF_ERROR(CheckOneProcess(**model, engine.world()));
+    }
+    RestoreDurability(config, kept, &engine);
+    RETURN_IF_ERROR(zero::RestoreRun(*newest, engine));
     settings->notes.push_back(
         absl::StrCat("restored ", engine.storage.state_dirs.front(), " from ", *newest));
+    settings->goes_back = true;
     return run::FindRun(engine.storage.state_dirs);
   }
   if (run->is_null()) {
@@ -185,10 +143,6 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config, bool any_r
 
 }  // namespace
 
-bool GoesOnWithAnyRanks(const TrainOptions& flags, const run::Config& config) {
-  return flags.resume && config.penstock.resume_ranks.value_or("same") == "any";
-}
-
 absl::Status CheckFree(const std::vector<std::string>& dirs) {
   const swap::Finding found = swap::Probe(dirs);
   RETURN_IF_ERROR(found.unread);
@@ -212,7 +166,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const ru
   }
   if (newest.ok()) KeepBeside(*newest, settings);
   return settings->engine.storage.offload == zero::OffloadDevice::kNvme
-             ? FindOnDrive(config, GoesOnWithAnyRanks(flags, config), newest, starts, restores, settings)
+             ? FindOnDrive(config, newest, starts, restores, settings)
              : FindWithoutDrive(flags, newest, settings);
 }
 

@@ -14,10 +14,6 @@
 
 namespace penstock::tools {
 
-// Whether --resume goes on with another number of ranks than the run had (penstock.resume_ranks, which
-// --resume-ranks has been made part of).
-bool GoesOnWithAnyRanks(const TrainOptions& flags, const run::Config& config);
-
 // For a start that does not resume: an error if the directories hold a run, before anything is measured.
 absl::Status CheckFree(const std::vector<std::string>& dirs);
 

@@ -54,7 +54,6 @@ void VisitFlags(Of verb, Options& flags, const Visit& visit) {
   visit("--seed", flags.seed);
   visit("--threads", flags.threads);
   visit("--resume", flags.resume);
-  visit("--resume-ranks", flags.resume_ranks);
   visit("--overwrite", flags.overwrite);
   visit("--init-from", flags.init_from);
   visit("--checkpoint-dir", flags.checkpoint_dir);

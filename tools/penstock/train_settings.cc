@@ -180,8 +180,7 @@ class Resolver {
         engine_.storage.state_dir_weights = std::move(configured.weights);
       }
       if (engine_.storage.state_dirs.empty()) engine_.storage.state_dirs = {kDefaultStateDir};
-      if (!needs_data_ || !GoesOnWithAnyRanks(flags_, config_))
-        RETURN_IF_ERROR(CheckRankDirectories(engine_.storage.state_dirs, engine_.world()));
+      RETURN_IF_ERROR(CheckRankDirectories(engine_.storage.state_dirs, engine_.world()));
       if (engine_.comm != nullptr)
         engine_.storage.state_dirs = zero::RankDirectories(engine_.storage.state_dirs, engine_.rank());
       for (const std::string& directory : engine_.storage.state_dirs)

@@ -40,7 +40,6 @@ def initialize(
     gradient_clipping: Optional[float] = None,
     blocks: Optional[Sequence[str]] = None,
     resume: Union[bool, str] = False,
-    resume_ranks: Optional[str] = None,
     overwrite: bool = False,
     seed: int = 1,
     device: Union[None, str, int, torch.device] = None,
@@ -80,9 +79,6 @@ def initialize(
     blocks: names of modules that are fetched as one; parameters of none of them stay in memory for a whole pass. By default blocks are
         found. Also ``"penstock": {"blocks": [...]}`` in the configuration, and ``forwards_per_step`` likewise.
     resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
-    resume_ranks: what a resume, or ``load_checkpoint``, makes of a run of another number of ranks in ``state_dir``, or of one whose part of
-        a rank is gone with its host. "same" (the default) refuses it. "any" goes on with the ranks of now, from the newest of its state,
-        where all of them see all of it, and of the checkpoints beside the last one that it saved. Also ``"penstock": {"resume_ranks": "any"}``.
     overwrite: what ``state_dir`` holds may be replaced.
     seed: of what the engine itself draws: the rounding of 8-bit states.
     device: that computes forward and backward: "cuda", "cuda:1", "cpu". Default: the GPU where torch has one, as with DeepSpeed; with
@@ -118,7 +114,6 @@ def initialize(
         "forwards_per_step": forwards_per_step,
         "gradient_clipping": gradient_clipping,
         "blocks": blocks,
-        "resume_ranks": resume_ranks,
     }
     settings = Settings(config if config is not None else config_params, keywords, world)
     settings.device, settings.engine_device = choose_devices(device, settings.device_memory)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
-import json
 import os
-from typing import List, Optional, Set, Tuple, Union
+from typing import List, Set, Union
 
 from .. import _core
-from . import _checkpoint_names as checkpoint_names
-from ._json import decode
 from ._run import Run
 from ._settings import Settings
 
@@ -27,7 +22,6 @@ class Places:
         self._resume = resume
         self._overwrite = overwrite
         self._made = False
-        self._has_set_aside = False
         self._mine: Set[str] = set()
 
     def made(self, whether: bool) -> None:
@@ -108,49 +102,5 @@ class Places:
             of = "one rank" if theirs == 1 else f"{theirs} ranks"
             raise ValueError(
                 f"{dirs[0]} holds a run of {of}, and there {'is one' if world == 1 else f'are {world}'}: go on with as many, or in another "
-                "state_dir with engine.load_checkpoint, which takes this directory, or a checkpoint, of any number of ranks; "
-                'with resume=True, resume_ranks="any" goes on here'
+                "state_dir with engine.load_checkpoint, which takes this directory, or a checkpoint, of any number of ranks"
             )
-
-    def takes_any_ranks(self, loads: bool) -> bool:
-        """Whether a run of another number of ranks gives way to one of these. loads: a checkpoint was given."""
-        return self._settings.resume_ranks == "any" and bool(self._settings.state_dirs) and (bool(self._resume) or loads)
-
-    def take_other_ranks(self, checkpoint: str) -> Optional[Tuple[int, int, List[str]]]:
-        """What these ranks go on from in the place of the run in the directories: (its number of ranks, step, directories).
-
-        None: it is of as many, whole, or there is none. One of another number is set aside until ``drop_other_ranks``. checkpoint: the newest;
-        "": there is none. OSError, ValueError: nothing whole is left of it.
-        """
-        others = _core.set_other_ranks_aside(self._settings.state_dirs, checkpoint, self._run.ranks.core)
-        if others is not None:
-            self._has_set_aside = True
-        elif checkpoint and len(set(self.runs())) > 1:  # of as many, and a rank's part is gone with its host
-            others = (self._run.ranks.world, _core.committed_step_of([checkpoint]), [checkpoint])
-            self._made = True
-        if others is not None:
-            self._resume = False
-        return others
-
-    def drop_other_ranks(self) -> None:
-        """The run of these ranks is durable."""
-        if self._has_set_aside:
-            _core.drop_set_aside(self._settings.state_dirs, self._run.ranks.core)
-            self._has_set_aside = False
-
-    def newest_checkpoint(self) -> str:
-        """Of the directory that the run has saved its last one in, as any of its parts remembers; "": it has saved none. On all ranks."""
-        said = ""
-        for place in _parts_of(self._settings.state_dirs[0]):
-            with contextlib.suppress(OSError, ValueError):
-                said = said or (decode(json.loads(_core.record_of([place], "step"))) or {}).get("checkpoints", "")
-        parent = next((text for text in self._run.ranks.texts("where checkpoints are", said) if text), "")
-        tag = checkpoint_names.newest(parent) if parent else ""
-        return checkpoint_names.place_of(parent, tag) if tag else ""
-
-
-# Directories that may have a part of a run's state.
-def _parts_of(directory: str) -> List[str]:
-    found = [directory, *glob.glob(os.path.join(glob.escape(directory), "rank-*"))]
-    aside = glob.glob(os.path.join(glob.escape(directory), ".penstock.of-*-ranks"))
-    return found + aside + [part for each in aside for part in glob.glob(os.path.join(glob.escape(each), "rank-*"))]

@@ -47,11 +47,6 @@ class Source:
     path: str
     takes_scheduler: bool = True  # of a checkpoint of Penstock's
     found: Optional[deepspeeds.Found] = None  # of one of DeepSpeed's
-    others: Tuple[str, ...] = ()  # the directories of a run of another number of ranks, where it has several
-
-    @property
-    def directories(self) -> List[str]:
-        return list(self.others) or [self.path]
 
 
 class Preparation:
@@ -117,7 +112,7 @@ class Preparation:
         if self._run.begun or self._run.closed or (self._source is not None and self._source.found is not None):
             return self._record.steps
         if self._source is not None:
-            return _core.committed_step_of(self._source.directories)
+            return _core.committed_step_of([self._source.path])
         return _core.committed_step_of(self._given.settings.state_dirs) if self._places.goes_on() else self._record.steps
 
     # peft's adapters do not require gradients as long as they are switched off, as for a reference model of which they train: what they did when
@@ -139,7 +134,7 @@ class Preparation:
     @contextmanager
     def _met(self) -> Iterator[None]:
         if self._given.settings.world == 1:
-            self._take_other_ranks()
+            self._places.check_ranks()
             yield
             return
         meeting = Meeting(self._given.settings.rank_timeout)
@@ -147,7 +142,7 @@ class Preparation:
             meeting.check_model(self._given.module)
             self._run.ranks = meeting.connect()
             try:
-                self._take_other_ranks()
+                self._places.check_ranks()
                 if not self._given.values_are_gone and not self._places.may_resume() and self._source is None:
                     meeting.share_values(self._given.module)
                 yield
@@ -158,22 +153,6 @@ class Preparation:
                 raise
         finally:
             meeting.close()
-
-    # A run of another number of ranks is refused, or these make theirs of it.
-    def _take_other_ranks(self) -> None:
-        if not self._places.takes_any_ranks(self._source is not None):
-            self._places.check_ranks()
-            return
-        given = self._source.path if self._source is not None and self._source.found is None else ""
-        others = self._places.take_other_ranks(given or self._places.newest_checkpoint())
-        if others is None:
-            return
-        ranks, step, directories = others
-        if self._source is None:  # load_checkpoint has said which otherwise
-            self._source = Source(directories[0], others=tuple(directories))
-        if self._run.ranks.rank == 0:
-            of, dirs = "one rank" if ranks == 1 else f"{ranks} ranks", self._given.settings.state_dirs
-            warnings.warn(f"{dirs[0]} held a run of {of}: going on with {self._run.ranks.world} from {self._source.path}, step {step}", stacklevel=2)
 
     def _make(self, shown: Shown, is_verified: bool) -> None:
         given, settings, source = self._given, self._given.settings, self._source
@@ -206,7 +185,7 @@ class Preparation:
             "new_weights": not trains and not resume,
             "resume": resume,
             "overwrite": self._places.may_replace and not resume,
-            "restore_from": [] if source is None or source.found is not None else source.directories,
+            "restore_from": [] if source is None or source.found is not None else [source.path],
             "restore_is_verified": is_verified,
             "import": self._what_is_imported(),
             "seed": self._seed,
@@ -220,7 +199,7 @@ class Preparation:
 
     # Of the run that is there, or that the run begins with, empty where there is none; and of the run that is made. On all ranks.
     def _names_of_runs(self, goes_on: bool) -> Tuple[str, str]:
-        where = self._places.own() if self._source is None else self._source.directories
+        where = self._places.own() if self._source is None else [self._source.path]
         known = ""
         if where:
             with contextlib.suppress(OSError, ValueError):  # none is there, or the engine refuses it, on all ranks
@@ -315,7 +294,6 @@ class Preparation:
                 run.core = None
                 self._places.made(not options["resume"])
             raise
-        self._places.drop_other_ranks()
         self._places.hold()
         self._started()
         run.weights, run.watch = weights, watch
