@@ -52,6 +52,7 @@ namespace penstock::kernels::cuda {
   CALL(LaunchKernel, cuLaunchKernel)
 
 struct Driver {
+// NOLINTNEXTLINE(bugprone-macro-parentheses): the name of a member
 #define PENSTOCK_CUDA_DRIVER_MEMBER(name, function) decltype(&::function) name = nullptr;
   PENSTOCK_CUDA_DRIVER_CALLS(PENSTOCK_CUDA_DRIVER_MEMBER)
 #undef PENSTOCK_CUDA_DRIVER_MEMBER
