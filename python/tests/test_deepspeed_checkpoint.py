@@ -851,10 +851,7 @@ while engine.global_steps < 8:
     engine.backward(loss)
     engine.step()
     losses.append(engine.last_step["loss"])
-try:
-    engine.export_checkpoint(directory + "/out")
-except ValueError as error:
-    print(error)
+engine.export_checkpoint(directory + "/out")
 print(json.dumps(losses))
 engine.close()
 """
@@ -865,9 +862,8 @@ def test_several_ranks_go_on_from_it(tmp_path, on_ranks):
     expected = [each["loss"] for each in golden["cases"]["zero3"]["losses"][4:]]
     for status, out, error in on_ranks(RANKS, 2, os.path.dirname(__file__), tmp_path):
         assert status == 0, error
-        told, losses = out.splitlines()
-        assert "save_checkpoint, load that with one process" in told
-        assert json.loads(losses) == pytest.approx(expected, abs=1e-5)
+        assert json.loads(out) == pytest.approx(expected, abs=1e-5)
+    assert os.listdir(tmp_path / "out")
 
 
 def test_scripts_of_deepspeed_find_their_checkpoint(tmp_path, in_child):

@@ -385,9 +385,9 @@ def test_ctrl_c_while_the_state_is_made_comes_when_it_is(tmp_path, monkeypatch):
 
     real = _preparation.Weights
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **keywords):
         signal.raise_signal(signal.SIGINT)
-        return real(*arguments)
+        return real(*arguments, **keywords)
 
     data = batches(2)
     expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]

@@ -45,7 +45,6 @@ class Record:
         self.steps = 0  # of the run, as far as this process knows
         self.skipped_steps = 0
         self.watched: Optional[Dict[str, Any]] = None  # what monitors get of the last step
-        self.checkpoints = ""  # the directory of the last one that was saved
         self._samples_before = 0  # this process
         self._written_before = 0  # likewise: bytes, by all ranks
         self._written_here = 0
@@ -112,8 +111,6 @@ class Record:
             "samples": self.samples,
             "written": self.written_bytes(),
         }
-        if self.checkpoints:
-            kept["checkpoints"] = self.checkpoints
         if self._partly_written:
             kept["partly_written"] = True
         if self._given.scheduler is not None:
@@ -198,7 +195,6 @@ class Record:
         self.watched = kept.get("watched")
         self._samples_before = kept.get("samples", 0)
         self._written_before = kept.get("written", 0)
-        self.checkpoints = kept.get("checkpoints", "")
         given = kept.get("given")
         if takes_scheduler and self._given.scheduler is not None and kept.get("scheduler") is not None and same_scheduler(given, self.identity):
             self._given.scheduler.load_state_dict(kept["scheduler"])

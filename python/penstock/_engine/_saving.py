@@ -68,8 +68,6 @@ class Saving:
             except (TypeError, ValueError):
                 self._record.client_state = before
                 raise
-        if save_latest:
-            self._record.checkpoints = os.path.realpath(save_dir)
         self._record.describe()
         return self._checkpoint(os.fspath(save_dir), tag or "", save_latest, replaces_others, wait)
 
