@@ -6,6 +6,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "base/io_error.h"
+
 namespace penstock::tools {
 namespace {
 

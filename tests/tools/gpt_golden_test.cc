@@ -239,9 +239,9 @@ TEST(OptimizersGolden, UpdateAsLibTorchAndDeepSpeed) {
     run::FillDefaults(parsed->autos, 100, 10, &parsed->config);
     json record = json::object();
     const json no_run;
-    Changes changes;
-    const auto options =
-        ResolveOptimizerOptions({}, parsed->config.optimizer, RecordedOptions(no_run, {}, &changes), &record);
+    run::Changes changes;
+    const auto options = ResolveOptimizerOptions(parsed->config.optimizer,
+                                                 run::RecordedOptions(no_run, {}, &changes), &record);
     ASSERT_TRUE(options.ok()) << options.status();
     auto weights = golden["start"].get<std::vector<float>>();
     std::vector<float> m(weights.size()), v(weights.size());
@@ -253,9 +253,16 @@ TEST(OptimizersGolden, UpdateAsLibTorchAndDeepSpeed) {
       arrays.grad = gradients.data();
       arrays.m = m.data();
       arrays.v = v.data();
-      std::visit([&](const auto& s) { kernels::ApplyUpdate(s, arrays); },
-                 zero::MakeOptimizerStep(*options, {{.lr = zero::LearningRate(*options)}},
-                                         static_cast<int64_t>(step) + 1, 1.0));
+      std::visit(
+          [&](const auto& s) {
+            if constexpr (requires { kernels::ApplyUpdate(s, arrays); }) {
+              kernels::ApplyUpdate(s, arrays);
+            } else {
+              FAIL() << "no golden file has LAMB, which takes whole parameters";
+            }
+          },
+          zero::MakeOptimizerStep(*options, {{.lr = zero::LearningRate(*options)}},
+                                  static_cast<int64_t>(step) + 1, 1.0));
       for (size_t i = 0; i < weights.size(); ++i) {
         EXPECT_NEAR(weights[i], c["weights"][step][i].get<double>(), 1e-6) << "step " << step << ", " << i;
       }
