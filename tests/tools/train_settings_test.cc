@@ -136,6 +136,23 @@ TEST_F(TrainSettingsTest, WithoutOffloadThereIsNoneButForAStateDir) {
   EXPECT_THAT(Open(Resolve(config, flags)), Not(HasSubstr("offload")));
 }
 
+// DeepSpeed's "Adam" is AdamW unless its file says otherwise; a flag means what it says.
+TEST_F(TrainSettingsTest, AnOptimizerByFlagIsThatOneAndNotBesideAnothersParameters) {
+  TrainOptions flags;
+  flags.optimizer = "Adam";
+  EXPECT_EQ(AdamOf(Resolve("{}", flags)).mode, kernels::AdamMode::kAdam);
+  const std::string file = R"({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.5}}})";
+  EXPECT_EQ(AdamOf(Resolve(file, flags)).mode, kernels::AdamMode::kAdamW) << "as the file has it";
+  flags.optimizer = "Lion";
+  flags.model = "gpt-tiny";
+  flags.config = dir_ + "/config.json";
+  testing_support::WriteFile(*flags.config, file);
+  const absl::Status refused = ResolveTrainOptions(flags, /*needs_data=*/false).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr("--optimizer Lion: --config has the parameters of Adam"));
+}
+
 // Penstock's own keys say nothing of DeepSpeed's: the program's defaults hold, as without a file.
 TEST_F(TrainSettingsTest, AFileOfPenstocksKeysAloneChangesNothingElse) {
   const TrainSettings settings = Resolve(R"({"penstock": {"host_memory": "64MiB"}})");
