@@ -283,6 +283,17 @@ TEST_F(GenerateExpertsTest, WhatFilesHaveNotIsNamedInOneLine) {
               HasSubstr("num_experts_per_tok is 17, and a layer has 16 experts"));
 }
 
+TEST_F(GenerateExpertsTest, MoreLayersOrExpertsThanAreServedAreRefusedBeforeMemoryIsTaken) {
+  for (const auto& [layers, experts, told] :
+       {std::tuple<int64_t, int64_t, std::string>{1'000'000'000'000, 8, "num_hidden_layers"},
+        {10'000, 65'536, "more than 1048576 experts"}}) {
+    json config = tools::testing_support::MixtureConfigs().front();
+    config["num_hidden_layers"] = layers;
+    config["num_local_experts"] = experts;
+    EXPECT_THAT(std::string(models::ModelFromJson(config).status().message()), HasSubstr(told));
+  }
+}
+
 TEST_F(GenerateExpertsTest, ScoresThatAreNoNumbersEndTheRunWithTheRoutersName) {
   const json config = MixtureConfigs()[3];
   WriteModel(dir_ + "/model", config);
