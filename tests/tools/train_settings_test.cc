@@ -137,20 +137,16 @@ TEST_F(TrainSettingsTest, WithoutOffloadThereIsNoneButForAStateDir) {
 }
 
 // DeepSpeed's "Adam" is AdamW unless its file says otherwise; a flag means what it says.
-TEST_F(TrainSettingsTest, AnOptimizerByFlagIsThatOneAndNotBesideAnothersParameters) {
+TEST_F(TrainSettingsTest, AnOptimizerByFlagIsThatOneAndALineSaysWhatBecomesOfTheFilesParameters) {
   TrainOptions flags;
   flags.optimizer = "Adam";
   EXPECT_EQ(AdamOf(Resolve("{}", flags)).mode, kernels::AdamMode::kAdam);
   const std::string file = R"({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.5}}})";
   EXPECT_EQ(AdamOf(Resolve(file, flags)).mode, kernels::AdamMode::kAdamW) << "as the file has it";
   flags.optimizer = "Lion";
-  flags.model = "gpt-tiny";
-  flags.config = dir_ + "/config.json";
-  testing_support::WriteFile(*flags.config, file);
-  const absl::Status refused = ResolveTrainOptions(flags, /*needs_data=*/false).status();
-  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(refused.message()),
-              HasSubstr("--optimizer Lion: --config has the parameters of Adam"));
+  const TrainSettings lion = Resolve(file, flags);
+  EXPECT_EQ(std::get<kernels::LionOptions>(lion.engine.optimizer.algorithm).lr, 0.5F);
+  EXPECT_THAT(lion.notes, Contains(HasSubstr("--optimizer Lion in the place of the config's Adam")));
 }
 
 // Penstock's own keys say nothing of DeepSpeed's: the program's defaults hold, as without a file.

@@ -29,17 +29,16 @@ void NoteConfig(const run::Config& config, const run::RecordedOptions& recorded)
     recorded.NoteConfig("optimizer", std::optional<std::string>(run::Name(*meant)));
 }
 
-absl::Status TakeFlags(const TrainOptions& flags, run::Config* config) {
+absl::Status TakeFlags(const TrainOptions& flags, run::Config* config, std::vector<std::string>* notes) {
   run::GivenValues given = GivenFlags(flags);
   given.erase("--state-dir");  // whose weights are apart
   const std::optional<run::OptimizerType> of_file = config->optimizer.type;
   RETURN_IF_ERROR(run::TakeGiven(given, config));
   if (!flags.optimizer.has_value()) return absl::OkStatus();
-  // The parameters of a file are its own optimizer's.
   if (of_file.has_value() && of_file != config->optimizer.type) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--optimizer ", *flags.optimizer, ": --config has the parameters of ",
-                     std::string(run::Name(*of_file)), "; leave the flag or the file's optimizer out"));
+    notes->push_back(absl::StrCat(
+        "--optimizer ", *flags.optimizer, " in the place of the config's ", std::string(run::Name(*of_file)),
+        ": of its parameters those hold that both have, and the others are dropped"));
   }
   // DeepSpeed's "Adam" is AdamW unless its file says otherwise; who names a flag means what it says.
   if (!of_file.has_value() && config->optimizer.type == run::OptimizerType::kAdam)

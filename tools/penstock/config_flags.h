@@ -16,8 +16,9 @@ namespace penstock::tools {
 // All that the config says of a run, before flags and defaults take its open places.
 void NoteConfig(const run::Config& config, const run::RecordedOptions& recorded);
 
-// Puts the flags that are settings of a config into it. Offload is that of both its blocks.
-absl::Status TakeFlags(const TrainOptions& flags, run::Config* config);
+// Puts the flags that are settings of a config into it. Offload is that of both its blocks. A line goes into
+// *notes where another optimizer takes the place of the config's.
+absl::Status TakeFlags(const TrainOptions& flags, run::Config* config, std::vector<std::string>* notes);
 
 // Keys that the config has lost since the run was made are as in a file that never had them.
 void FillRemoved(const run::ParsedConfig& parsed, const run::RecordedOptions& recorded, int64_t steps,

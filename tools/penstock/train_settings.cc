@@ -137,7 +137,7 @@ class Resolver {
           ResolveElasticity(flags_, engine_.world(), /*starts=*/needs_data_, &config_, &settings_.notes));
       NoteConfig(config_, recorded_);
     }
-    RETURN_IF_ERROR(TakeFlags(flags_, &config_));
+    RETURN_IF_ERROR(TakeFlags(flags_, &config_, &settings_.notes));
     if (needs_data_ && flags_.data.empty()) return WrongFlag("--data FILE is needed: the text to learn");
     if (flags_.resume && flags_.overwrite) return WrongFlag("--resume and --overwrite: one or the other");
     RETURN_IF_ERROR(ChooseStorage());
@@ -232,7 +232,7 @@ class Resolver {
     if (!settings_.resumes || !run_.contains(run::kRecordedConfigKey)) return absl::OkStatus();
     const nlohmann::json& recorded = run_[run::kRecordedConfigKey];
     ASSIGN_OR_RETURN(config_, run::ConfigFromRecord(recorded));
-    RETURN_IF_ERROR(TakeFlags(flags_, &config_));
+    RETURN_IF_ERROR(TakeFlags(flags_, &config_, &settings_.notes));
     if (!recorded.empty())
       settings_.notes.push_back(
           absl::StrCat("as this run's last --config said: ", run::RecordedKeys(recorded)));
