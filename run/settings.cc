@@ -18,7 +18,6 @@
 #include "run/config_names.h"
 
 namespace penstock::run {
-
 namespace {
 
 using nlohmann::json;

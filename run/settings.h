@@ -89,7 +89,7 @@ struct Setting {
   // False: its record has more or less under these names than its value (PartOf).
   bool whole = true;
   std::string_view deepspeeds =
-      "";  // a JSON scalar: DeepSpeed's value of an absent key, and the Trainer's of "auto"
+      "";  // a JSON number: DeepSpeed's value of an absent key, and the Trainer's of "auto"
   // JSON scalars, of what each run records as a whole: the value of a new run that nobody gives it to, and
   // that from Python, where it differs.
   std::string_view settled = "", settled_from_python = "";

@@ -178,8 +178,7 @@ class PyTrainingEngine {
     made.hooks.describe = [heard = heard_](const zero::StepResult& result) {
       return heard->Description(result.step);
     };
-    std::string from = given.imported.path;
-    if (from.empty() && !given.restore_from.empty()) from = given.restore_from.front();
+    const std::string& from = given.imported.path.empty() ? given.restore_from : given.imported.path;
     if (!from.empty()) {
       absl::Status restored;
       {
@@ -473,7 +472,7 @@ class PyTrainingEngine {
     if (!given.imported.path.empty()) return ImportRun(given.imported, model, layouts_, made, is_verified);
     if (made.storage.offload == zero::OffloadDevice::kNvme)
       return zero::RestoreRun(given.restore_from, made, is_verified);
-    made.storage.state_dirs = given.restore_from;  // state in memory comes from there itself
+    made.storage.state_dirs = {given.restore_from};  // state in memory comes from there itself
     return absl::OkStatus();
   }
 

@@ -49,14 +49,14 @@ nlohmann::json ParseJson(const std::string& text);
 
 struct GivenOptions {
   zero::EngineOptions engine;
-  std::vector<std::string> restore_from;  // what the run is made of, a checkpoint or a state; empty: nothing
-  bool restore_is_verified = false;       // all of it has been read and checked, of DeepSpeed's too
-  GivenImport imported;                   // likewise, of DeepSpeed's
-  bool input_gradients = false;           // ModelGraph's
-  int64_t resident_bytes = 0;     // of Python's memory that lives as long as the run: resident parameters
-  int64_t step_tensor_bytes = 0;  // of Python's tensors on the engine's device in a step, at the most
-  bool breaks_down = false;       // the time of each step: wall_clock_breakdown
-  bool logs_exchanges = false;    // comms_logger
+  std::string restore_from;          // the checkpoint that the run is made of; empty: none
+  bool restore_is_verified = false;  // all of it has been read and checked, of DeepSpeed's too
+  GivenImport imported;              // likewise, of DeepSpeed's
+  bool input_gradients = false;      // ModelGraph's
+  int64_t resident_bytes = 0;        // of Python's memory that lives as long as the run: resident parameters
+  int64_t step_tensor_bytes = 0;     // of Python's tensors on the engine's device in a step, at the most
+  bool breaks_down = false;          // the time of each step: wall_clock_breakdown
+  bool logs_exchanges = false;       // comms_logger
 };
 // options: a JSON object of what the engine's maker says beside the settings; the keys are
 // python/penstock/_engine/_handed_over.py's. kInvalidArgument names one that is wrong. comm: the other ranks,

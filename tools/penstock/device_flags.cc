@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "run/unused_keys.h"
-#include "tiering/plan/byte_size.h"
 #include "tools/base/flag_check.h"
 #include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/test_device.h"
@@ -22,19 +21,9 @@ absl::StatusOr<std::shared_ptr<zero::Device>> Open(int local_rank) {
 
 }  // namespace
 
-absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, const std::optional<std::string>& memory,
-                                          int64_t budget_bytes, int local_rank) {
+absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, int64_t budget_bytes, int local_rank) {
   if (name != "cpu" && name != "cuda")
     return WrongFlag(absl::StrCat("--device ", name, ": must be cpu or cuda"));
-  if (memory.has_value()) {
-    const absl::StatusOr<int64_t> bytes = tiering::ParseSize(*memory);
-    if (!bytes.ok() || *bytes <= 0) {
-      return WrongFlag(absl::StrCat(
-          "--device-memory ", *memory, ": ",
-          bytes.ok() ? "must be a size above 0, as 512MiB or 4GiB" : std::string(bytes.status().message())));
-    }
-    budget_bytes = *bytes;
-  }
   if (name == "cpu") return ChosenDevice{zero::HostDevice()};
   absl::StatusOr<std::shared_ptr<zero::Device>> device = Open(local_rank);
   if (!device.ok()) return WrongFlag(absl::StrCat("--device cuda: ", std::string(device.status().message())));
@@ -47,10 +36,10 @@ absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, const std::op
 
 absl::Status ResolveDevice(const TrainOptions& flags, const run::Config& config, TrainSettings* settings) {
   const auto& comm = settings->engine.comm;
-  ASSIGN_OR_RETURN(const ChosenDevice chosen,
-                   ChooseDevice(flags.device.value_or("cpu"), /*memory=*/std::nullopt,
-                                config.penstock.device_memory_budget_bytes.value_or(0),
-                                comm != nullptr ? comm->environment().local_rank : 0));
+  ASSIGN_OR_RETURN(
+      const ChosenDevice chosen,
+      ChooseDevice(flags.device.value_or("cpu"), config.penstock.device_memory_budget_bytes.value_or(0),
+                   comm != nullptr ? comm->environment().local_rank : 0));
   settings->engine.device = chosen.device;
   settings->engine.memory.device_memory_budget_bytes = chosen.budget_bytes;
   if (chosen.device->has_own_memory()) return absl::OkStatus();

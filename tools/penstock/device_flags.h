@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -21,15 +20,14 @@ struct ChosenDevice {
   int64_t budget_bytes = 0;  // 0: what is free there, or the device is the processor
 };
 
-// Opens what --device names; `memory`: of --device-memory, `budget_bytes` without it. kInvalidArgument: no
-// such device, not one that works here (the line says what is missing and the way out), or not a size.
+// Opens what --device names. `budget_bytes`: of its memory; 0: none was given. kInvalidArgument: no such
+// device, not one that works here (the line says what is missing and the way out), or one that has less.
 //
 // For tests alone: where the environment has PENSTOCK_TEST_DEVICE, `--device cuda` is the test-only device
 // that it describes (zero/compute/test_device.h), so that the programs can be tried without a GPU.
-absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, const std::optional<std::string>& memory,
-                                          int64_t budget_bytes, int local_rank);
+absl::StatusOr<ChosenDevice> ChooseDevice(const std::string& name, int64_t budget_bytes, int local_rank);
 
-// The same for training, where the configuration may have a budget too.
+// The same for training: `config` has the flags' budget.
 absl::Status ResolveDevice(const TrainOptions& flags, const run::Config& config, TrainSettings* settings);
 
 }  // namespace penstock::tools

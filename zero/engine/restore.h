@@ -3,7 +3,6 @@
 #define PENSTOCK_ZERO_ENGINE_RESTORE_H_
 
 #include <string>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -27,9 +26,6 @@ absl::StatusOr<bool> ReplacesCommits(const EngineOptions& options);
 // the checkpoint has been read and checked; `is_verified`: the caller has done so. Memory: two tiles, at
 // least 8 MiB. Threads: the caller's.
 absl::Status RestoreRun(const std::string& path, const EngineOptions& options, bool is_verified = false);
-// Of what lies in several directories: of a run whose state has as many.
-absl::Status RestoreRun(const std::vector<std::string>& directories, const EngineOptions& options,
-                        bool is_verified = false);
 
 }  // namespace penstock::zero
 

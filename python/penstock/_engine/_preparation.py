@@ -185,7 +185,7 @@ class Preparation:
             "new_weights": not trains and not resume,
             "resume": resume,
             "overwrite": self._places.may_replace and not resume,
-            "restore_from": [] if source is None or source.found is not None else [source.path],
+            "restore_from": None if source is None or source.found is not None else source.path,
             "restore_is_verified": is_verified,
             "import": self._what_is_imported(),
             "seed": self._seed,
