@@ -269,4 +269,16 @@ MixtureFunction MixtureFunctionOf(std::string_view model_type, const MixtureConf
   return function;
 }
 
+std::set<std::string> RoutersOf(const LanguageModel& model) {
+  std::set<std::string> names;
+  const std::optional<Decoder> decoder = model.decoder();
+  if (!decoder.has_value()) return names;
+  for (const BlockDescription& block : decoder->blocks) {
+    for (const ParameterDescription& parameter : block.parameters) {
+      if (decoder->function.mixture.IsRouter(parameter.name)) names.insert(parameter.published);
+    }
+  }
+  return names;
+}
+
 }  // namespace penstock::models

@@ -10,11 +10,13 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "models/decoder.h"
+#include "models/family.h"
 #include "models/layout.h"
 #include "models/model_keys.h"
 
@@ -45,6 +47,9 @@ void AddMixture(std::string_view model_type, const MixtureConfig& mixture, const
                 int64_t width, double deviation, BlockDescription* block);
 
 MixtureFunction MixtureFunctionOf(std::string_view model_type, const MixtureConfig& mixture);
+
+// The published names of the matrices that choose experts: none of a model without mixtures.
+std::set<std::string> RoutersOf(const LanguageModel& model);
 
 }  // namespace penstock::models
 

@@ -62,9 +62,7 @@ class Packer {
   }
 
   int BitsOf(const PublishedTensor& tensor) const {
-    const auto blocks = static_cast<int>(layout_.block_elements.size());
-    const bool ends = tensor.block == 0 || tensor.block == blocks - 1;
-    return ends ? 8 : options_.bits;
+    return tensor.block == 0 || tensor.rows == options_.vocabulary ? 8 : options_.bits;
   }
 
   absl::Status Plan() {
@@ -198,18 +196,6 @@ class Packer {
 };
 
 }  // namespace
-
-std::set<std::string> RoutersOf(const LanguageModel& model) {
-  std::set<std::string> names;
-  const std::optional<Decoder> decoder = model.decoder();
-  if (!decoder.has_value()) return names;
-  for (const BlockDescription& block : decoder->blocks) {
-    for (const ParameterDescription& parameter : block.parameters) {
-      if (decoder->function.mixture.IsRouter(parameter.name)) names.insert(parameter.published);
-    }
-  }
-  return names;
-}
 
 absl::StatusOr<PackResult> PackWeights(WeightImport* import, const ModelLayout& layout,
                                        const std::string& directory, const PackOptions& options) {

@@ -2,8 +2,9 @@
 // (models/packed_weights.h), in bounded memory, whatever the model.
 //
 // Matrices are coded; vectors, and routers of mixtures, stay as they are. The matrices of an expert lie side
-// by side, so that one read brings all of them. With 4 bit the embeddings and the output stay at 8: every
-// token depends on them, and they are read by the row, or once a pass.
+// by side, so that one read brings all of them. With 4 bit the embeddings (the matrices of block 0) and the
+// output (a row for each token) stay at 8: every token depends on them, and they are read by the row, or once
+// a pass.
 #ifndef PENSTOCK_MODELS_WEIGHT_PACK_H_
 #define PENSTOCK_MODELS_WEIGHT_PACK_H_
 
@@ -14,7 +15,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "models/family.h"
 #include "models/layout.h"
 #include "models/weight_import.h"
 
@@ -23,14 +23,12 @@ namespace penstock::models {
 struct PackOptions {
   int bits = 8;
   size_t group = 64;
+  int64_t vocabulary = 0;       // of the model: rows of its output
   std::set<std::string> whole;  // names of matrices that are not coded (RoutersOf)
   std::string source;           // kept with the weights: what they were made of
   uint64_t max_shard_bytes = uint64_t{4} << 30;
   std::function<void(uint64_t done, uint64_t total)> progress;  // in coded bytes; may be null
 };
-
-// The published names of the matrices that choose experts: none of a model without mixtures.
-std::set<std::string> RoutersOf(const LanguageModel& model);
 
 struct PackResult {
   int files = 0;

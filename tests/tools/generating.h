@@ -20,6 +20,7 @@
 #include "generate/device_pass.h"
 #include "generate/generator.h"
 #include "models/family.h"
+#include "models/mixture.h"
 #include "models/weight_import.h"
 #include "models/weight_pack.h"
 #include "tests/tools/golden_models.h"
@@ -103,6 +104,7 @@ class GeneratingTest : public tools::testing_support::ProgramTest {
     EXPECT_TRUE(import.ok()) << import.status();
     models::PackOptions options;
     options.bits = bits;
+    options.vocabulary = (*model)->vocabulary();
     options.whole = models::RoutersOf(**model);
     const auto packed = models::PackWeights(import->get(), layout, to, options);
     EXPECT_TRUE(packed.ok()) << packed.status();

@@ -23,6 +23,7 @@
 #include "base/status_macros.h"
 #include "kernels/weight_code.h"
 #include "models/family.h"
+#include "models/mixture.h"
 #include "models/weight_files.h"
 #include "models/weight_import.h"
 #include "models/weight_pack.h"
@@ -225,6 +226,7 @@ absl::Status Pack(PackFlags flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
                    models::WeightImport::Open(flags.from, layout, "weights"));
   ASSIGN_OR_RETURN(const bool replace, CheckOut(flags));
+  options.vocabulary = model->vocabulary();
   options.whole = models::RoutersOf(*model);
   std::error_code error;
   options.source = fs::absolute(flags.from, error).lexically_normal().string();
