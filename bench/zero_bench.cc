@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "aio/program.h"
-#include "models/gpt.h"
-#include "models/stages.h"
+#include "models/families/gpt.h"
+#include "models/families/stages.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
 #include "tiering/program/program.h"

@@ -13,9 +13,9 @@
 #include "base/status_macros.h"
 #include "generate/memory_plan.h"
 #include "generate/tensor_product.h"
-#include "models/causal_attention.h"
-#include "models/stages.h"
-#include "models/tensor_decoder.h"
+#include "models/families/causal_attention.h"
+#include "models/families/stages.h"
+#include "models/families/tensor_decoder.h"
 #include "zero/compute/libtorch/tensor_allocator.h"
 #include "zero/compute/libtorch/tensors.h"
 

@@ -35,8 +35,8 @@
 #include "generate/memory_plan.h"
 #include "generate/pass.h"
 #include "generate/weight_source.h"
-#include "models/family.h"
-#include "models/text_sampler.h"
+#include "models/data/text_sampler.h"
+#include "models/families/family.h"
 #include "zero/compute/device.h"
 
 namespace penstock::generate {

@@ -20,8 +20,8 @@
 #include "absl/status/statusor.h"
 #include "generate/kv_cache.h"
 #include "kernels/weight_code.h"
-#include "models/decoder.h"
-#include "models/scaled_weights.h"
+#include "models/families/decoder.h"
+#include "models/weights/scaled_weights.h"
 #include "tiering/plan/device_plan.h"
 
 namespace penstock::generate {

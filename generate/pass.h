@@ -6,8 +6,8 @@
 //            rest of the layer; then the head. Experts that routers choose come beside it
 //            (generate/expert_cache.h)
 //
-// What it computes is the function of models/decoder.h. There are two of it: generate/host_pass.h in host
-// memory, and generate/device_pass.h on a device with memory of its own, with LibTorch.
+// What it computes is the function of models/families/decoder.h. There are two of it: generate/host_pass.h in
+// host memory, and generate/device_pass.h on a device with memory of its own, with LibTorch.
 //
 // Threads: one. Errors: of the stream; kResourceExhausted: memory is at its limit.
 #ifndef PENSTOCK_GENERATE_PASS_H_
@@ -29,9 +29,9 @@
 #include "generate/stored_matrix.h"
 #include "generate/stream.h"
 #include "generate/weight_source.h"
-#include "models/decoder.h"
-#include "models/family.h"
-#include "models/layout.h"
+#include "models/families/decoder.h"
+#include "models/families/family.h"
+#include "models/weights/layout.h"
 #include "zero/compute/device.h"
 
 namespace penstock::generate {

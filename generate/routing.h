@@ -1,4 +1,5 @@
-// Which experts of a mixture each row of a pass takes, and how much each of them counts (models/decoder.h).
+// Which experts of a mixture each row of a pass takes, and how much each of them counts
+// (models/families/decoder.h).
 //
 // A row's experts and weights depend on its own scores alone, to the bit: sums over a row are taken in the
 // order of the experts. Of equal scores the expert of the lower number is chosen.

@@ -15,8 +15,8 @@
 #include "aio/bytes.h"
 #include "base/status_macros.h"
 #include "generate/weight_source.h"
-#include "models/stored_type.h"
-#include "models/weight_import.h"
+#include "models/weights/stored_type.h"
+#include "models/weights/weight_import.h"
 
 namespace penstock::generate {
 namespace {

@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "generate/weight_source.h"
-#include "models/tile_places.h"
+#include "models/weights/tile_places.h"
 
 namespace penstock::generate {
 namespace {

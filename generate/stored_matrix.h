@@ -8,7 +8,7 @@
 
 #include "kernels/float16.h"
 #include "kernels/weight_code.h"
-#include "models/scaled_weights.h"
+#include "models/weights/scaled_weights.h"
 
 namespace penstock::generate {
 

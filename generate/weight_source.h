@@ -34,8 +34,8 @@
 #include "aio/request.h"
 #include "kernels/float16.h"
 #include "kernels/weight_code.h"
-#include "models/layout.h"
-#include "models/scaled_weights.h"
+#include "models/weights/layout.h"
+#include "models/weights/scaled_weights.h"
 #include "swap/store.h"
 #include "zero/ranks/sharded_state.h"
 

@@ -30,7 +30,7 @@ def mix(x):
 
 
 def sequence_start(step, row, places):
-    """Where Penstock's row of a step begins (models/dataset.h)."""
+    """Where Penstock's row of a step begins (models/data/dataset.h)."""
     h = mix((SEED + GOLDEN) & MASK)
     h = mix(h ^ ((step + 2 * GOLDEN) & MASK))
     h = mix(h ^ ((row + 3 * GOLDEN) & MASK))

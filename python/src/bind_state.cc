@@ -19,7 +19,7 @@
 #include "deepspeed_checkpoint.h"
 #include "errors.h"
 #include "gil.h"
-#include "models/deepspeed_checkpoint.h"
+#include "models/deepspeed/checkpoint.h"
 #include "owned.h"
 #include "swap/safetensors.h"
 #include "swap/store.h"

@@ -11,8 +11,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "models/deepspeed_checkpoint.h"
-#include "models/layout.h"
+#include "models/deepspeed/checkpoint.h"
+#include "models/weights/layout.h"
 #include "swap/safetensors.h"
 #include "zero/compute/flat_layout.h"
 #include "zero/engine/engine.h"

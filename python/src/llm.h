@@ -27,7 +27,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "generate/generator.h"
-#include "models/text_sampler.h"
+#include "models/data/text_sampler.h"
 #include "tools/generate/generate_text.h"
 #include "tools/generate/text_model.h"
 

@@ -67,7 +67,7 @@ def mix(x):
 
 
 def rows_of(number):
-    """The sequences of a step (models/dataset.h)."""
+    """The sequences of a step (models/data/dataset.h)."""
     text = torch.frombuffer(bytearray(base64.b64decode(golden["text"])), dtype=torch.int16).long()
     seq, rows = golden["seq"], []
     for row in range(golden["batch"]):

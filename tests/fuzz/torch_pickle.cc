@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "models/torch_file.h"
+#include "models/weights/torch_file.h"
 #include "tests/fuzz/fuzz.h"
 #include "tests/fuzz/torch_archive.h"
 

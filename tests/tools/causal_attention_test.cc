@@ -1,5 +1,5 @@
 // Attention in blocks of queries against the formula in one piece.
-#include "models/causal_attention.h"
+#include "models/families/causal_attention.h"
 
 #include <gtest/gtest.h>
 #include <torch/types.h>

@@ -1,5 +1,5 @@
 // Several texts of one training: shares that hold, an order that no cut changes, and ends that are held out.
-#include "models/data_mixture.h"
+#include "models/data/data_mixture.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "models/token_file.h"
+#include "models/data/token_file.h"
 #include "tests/text/byte_tokenizer.h"
 
 namespace penstock::models {

@@ -1,5 +1,5 @@
 // What form data has, and its records, in pieces of any length.
-#include "models/data_records.h"
+#include "models/data/data_records.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,7 +1,5 @@
 // Every value of a universal checkpoint, against where it was read: tensors of all sizes and shapes, in
 // little memory and in much.
-#include "models/deepspeed_universal.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -18,7 +16,8 @@
 #include <vector>
 
 #include "base/small_file.h"
-#include "models/torch_file.h"
+#include "models/deepspeed/universal.h"
+#include "models/weights/torch_file.h"
 #include "tests/tampered_call.h"
 
 namespace penstock::models {

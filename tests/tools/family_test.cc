@@ -1,10 +1,10 @@
 // What a family says of its parameters, and the modules that follow from it.
-#include "models/family.h"
+#include "models/families/family.h"
 
 #include <gtest/gtest.h>
 
-#include "models/gpt.h"
-#include "models/stages.h"
+#include "models/families/gpt.h"
+#include "models/families/stages.h"
 #include "zero/compute/libtorch/block.h"
 
 namespace penstock::models {

@@ -11,7 +11,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "models/weight_files.h"
+#include "models/weights/weight_files.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 

@@ -11,7 +11,7 @@
 #include "aio/arena.h"
 #include "generate/expert_cache.h"
 #include "generate/generator.h"
-#include "models/weight_import.h"
+#include "models/weights/weight_import.h"
 #include "tests/tools/generating.h"
 #include "tests/tools/mixtures.h"
 

@@ -9,7 +9,7 @@
 #include "generate/expert_cache.h"
 #include "generate/host_pass.h"
 #include "generate/weight_source.h"
-#include "models/family.h"
+#include "models/families/family.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/mixtures.h"
 #include "tests/tools/penstock_program.h"

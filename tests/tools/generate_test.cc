@@ -10,7 +10,7 @@
 #include "generate/generator.h"
 #include "generate/prompt_lookup.h"
 #include "generate/ring.h"
-#include "models/stages.h"
+#include "models/families/stages.h"
 #include "tests/tools/generating.h"
 #include "zero/compute/libtorch/block.h"
 #include "zero/compute/libtorch/initial_values.h"

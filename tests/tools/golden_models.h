@@ -16,8 +16,8 @@
 
 #include "absl/strings/match.h"
 #include "kernels/float16.h"
-#include "models/family.h"
-#include "models/stages.h"
+#include "models/families/family.h"
+#include "models/families/stages.h"
 #include "swap/safetensors.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/train_settings.h"

@@ -9,9 +9,9 @@
 #include <tuple>
 
 #include "kernels/optimizer.h"
-#include "models/family.h"
-#include "models/gpt.h"
-#include "models/stages.h"
+#include "models/families/family.h"
+#include "models/families/gpt.h"
+#include "models/families/stages.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/optimizer_flags.h"

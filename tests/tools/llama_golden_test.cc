@@ -7,10 +7,10 @@
 #include <set>
 #include <tuple>
 
-#include "models/family.h"
-#include "models/llama.h"
-#include "models/stages.h"
-#include "models/weight_import.h"
+#include "models/families/family.h"
+#include "models/families/llama.h"
+#include "models/families/stages.h"
+#include "models/weights/weight_import.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/train_settings.h"

@@ -7,9 +7,9 @@
 #include <random>
 
 #include "kernels/split_master.h"
-#include "models/frozen_weights.h"
-#include "models/lora.h"
-#include "models/weight_import.h"
+#include "models/families/lora.h"
+#include "models/weights/frozen_weights.h"
+#include "models/weights/weight_import.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 

@@ -1,15 +1,15 @@
 // Adapters of low rank against PEFT: tests/golden/lora.json has, for adapters with weights by formula, losses
 // and gradient norms of 20 steps, and what the merged model answers then. scripts/golden-lora asks for them.
-#include "models/lora.h"
+#include "models/families/lora.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <set>
 
-#include "models/family.h"
-#include "models/stages.h"
-#include "models/weight_import.h"
+#include "models/families/family.h"
+#include "models/families/stages.h"
+#include "models/weights/weight_import.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/train_settings.h"

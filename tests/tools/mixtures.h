@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "models/family.h"
+#include "models/families/family.h"
 #include "swap/safetensors.h"
 #include "tests/tools/golden_models.h"
 

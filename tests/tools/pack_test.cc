@@ -8,9 +8,9 @@
 
 #include "generate/generator.h"
 #include "kernels/weight_code.h"
-#include "models/family.h"
-#include "models/weight_import.h"
-#include "models/weight_pack.h"
+#include "models/families/family.h"
+#include "models/weights/weight_import.h"
+#include "models/weights/weight_pack.h"
 #include "tests/soak.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"

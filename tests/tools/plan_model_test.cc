@@ -4,8 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "models/narrow_model.h"
-#include "models/stages.h"
+#include "models/families/narrow_model.h"
+#include "models/families/stages.h"
 #include "tests/tools/penstock_program.h"
 #include "zero/compute/libtorch/create_engine.h"
 

@@ -1,4 +1,4 @@
-#include "models/text_sampler.h"
+#include "models/data/text_sampler.h"
 
 #include <gtest/gtest.h>
 

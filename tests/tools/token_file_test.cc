@@ -1,5 +1,5 @@
 // Tokens beside a data file: made once, whole or not at all; and the rows that training sees of them.
-#include "models/token_file.h"
+#include "models/data/token_file.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@
 #include <thread>
 #include <vector>
 
-#include "models/dataset.h"
+#include "models/data/dataset.h"
 #include "tests/text/byte_tokenizer.h"
 
 namespace penstock::models {

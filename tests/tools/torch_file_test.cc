@@ -1,5 +1,5 @@
 // Files of torch.save: what is in them, and that no file, however broken, does more than end in a line.
-#include "models/torch_file.h"
+#include "models/weights/torch_file.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "models/family.h"
+#include "models/families/family.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/ranks.h"
 #include "zero/compute/libtorch/tensors.h"

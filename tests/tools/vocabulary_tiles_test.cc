@@ -1,6 +1,6 @@
 // A vocabulary in blocks of rows against one in one block: what they compute, where their elements lie, and
 // runs of the program on both.
-#include "models/vocabulary_tiles.h"
+#include "models/families/vocabulary_tiles.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,11 +9,11 @@
 #include <map>
 
 #include "absl/strings/str_cat.h"
-#include "models/family.h"
-#include "models/gpt.h"
-#include "models/lora.h"
-#include "models/stages.h"
-#include "models/weight_import.h"
+#include "models/families/family.h"
+#include "models/families/gpt.h"
+#include "models/families/lora.h"
+#include "models/families/stages.h"
+#include "models/weights/weight_import.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/train_settings.h"

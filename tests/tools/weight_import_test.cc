@@ -1,5 +1,5 @@
 // Initial weights from files as they are published: names, shapes, types, shards, and what is refused.
-#include "models/weight_import.h"
+#include "models/weights/weight_import.h"
 
 #include <fstream>
 #include <span>
@@ -7,7 +7,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/float16.h"
-#include "models/gpt.h"
+#include "models/families/gpt.h"
 #include "tests/tools/penstock_program.h"
 
 namespace penstock::tools {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "models/stages.h"
+#include "models/families/stages.h"
 #include "tests/soak.h"
 #include "tests/zero/freeze.h"
 #include "tests/zero/training.h"

@@ -13,7 +13,7 @@
 #include <random>
 #include <string>
 
-#include "models/stages.h"
+#include "models/families/stages.h"
 #include "swap/checkpoint.h"
 #include "tests/soak.h"
 #include "tests/zero/ranks.h"

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "models/stages.h"
+#include "models/families/stages.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/test_device.h"

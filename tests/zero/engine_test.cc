@@ -21,9 +21,9 @@
 #include <utility>
 #include <vector>
 
-#include "models/causal_attention.h"
-#include "models/gpt.h"
-#include "models/stages.h"
+#include "models/families/causal_attention.h"
+#include "models/families/gpt.h"
+#include "models/families/stages.h"
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/block.h"

@@ -10,8 +10,8 @@
 #include <random>
 
 #include "absl/strings/str_cat.h"
-#include "models/gpt.h"
-#include "models/stages.h"
+#include "models/families/gpt.h"
+#include "models/families/stages.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/tensor_allocator.h"
 #include "zero/engine/engine.h"

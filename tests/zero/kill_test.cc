@@ -17,7 +17,7 @@
 #include <random>
 #include <sstream>
 
-#include "models/stages.h"
+#include "models/families/stages.h"
 #include "run/watch/train_log.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "models/stages.h"
+#include "models/families/stages.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tests/zero/training.h"

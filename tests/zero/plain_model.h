@@ -5,8 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "models/gpt.h"
-#include "models/stages.h"
+#include "models/families/gpt.h"
+#include "models/families/stages.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/initial_values.h"
 #include "zero/compute/seed.h"

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "kernels/float16.h"
-#include "models/gpt.h"
+#include "models/families/gpt.h"
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/block.h"

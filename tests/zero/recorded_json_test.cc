@@ -9,8 +9,8 @@
 #include <filesystem>
 #include <random>
 
-#include "models/family.h"
-#include "models/stages.h"
+#include "models/families/family.h"
+#include "models/families/stages.h"
 #include "swap/store.h"
 #include "tests/zero/training.h"
 #include "tools/penstock/train_settings.h"

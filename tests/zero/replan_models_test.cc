@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "models/stages.h"
+#include "models/families/stages.h"
 #include "tests/zero/ranks.h"
 #include "tests/zero/training.h"
 #include "tests/zero/wide_training.h"

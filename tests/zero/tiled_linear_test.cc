@@ -9,7 +9,7 @@
 
 #include <filesystem>
 
-#include "models/stages.h"
+#include "models/families/stages.h"
 #include "tests/zero/training.h"
 #include "zero/engine/engine.h"
 

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "models/gpt.h"
-#include "models/stages.h"
+#include "models/families/gpt.h"
+#include "models/families/stages.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/seed.h"
 #include "zero/compute/test_device.h"

@@ -20,7 +20,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "models/data_records.h"
+#include "models/data/data_records.h"
 #include "tools/generate/text_model.h"
 
 namespace penstock::tools {

@@ -7,7 +7,7 @@
 #include "absl/strings/str_join.h"
 #include "base/json.h"
 #include "base/status_macros.h"
-#include "models/text_sampler.h"
+#include "models/data/text_sampler.h"
 
 namespace penstock::tools {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "models/text_sampler.h"
+#include "models/data/text_sampler.h"
 #include "tools/generate/text_model.h"
 
 namespace CLI {

@@ -14,8 +14,8 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/float16.h"
-#include "models/family.h"
-#include "models/packed_weights.h"
+#include "models/families/family.h"
+#include "models/weights/packed_weights.h"
 #include "text/tokenizer.h"
 #include "tools/generate/generation_config.h"
 #include "zero/ranks/sharded_state.h"

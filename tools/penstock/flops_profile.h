@@ -1,5 +1,5 @@
 // What one step computes, block by block, and how fast: DeepSpeed's flops_profiler, from the shapes of the
-// model's family (models/family.h: StageProducts) and the times of the engine's lanes.
+// model's family (models/families/family.h: StageProducts) and the times of the engine's lanes.
 //
 // Counted are matrix products. Forward is what StageProducts says; backward twice that, for the gradients of
 // inputs and of weights. The model's own work is so three times forward. Backward computes each stage once
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "models/family.h"
+#include "models/families/family.h"
 #include "run/config.h"
 #include "tiering/plan/model_graph.h"
 #include "tiering/program/op.h"

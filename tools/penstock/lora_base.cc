@@ -6,7 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
-#include "models/lora.h"
+#include "models/families/lora.h"
 
 namespace penstock::tools {
 namespace {

@@ -8,8 +8,8 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/float16.h"
-#include "models/family.h"
-#include "models/frozen_weights.h"
+#include "models/families/family.h"
+#include "models/weights/frozen_weights.h"
 #include "tools/state/base_files.h"
 
 namespace penstock::tools {

@@ -8,8 +8,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "models/family.h"
-#include "models/lora.h"
+#include "models/families/family.h"
+#include "models/families/lora.h"
 #include "tools/penstock/train_options.h"
 
 namespace penstock::tools {

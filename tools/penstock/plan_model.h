@@ -2,7 +2,7 @@
 //
 // A plan rests on what a layer takes when it is run once. Where that would take long by its arithmetic and
 // what a product of matrices reaches here, the same model is run in its place so many times narrower
-// (models/narrow_model.h), and what it took becomes what the model takes: times by arithmetic, saved
+// (models/families/narrow_model.h), and what it took becomes what the model takes: times by arithmetic, saved
 // activations by width, and memory beside them by a bound: activations by width, and gradients of the
 // parameters, which come to be one after the other, all at once.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_PLAN_MODEL_H_

@@ -5,7 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
 #include "base/status_macros.h"
-#include "models/family.h"
+#include "models/families/family.h"
 #include "run/record/run_record.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"

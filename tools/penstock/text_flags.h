@@ -10,7 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "models/data_mixture.h"
+#include "models/data/data_mixture.h"
 #include "text/tokenizer.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"

@@ -9,8 +9,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
-#include "models/family.h"
-#include "models/vocabulary_tiles.h"
+#include "models/families/family.h"
+#include "models/families/vocabulary_tiles.h"
 #include "tools/base/flag_check.h"
 
 namespace penstock::tools {

@@ -1,4 +1,5 @@
-// --vocabulary-tiles: in how many blocks embedding and head of a model are (models/vocabulary_tiles.h).
+// --vocabulary-tiles: in how many blocks embedding and head of a model are
+// (models/families/vocabulary_tiles.h).
 #ifndef PENSTOCK_TOOLS_PENSTOCK_VOCABULARY_FLAGS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_VOCABULARY_FLAGS_H_
 
@@ -6,7 +7,7 @@
 #include <memory>
 
 #include "absl/status/statusor.h"
-#include "models/family.h"
+#include "models/families/family.h"
 #include "tools/penstock/train_options.h"
 
 namespace penstock::tools {

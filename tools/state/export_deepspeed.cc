@@ -10,8 +10,8 @@
 #include "base/directory.h"
 #include "base/status_macros.h"
 #include "base/whole_file.h"
-#include "models/deepspeed_checkpoint.h"
-#include "models/deepspeed_weights.h"
+#include "models/deepspeed/checkpoint.h"
+#include "models/deepspeed/weights.h"
 #include "tools/state/state_reader.h"
 
 namespace penstock::tools {

@@ -10,7 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "base/json.h"
 #include "base/status_macros.h"
-#include "models/deepspeed_checkpoint.h"
+#include "models/deepspeed/checkpoint.h"
 #include "swap/checkpoint.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"

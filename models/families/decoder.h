@@ -1,0 +1,138 @@
+// What generation computes, as numbers and names: the function of a family whose layers are those of GPT-2 or
+// Llama. The caller keeps the keys and values of the tokens before (the KV cache), and has the weights
+// only while they are used.
+//
+//   x = embedding_scale * a row of the token table, and of the position table where there is one
+//   for each layer
+//     n = norm(x);  q, k, v = products with n, turned by their positions
+//     x = x + residual_scale * norm(output * attention(q, k, v))
+//     n = norm(x)
+//     x = x + residual_scale * norm(down * (activation(gate n) * up n, or activation(up n) where there is no
+//     gate))
+//   logits = soft_cap(head * norm(x) / logits_divisor)
+//
+// where a norm that has no name is none. A layer with a window looks at the last positions alone, its own
+// included. A layer may have a mixture of experts for its inner network (Shazeer et al. 2017): a router
+// scores the experts for each row, and a row's result is
+//
+//   scores = softmax(router n), in fp32; the `chosen` highest of them are the row's experts
+//   sum over these, in the order of their numbers, of weight * down_e (activation(gate_e n) * up_e n)
+//     + sigmoid(shared_router n) * the same of an expert that all rows share, where there is one
+//
+// where a weight is the expert's score, divided by the sum of the chosen ones' where the mixture normalizes.
+//
+// Between any two of these a value is rounded to the compute type, as transformers has it.
+#ifndef PENSTOCK_MODELS_FAMILIES_DECODER_H_
+#define PENSTOCK_MODELS_FAMILIES_DECODER_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/layer.h"
+#include "models/weights/layout.h"
+
+namespace penstock::models {
+
+// By which angles positions turn the pairs of a head's elements: frequency times position.
+struct Rotation {
+  std::vector<float> frequencies;      // of the pairs that turn, which are the first of a head
+  std::vector<float> far_frequencies;  // instead, in sequences of more than `near_positions`; empty: the same
+  int64_t near_positions = 0;
+  double scale = 1;  // of cosine and sine
+};
+
+// How large the mixtures of a decoder's layers are; all of them are alike.
+struct MixtureShape {
+  int64_t experts = 0, chosen = 0;  // of a layer, and of those for each row; 0: no layer has a mixture
+  int64_t inner = 0;                // of an expert
+};
+
+// Numbers of a decoder. Layer i is block 1 + i of the model's description.
+struct DecoderShape {
+  int64_t layers = 0, width = 0;
+  int64_t inner =
+      0;  // of layers without a mixture, and of a shared expert: the larger one; 0: there is neither
+  int64_t vocab = 0;
+  int64_t inner_rows = 0;  // of the matrix before `inner`: twice as many where it is two in one
+  int64_t rotations = 1;   // DecoderFunction::rotations, at least 1
+  int64_t heads = 0, key_heads = 0, depth = 0;  // of attention
+  std::string token_table;                      // in block 0; a row for each token
+  std::string position_table;                   // in block 0; empty: the model has none
+  int64_t matrices_before_attention = 0;        // of a layer, in the order of its description
+  int head_block = 0;                           // of the matrix that makes logits
+  std::string head;                             // its name there
+  MixtureShape mixture = {};
+};
+
+// The parameters of a mixture, by name in the layer's block. Those of expert e are EXPERTS.e.GATE.weight and
+// so on (ExpertParameter).
+struct MixtureFunction {
+  std::vector<bool> layers;  // by layer: whether it has one; empty: none has
+  std::string router;        // [experts, width]
+  std::string experts, gate, up, down;
+  bool normalizes = false;
+  bool rounds_weights = true;  // to the compute type, before they multiply
+  // Of the expert that all rows share; empty: there is none.
+  std::string shared_router, shared_gate, shared_up, shared_down;
+
+  bool Has(int64_t layer) const { return !layers.empty() && layers[static_cast<size_t>(layer)]; }
+  std::string ExpertParameter(int64_t expert, const std::string& matrix) const {
+    return experts + "." + std::to_string(expert) + "." + matrix + ".weight";
+  }
+  // Whether a matrix of this name is small, and used before a layer's other matrices: it stays in memory.
+  bool IsRouter(const std::string& name) const {
+    return !layers.empty() && (name == router + ".weight" || name == shared_router + ".weight");
+  }
+};
+
+// What is computed with which parameters of a block. A matrix or a norm NAME is NAME.weight, with NAME.bias
+// where the block has it; matrices are used in the order of the block's description.
+struct DecoderFunction {
+  enum class Norm : uint8_t { kRootMeanSquare, kLayer };
+  Norm norm = Norm::kLayer;
+  double epsilon = 1e-5;
+  bool norms_from_one = false;                        // what is published of a norm's weights is added to 1
+  std::string attention_norm, attention_result_norm;  // of what attention takes, and gives; empty: none
+  std::string inner_norm, inner_result_norm;          // the same of what is between
+  std::string last_norm;                              // in the block of the head
+  std::string joined;                                 // queries, keys and values in one matrix; or
+  std::string query, key, value;                      // one for each
+  std::string query_norm, key_norm;  // of each head, or of all: as long as its weight; empty: none
+  std::string output;
+  std::string gate;  // empty: none
+  std::string up, down;
+  MixtureFunction mixture;  // instead of gate, up and down, in the layers that have one
+  bool gate_in_up = false;  // the first half of what `up` gives is the gate
+  kernels::Activation activation = kernels::Activation::kGelu;
+  std::vector<double> scales;    // of the scores, by layer
+  std::vector<int64_t> windows;  // by layer: positions that it looks at; 0: all before it; empty: all
+  std::vector<Rotation> rotations;
+  std::vector<int> rotation;  // by layer: of `rotations`; -1: positions turn nothing there; empty: in all
+  double embedding_scale = 1, residual_scale = 1, logits_divisor = 1;
+  bool rounds_embedding_scale = false;  // to the compute type, before it multiplies
+  double score_cap = 0, logit_cap = 0;  // soft caps: cap * tanh(x / cap); 0: none
+
+  int64_t Window(int64_t layer) const { return windows.empty() ? 0 : windows[static_cast<size_t>(layer)]; }
+  // -1: none.
+  int RotationOf(int64_t layer) const {
+    return rotation.empty() ? static_cast<int>(rotations.size()) - 1 : rotation[static_cast<size_t>(layer)];
+  }
+  // Above 0: a sequence that grows beyond so many positions is turned by other frequencies, all of it.
+  int64_t NearPositions() const {
+    for (const Rotation& each : rotations) {
+      if (!each.far_frequencies.empty()) return each.near_positions;
+    }
+    return 0;
+  }
+};
+
+struct Decoder {
+  DecoderShape shape;
+  DecoderFunction function;
+  std::vector<BlockDescription> blocks;
+};
+
+}  // namespace penstock::models
+
+#endif  // PENSTOCK_MODELS_FAMILIES_DECODER_H_

@@ -1,0 +1,284 @@
+#include "models/families/mixture.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace penstock::models {
+namespace {
+
+// How a model_type spells its mixtures, and what it has where its config.json says nothing, as transformers.
+struct Spelling {
+  std::string_view type;
+  const char* experts_key;  // of their number
+  int64_t experts = 0, chosen = 0;
+  int64_t inner = 0;                // of moe_intermediate_size; 0: an expert has intermediate_size
+  int64_t shared_inner = 0;         // of shared_expert_intermediate_size; 0: no expert is shared
+  bool normalizes = false;          // where there is no norm_topk_prob
+  bool has_normalizes_key = false;  // norm_topk_prob
+  bool rounds_weights = true;
+  bool some_layers = false;  // decoder_sparse_step and mlp_only_layers
+  // In published files; the experts of a layer in one tensor are under `fused`.
+  const char *router, *experts_name, *gate, *up, *down;
+  const char *other_router, *fused_gate_up, *fused_down;  // as transformers 5 may write them
+};
+constexpr auto kSpellings =
+    std::to_array<Spelling>({{.type = "mixtral",
+                              .experts_key = "num_local_experts",
+                              .experts = 8,
+                              .chosen = 2,
+                              .normalizes = true,
+                              .rounds_weights = false,
+                              .router = "block_sparse_moe.gate",
+                              .experts_name = "block_sparse_moe.experts",
+                              .gate = "w1",
+                              .up = "w3",
+                              .down = "w2",
+                              .other_router = "mlp.gate",
+                              .fused_gate_up = "mlp.experts.gate_up_proj",
+                              .fused_down = "mlp.experts.down_proj"},
+                             {.type = "qwen2_moe",
+                              .experts_key = "num_experts",
+                              .experts = 60,
+                              .chosen = 4,
+                              .inner = 1408,
+                              .shared_inner = 5632,
+                              .has_normalizes_key = true,
+                              .some_layers = true,
+                              .router = "mlp.gate",
+                              .experts_name = "mlp.experts",
+                              .gate = "gate_proj",
+                              .up = "up_proj",
+                              .down = "down_proj",
+                              .other_router = nullptr,
+                              .fused_gate_up = "mlp.experts.gate_up_proj",
+                              .fused_down = "mlp.experts.down_proj"},
+                             {.type = "qwen3_moe",
+                              .experts_key = "num_experts",
+                              .experts = 128,
+                              .chosen = 8,
+                              .inner = 768,
+                              .has_normalizes_key = true,
+                              .some_layers = true,
+                              .router = "mlp.gate",
+                              .experts_name = "mlp.experts",
+                              .gate = "gate_proj",
+                              .up = "up_proj",
+                              .down = "down_proj",
+                              .other_router = nullptr,
+                              .fused_gate_up = "mlp.experts.gate_up_proj",
+                              .fused_down = "mlp.experts.down_proj"},
+                             {.type = "olmoe",
+                              .experts_key = "num_experts",
+                              .experts = 64,
+                              .chosen = 8,
+                              .has_normalizes_key = true,
+                              .router = "mlp.gate",
+                              .experts_name = "mlp.experts",
+                              .gate = "gate_proj",
+                              .up = "up_proj",
+                              .down = "down_proj",
+                              .other_router = nullptr,
+                              .fused_gate_up = "mlp.experts.gate_up_proj",
+                              .fused_down = "mlp.experts.down_proj"},
+                             {.type = "granitemoe",
+                              .experts_key = "num_local_experts",
+                              .experts = 8,
+                              .chosen = 2,
+                              .normalizes = true,
+                              .router = "block_sparse_moe.router.layer",
+                              .experts_name = "block_sparse_moe.experts",
+                              .gate = "gate_proj",
+                              .up = "up_proj",
+                              .down = "down_proj",
+                              .other_router = "block_sparse_moe.router",
+                              .fused_gate_up = "block_sparse_moe.input_linear.weight",
+                              .fused_down = "block_sparse_moe.output_linear.weight"}});
+// Granite's, where transformers 5 writes its own form.
+constexpr const char *kGraniteGateUp = "block_sparse_moe.experts.gate_up_proj",
+                     *kGraniteDown = "block_sparse_moe.experts.down_proj";
+
+const Spelling* SpellingOf(std::string_view type) {
+  const auto found = std::find_if(kSpellings.begin(), kSpellings.end(),
+                                  [type](const Spelling& s) { return s.type == type; });
+  return found == kSpellings.end() ? nullptr : &*found;
+}
+
+// Which layers have a mixture: every decoder_sparse_step-th, but for those of mlp_only_layers.
+void ReadLayers(const Spelling& spelling, int64_t layers, ModelKeys* keys, MixtureConfig* mixture) {
+  int64_t step = 1;
+  std::vector<bool> dense(static_cast<size_t>(std::max<int64_t>(layers, 0)), false);
+  if (spelling.some_layers) {
+    keys->Whole("decoder_sparse_step", &step);
+    if (step < 1) return keys->Wrong("decoder_sparse_step", "not 1 or more");
+    if (const nlohmann::json* given = keys->Find("mlp_only_layers"); given != nullptr) {
+      if (!given->is_array()) return keys->Wrong("mlp_only_layers", "not a list of layers");
+      for (const nlohmann::json& each : *given) {
+        if (!each.is_number_integer() || each.get<int64_t>() < 0)
+          return keys->Wrong("mlp_only_layers", "not a list of layers");
+        if (each.get<int64_t>() < layers) dense[each.get<size_t>()] = true;
+      }
+    }
+  }
+  for (int64_t i = 0; i < layers; ++i)
+    mixture->layers.push_back(!dense[static_cast<size_t>(i)] && (i + 1) % step == 0);
+}
+
+}  // namespace
+
+bool IsMixtureType(std::string_view model_type) { return SpellingOf(model_type) != nullptr; }
+
+void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, ModelKeys* keys,
+                 MixtureConfig* mixture) {
+  const Spelling* const spelling = SpellingOf(model_type);
+  if (spelling == nullptr) {
+    for (const char* key : {"num_local_experts", "num_experts"}) {
+      int64_t experts = 0;
+      keys->Whole(key, &experts);
+      if (experts > 1) keys->Wrong(key, absl::StrCat("which no ", std::string(model_type), " has"));
+    }
+    return;
+  }
+  // transformers 5 takes both names for their number.
+  const bool local = keys->Find("num_local_experts") != nullptr;
+  const char* const key = local ? "num_local_experts" : "num_experts";
+  mixture->experts = spelling->experts;
+  mixture->chosen = spelling->chosen;
+  keys->Whole(key, &mixture->experts);
+  if (int64_t other = mixture->experts; local) {
+    keys->Whole("num_experts", &other);
+    if (other != mixture->experts)
+      keys->Wrong("num_experts", absl::StrCat("and num_local_experts is ", mixture->experts));
+  }
+  keys->Whole("num_experts_per_tok", &mixture->chosen);
+  if (mixture->experts < 1 || mixture->experts > 1 << 16) keys->Wrong(key, "not from 1 to 65536");
+  if (mixture->chosen < 1 || mixture->chosen > mixture->experts)
+    keys->Fail(absl::StrCat("model: num_experts_per_tok is ", mixture->chosen, ", and a layer has ",
+                            mixture->experts, " experts"));
+  mixture->inner = spelling->inner > 0 ? spelling->inner : inner;
+  if (spelling->inner > 0) keys->Whole("moe_intermediate_size", &mixture->inner);
+  mixture->shared_inner = spelling->shared_inner;
+  if (spelling->shared_inner > 0) keys->Whole("shared_expert_intermediate_size", &mixture->shared_inner);
+  if (mixture->inner < 1 || mixture->inner > 1 << 24)
+    keys->Fail(absl::StrCat("model: moe_intermediate_size is ", mixture->inner, ", not from 1 to ", 1 << 24));
+  if (spelling->shared_inner > 0 && (mixture->shared_inner < 1 || mixture->shared_inner > 1 << 24))
+    keys->Wrong("shared_expert_intermediate_size", "not 1 or more");
+  mixture->normalizes = spelling->normalizes;
+  keys->Switch("norm_topk_prob", &mixture->normalizes);
+  if (!spelling->has_normalizes_key && mixture->normalizes != spelling->normalizes)
+    keys->Wrong("norm_topk_prob", absl::StrCat("which no ", std::string(model_type), " has"));
+  double clip = 0;
+  keys->Number("clip_qkv", &clip);
+  if (keys->Find("clip_qkv") != nullptr) keys->Wrong("clip_qkv", "which is not computed");
+  // Each expert has parameters by name.
+  if (layers > 0 && layers <= 10'000 && layers * mixture->experts > 1 << 20) {
+    keys->Fail(absl::StrCat("model: ", layers, " layers of ", mixture->experts,
+                            " experts: more than 1048576 experts in all are not served"));
+    return;
+  }
+  if (layers <= 10'000) ReadLayers(*spelling, layers, keys, mixture);
+}
+
+void WriteMixture(std::string_view model_type, const MixtureConfig& mixture, nlohmann::ordered_json* json) {
+  const Spelling* const spelling = SpellingOf(model_type);
+  if (spelling == nullptr) return;
+  (*json)[spelling->experts_key] = mixture.experts;
+  (*json)["num_experts_per_tok"] = mixture.chosen;
+  if (spelling->inner > 0) (*json)["moe_intermediate_size"] = mixture.inner;
+  if (spelling->shared_inner > 0) (*json)["shared_expert_intermediate_size"] = mixture.shared_inner;
+  if (spelling->has_normalizes_key) (*json)["norm_topk_prob"] = mixture.normalizes;
+  if (!spelling->some_layers) return;
+  (*json)["decoder_sparse_step"] = 1;
+  (*json)["mlp_only_layers"] = nlohmann::ordered_json::array();
+  for (size_t i = 0; i < mixture.layers.size(); ++i) {
+    if (!mixture.layers[i]) (*json)["mlp_only_layers"].push_back(i);
+  }
+}
+
+void AddMixture(std::string_view model_type, const MixtureConfig& mixture, const std::string& prefix,
+                int64_t width, double deviation, BlockDescription* block) {
+  const Spelling& s = *SpellingOf(model_type);
+  const auto add = [&](const std::string& name, int64_t rows, int64_t columns, std::vector<OtherPlace> others,
+                       int expert) {
+    block->parameters.push_back({.name = name,
+                                 .published = prefix + name,
+                                 .rows = rows,
+                                 .columns = columns,
+                                 .deviation = deviation,
+                                 .other_places = std::move(others),
+                                 .expert = expert});
+  };
+  const auto u = [](int64_t n) { return static_cast<uint64_t>(n); };
+  std::vector<OtherPlace> router;
+  if (s.other_router != nullptr) {
+    router.push_back({absl::StrCat(prefix, s.other_router, ".weight"), {u(mixture.experts), u(width)}, 0});
+  }
+  add(absl::StrCat(s.router, ".weight"), mixture.experts, width, std::move(router), -1);
+  if (mixture.shared_inner > 0) {
+    add("mlp.shared_expert_gate.weight", 1, width, {}, -1);
+    add("mlp.shared_expert.gate_proj.weight", mixture.shared_inner, width, {}, -1);
+    add("mlp.shared_expert.up_proj.weight", mixture.shared_inner, width, {}, -1);
+    add("mlp.shared_expert.down_proj.weight", width, mixture.shared_inner, {}, -1);
+  }
+  std::vector<std::pair<std::string, std::string>> fused = {{s.fused_gate_up, s.fused_down}};
+  if (model_type == "granitemoe") fused.emplace_back(kGraniteGateUp, kGraniteDown);
+  const int64_t matrix = mixture.inner * width;
+  for (int64_t e = 0; e < mixture.experts; ++e) {
+    // Where the matrix begins in a layer's tensor, the gate being half 0 of what is fused with it.
+    const auto in_gate_up = [&](int64_t half) {
+      std::vector<OtherPlace> places;
+      for (const auto& [name, down] : fused) {
+        places.push_back(
+            {prefix + name, {u(mixture.experts), u(2 * mixture.inner), u(width)}, (2 * e + half) * matrix});
+      }
+      return places;
+    };
+    std::vector<OtherPlace> in_down;
+    for (const auto& [gate_up, name] : fused)
+      in_down.push_back({prefix + name, {u(mixture.experts), u(width), u(mixture.inner)}, e * matrix});
+    const auto name_of = [&](const char* which) {
+      return absl::StrCat(s.experts_name, ".", e, ".", which, ".weight");
+    };
+    const auto number = static_cast<int>(e);
+    add(name_of(s.gate), mixture.inner, width, in_gate_up(0), number);
+    add(name_of(s.up), mixture.inner, width, in_gate_up(1), number);
+    add(name_of(s.down), width, mixture.inner, std::move(in_down), number);
+  }
+}
+
+MixtureFunction MixtureFunctionOf(std::string_view model_type, const MixtureConfig& mixture) {
+  MixtureFunction function;
+  const Spelling* const s = SpellingOf(model_type);
+  if (s == nullptr) return function;
+  function.layers = mixture.layers;
+  function.router = s->router;
+  function.experts = s->experts_name;
+  function.gate = s->gate;
+  function.up = s->up;
+  function.down = s->down;
+  function.normalizes = mixture.normalizes;
+  function.rounds_weights = s->rounds_weights;
+  if (mixture.shared_inner > 0) {
+    function.shared_router = "mlp.shared_expert_gate";
+    function.shared_gate = "mlp.shared_expert.gate_proj";
+    function.shared_up = "mlp.shared_expert.up_proj";
+    function.shared_down = "mlp.shared_expert.down_proj";
+  }
+  return function;
+}
+
+std::set<std::string> RoutersOf(const LanguageModel& model) {
+  std::set<std::string> names;
+  const std::optional<Decoder> decoder = model.decoder();
+  if (!decoder.has_value()) return names;
+  for (const BlockDescription& block : decoder->blocks) {
+    for (const ParameterDescription& parameter : block.parameters) {
+      if (decoder->function.mixture.IsRouter(parameter.name)) names.insert(parameter.published);
+    }
+  }
+  return names;
+}
+
+}  // namespace penstock::models
