@@ -178,15 +178,33 @@ absl::StatusOr<ParsedConfig> ParseConfigJson(const nlohmann::ordered_json& json)
   return parsed;
 }
 
-absl::StatusOr<ParsedConfig> LoadConfig(const std::string& path) {
-  const auto named = [&path](const absl::Status& status) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("config file ", Printable(path, 4096), ": ", status.message()));
-  };
+absl::StatusOr<nlohmann::ordered_json> ConfigObject(std::string_view json_text) {
+  ASSIGN_OR_RETURN(nlohmann::ordered_json config, ParseHjson(json_text));
+  if (!config.is_object()) return absl::InvalidArgumentError("not a configuration: it is no JSON object");
+  return config;
+}
+
+namespace {
+
+absl::Status InConfigFile(const std::string& path, const absl::Status& status) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("config file ", Printable(path, 4096), ": ", status.message()));
+}
+
+}  // namespace
+
+absl::StatusOr<nlohmann::ordered_json> ReadConfig(const std::string& path) {
   const absl::StatusOr<std::string> text = ReadSmallFile(path, kLargestConfig);
-  if (!text.ok()) return named(text.status());
-  absl::StatusOr<ParsedConfig> parsed = ParseConfig(*text);
-  if (!parsed.ok()) return named(parsed.status());
+  if (!text.ok()) return InConfigFile(path, text.status());
+  absl::StatusOr<nlohmann::ordered_json> config = ConfigObject(*text);
+  if (!config.ok()) return InConfigFile(path, config.status());
+  return config;
+}
+
+absl::StatusOr<ParsedConfig> LoadConfig(const std::string& path) {
+  ASSIGN_OR_RETURN(const nlohmann::ordered_json config, ReadConfig(path));
+  absl::StatusOr<ParsedConfig> parsed = ParseConfigJson(config);
+  if (!parsed.ok()) return InConfigFile(path, parsed.status());
   return parsed;
 }
 

@@ -1,9 +1,9 @@
 // DeepSpeed's JSON configuration as typed values.
 //
-// Pure: text in, a Config or a one-line error out; LoadConfig is the only function here that touches a file.
-// What the file does not give, or gives as "auto", is an empty optional: the planner or a flag chooses. What
-// it gives is an upper bound inside the budgets. Units are DeepSpeed's: *_elements count parameters, not
-// bytes.
+// Pure: text in, a Config or a one-line error out; ReadConfig and LoadConfig are the only functions here that
+// touch a file. What the file does not give, or gives as "auto", is an empty optional: the planner or a flag
+// chooses. What it gives is an upper bound inside the budgets. Units are DeepSpeed's: *_elements count
+// parameters, not bytes.
 //
 // Every key that DeepSpeed knows has one of three fates (the table is run/settings.cc):
 //   served   its value is in Config
@@ -277,8 +277,12 @@ struct ParsedConfig {
 absl::StatusOr<ParsedConfig> ParseConfig(std::string_view json_text);
 absl::StatusOr<ParsedConfig> ParseConfigJson(const nlohmann::ordered_json& config);
 
-// Reads at most 1 MiB from a regular file and parses it; errors begin with the path. A file that cannot be
-// read is kInvalidArgument too: to the user it is a wrong word on the command line.
+// The object in a regular file of at most 1 MiB, of whatever keys; errors begin with the path. A file that
+// cannot be read is kInvalidArgument too: to the user it is a wrong word on the command line.
+absl::StatusOr<nlohmann::ordered_json> ReadConfig(const std::string& path);
+// The same object in a text.
+absl::StatusOr<nlohmann::ordered_json> ConfigObject(std::string_view json_text);
+// ReadConfig and ParseConfigJson.
 absl::StatusOr<ParsedConfig> LoadConfig(const std::string& path);
 
 // DeepSpeed's batch algebra: train = micro * accumulation * world, any missing one derived. Where it divides

@@ -13,7 +13,6 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
-#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "errors.h"
 #include "python_json.h"
@@ -22,7 +21,6 @@
 #include "run/settings.h"
 #include "run/unused_keys.h"
 #include "zero/compute/tile_format.h"
-#include "zero/config/config_json.h"
 
 namespace nb = nanobind;
 
@@ -30,24 +28,6 @@ namespace penstock::python {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-absl::StatusOr<Json> ParseText(const std::string& text) {
-  ASSIGN_OR_RETURN(Json config, zero::ParseHjson(text));
-  if (!config.is_object()) return absl::InvalidArgumentError("not a configuration: it is no JSON object");
-  return config;
-}
-
-absl::StatusOr<Json> ReadConfig(const std::string& path) {
-  const auto named = [&path](const absl::Status& status) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("config file ", zero::Printable(path, 4096), ": ", std::string(status.message())));
-  };
-  const absl::StatusOr<std::string> text = ReadSmallFile(path);
-  if (!text.ok()) return named(text.status());
-  absl::StatusOr<Json> config = ParseText(*text);
-  if (!config.ok()) return named(config.status());
-  return config;
-}
 
 void CheckFinite(const Json& value, const std::string& place) {
   if (value.is_object()) {
@@ -143,9 +123,9 @@ std::optional<nlohmann::ordered_json> ConfigFromPython(nb::handle config) {
   if (nb::isinstance<nb::str>(config) || nb::hasattr(config, "__fspath__")) {
     const std::string path = FromPython(config, "config").get<std::string>();
     const absl::StatusOr<bool> there = PathExists(path);
-    if (there.ok() && *there) return ValueOrRaise(ReadConfig(path));
+    if (there.ok() && *there) return ValueOrRaise(run::ReadConfig(path));
     const std::optional<std::string> text = FromBase64(path);
-    if (text.has_value()) return ValueOrRaise(ParseText(*text));
+    if (text.has_value()) return ValueOrRaise(run::ConfigObject(*text));
     RaiseUnlessOk(there.status(), {.path = path});
     RaiseNotThere(path);
   }
