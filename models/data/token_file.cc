@@ -126,8 +126,14 @@ class Output {
       struct stat ours {
       }, there{};
       if (::fstat(fd.get(), &ours) != 0) return FileError(errno, "fstat", part);
-      if (::stat(part.c_str(), &there) == 0 && there.st_ino == ours.st_ino && there.st_dev == ours.st_dev)
-        return Output(path, part, std::move(fd));
+      const bool found = ::lstat(part.c_str(), &there) == 0;
+      if (!found && errno != ENOENT) return FileError(errno, "lstat", part);
+      if (found && there.st_ino == ours.st_ino && there.st_dev == ours.st_dev) {
+        if (ours.st_nlink == 1) return Output(path, part, std::move(fd));
+        // It is another file by this name too, which stays as it is.
+        if (::unlink(part.c_str()) != 0) return FileError(errno, "unlink", part);
+      }
+      if (!goes_on()) return absl::CancelledError("stopped");
     }
   }
   Output(Output&&) = default;
@@ -217,15 +223,18 @@ absl::StatusOr<uint64_t> Digest(const Input& data, bool records, const text::Tok
 
 // The pair, if it is there and whole; kNotFound else.
 absl::StatusOr<TokenFile> Existing(const TokenFile& names, int64_t width) {
-  const absl::StatusOr<Input> input = Input::Open(names.examples_path),
-                              tokens = Input::Open(names.tokens_path);
-  if (!input.ok() || !tokens.ok()) return absl::NotFoundError("");
+  for (const std::string& path : {names.examples_path, names.tokens_path}) {
+    ASSIGN_OR_RETURN(const bool there, PathExists(path));
+    if (!there) return absl::NotFoundError("");
+  }
+  ASSIGN_OR_RETURN(const Input input, Input::Open(names.examples_path));
+  ASSIGN_OR_RETURN(const Input tokens, Input::Open(names.tokens_path));
   // A start and a bit for each token, at most: what is longer is not taken into memory.
-  const uint64_t count = tokens->bytes() / static_cast<uint64_t>(width);
-  if (input->bytes() > sizeof(Header) + (count + 1) * sizeof(uint64_t) + count / 8 + 1)
+  const uint64_t count = tokens.bytes() / static_cast<uint64_t>(width);
+  if (input.bytes() > sizeof(Header) + (count + 1) * sizeof(uint64_t) + count / 8 + 1)
     return absl::NotFoundError("");
-  std::vector<char> bytes(input->bytes());
-  ASSIGN_OR_RETURN(const size_t read, input->Read(0, bytes.data(), bytes.size()));
+  std::vector<char> bytes(input.bytes());
+  ASSIGN_OR_RETURN(const size_t read, input.Read(0, bytes.data(), bytes.size()));
   Header header;
   if (read != bytes.size() || read < sizeof(header)) return absl::NotFoundError("");
   std::memcpy(&header, bytes.data(), sizeof(header));
@@ -235,7 +244,7 @@ absl::StatusOr<TokenFile> Existing(const TokenFile& names, int64_t width) {
   sum.Update(bytes.data() + sizeof(header), bytes.size() - sizeof(header));
   if (std::memcmp(header.magic, Header().magic, sizeof(header.magic)) != 0 ||
       header.version != Header().version || checksum != sum.Digest() ||
-      tokens->bytes() != header.tokens * static_cast<uint64_t>(width))
+      tokens.bytes() != header.tokens * static_cast<uint64_t>(width))
     return absl::NotFoundError("");
   TokenFile file = names;
   file.tokens = static_cast<int64_t>(header.tokens);
@@ -450,7 +459,8 @@ absl::StatusOr<TokenFile> MakeTokenFile(const std::string& path, const text::Tok
   names.examples_path = stem + ".examples";
   const bool wide = tokenizer.vocab_size() > 65536;
   const int64_t width = wide ? 4 : 2;
-  if (absl::StatusOr<TokenFile> there = Existing(names, width); there.ok()) return there;
+  if (absl::StatusOr<TokenFile> there = Existing(names, width); !absl::IsNotFound(there.status()))
+    return there;
 
   const auto goes_on = [&](uint64_t at) {
     return options.progress == nullptr ||
@@ -459,7 +469,8 @@ absl::StatusOr<TokenFile> MakeTokenFile(const std::string& path, const text::Tok
   };
   // Whoever has the examples makes both, unless another has just done it.
   ASSIGN_OR_RETURN(Output examples, Output::Take(names.examples_path, [&] { return goes_on(0); }));
-  if (absl::StatusOr<TokenFile> there = Existing(names, width); there.ok()) return there;
+  if (absl::StatusOr<TokenFile> there = Existing(names, width); !absl::IsNotFound(there.status()))
+    return there;
   ASSIGN_OR_RETURN(Output tokens, Output::Take(names.tokens_path, [&] { return goes_on(0); }));
   RETURN_IF_ERROR(examples.Empty());
   RETURN_IF_ERROR(tokens.Empty());

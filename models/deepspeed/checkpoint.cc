@@ -328,16 +328,18 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
 
 }  // namespace
 
-bool IsDeepSpeedCheckpoint(const std::string& path) {
+absl::StatusOr<bool> IsDeepSpeedCheckpoint(const std::string& path) {
   const absl::StatusOr<std::string> tag = TagOf(path);
-  if (!tag.ok()) return false;
-  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(*tag);
-  if (!names.ok()) return false;
-  return std::any_of(names->begin(), names->end(), [&](const std::string& name) {
+  if (absl::IsNotFound(tag.status()) || absl::IsInvalidArgument(tag.status())) return false;
+  RETURN_IF_ERROR(tag.status());
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(*tag));
+  for (const std::string& name : names) {
     if (absl::EndsWith(name, kModelEnding) || absl::EndsWith(name, kOptimizerEnding)) return true;
-    return name == "zero" &&
-           LinkKindOf(absl::StrCat(*tag, "/", name)).value_or(PathKind::kMissing) == PathKind::kDirectory;
-  });
+    if (name != "zero") continue;
+    ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(absl::StrCat(*tag, "/", name)));
+    if (kind == PathKind::kDirectory) return true;
+  }
+  return false;
 }
 
 std::span<const absl::string_view> DeepSpeedKeys() { return kOwnKeys; }

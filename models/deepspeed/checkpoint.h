@@ -82,8 +82,8 @@ struct DeepSpeedProgress {
 };
 
 // Whether `path` is what DeepSpeed wrote: the directory of a tag, or one that Open finds by its name. Whether
-// it can be read is another matter.
-bool IsDeepSpeedCheckpoint(const std::string& path);
+// its files can be read is another matter; an error is one of finding that out.
+absl::StatusOr<bool> IsDeepSpeedCheckpoint(const std::string& path);
 
 // What DeepSpeed puts beside the client_state, in a file of model states.
 std::span<const absl::string_view> DeepSpeedKeys();

@@ -31,6 +31,7 @@
 #include "models/weights/torch_writer.h"
 #include "models/weights/transpose.h"
 #include "swap/write_stream.h"
+#include "zero/config/json_field.h"
 
 namespace penstock::models {
 namespace {
@@ -458,7 +459,7 @@ class UniversalWriter {
     pickle.Text("overflow");
     pickle.Bool(false);
     if (run_.loss_scaler.is_object()) {
-      const bool dynamic = run_.loss_scaler.value("dynamic", false);
+      const bool dynamic = zero::JsonField<bool>(run_.loss_scaler, "dynamic").value_or(false);
       pickle.Text("dynamic_loss_scale");
       pickle.Bool(dynamic);
       pickle.Text("loss_scaler");
@@ -524,17 +525,20 @@ class UniversalWriter {
 
 nlohmann::json LossScalerOf(const nlohmann::json& ours) {
   if (!ours.is_object()) return nullptr;
-  const bool dynamic = ours.value("dynamic", false);
-  nlohmann::json theirs = {{"cur_scale", ours.value("scale", 1.0)}, {"dynamic", dynamic}};
+  const auto field = [&ours]<typename T>(const char* name, T otherwise) {
+    return zero::JsonField<T>(ours, name).value_or(otherwise);
+  };
+  const bool dynamic = field("dynamic", false);
+  nlohmann::json theirs = {{"cur_scale", field("scale", 1.0)}, {"dynamic", dynamic}};
   if (!dynamic) return theirs;
-  theirs.update({{"cur_iter", ours.value("iteration", 0)},
-                 {"last_overflow_iter", ours.value("last_overflow", -1)},
-                 {"scale_factor", ours.value("factor", 2.0)},
-                 {"scale_window", ours.value("window", 1000)},
-                 {"min_scale", ours.value("min_scale", 1.0)},
-                 {"delayed_shift", ours.value("hysteresis", 2)},
-                 {"cur_hysteresis", ours.value("hysteresis_left", 2)},
-                 {"consecutive_hysteresis", ours.value("consecutive_hysteresis", false)},
+  theirs.update({{"cur_iter", field("iteration", int64_t{0})},
+                 {"last_overflow_iter", field("last_overflow", int64_t{-1})},
+                 {"scale_factor", field("factor", 2.0)},
+                 {"scale_window", field("window", int64_t{1000})},
+                 {"min_scale", field("min_scale", 1.0)},
+                 {"delayed_shift", field("hysteresis", int64_t{2})},
+                 {"cur_hysteresis", field("hysteresis_left", int64_t{2})},
+                 {"consecutive_hysteresis", field("consecutive_hysteresis", false)},
                  {"raise_error_at_min_scale", true},
                  {"dtype", nullptr}});
   return theirs;

@@ -641,8 +641,10 @@ void BindEngine(nb::module_& module) {
         return std::vector<std::string>(keys.begin(), keys.end());
       },
       "What DeepSpeed puts beside the client_state, in a file of model states.");
-  module.def("is_deepspeed_checkpoint", &models::IsDeepSpeedCheckpoint, nb::arg("path"),
-             "Whether DeepSpeed's save_checkpoint, or ds_to_universal, wrote this directory.");
+  module.def(
+      "is_deepspeed_checkpoint",
+      [](const std::string& path) { return ValueOrRaise(models::IsDeepSpeedCheckpoint(path)); },
+      nb::arg("path"), "Whether DeepSpeed's save_checkpoint, or ds_to_universal, wrote this directory.");
   module.def(
       "deepspeed_checkpoint",
       [](const std::string& path, const std::vector<NamedShape>& parameters,

@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/json.h"
@@ -37,14 +38,21 @@ absl::Status CheckRun(const nlohmann::json& run, const std::string& dir) {
     if (value.has_value() && *value >= range.least && *value <= range.most) continue;
     return damaged(range.name);
   }
-  for (const char* name : {"dtype", "run_id", "sync", "durability", "data_order"}) {
-    if (run.contains(name) && !run[name].is_string()) return damaged(name);
+  using Json = nlohmann::json;
+  struct Kind {
+    const char* name;
+    bool (Json::*is)() const noexcept;
+  };
+  for (const Kind& kind :
+       {Kind{"dtype", &Json::is_string}, Kind{"run_id", &Json::is_string}, Kind{"sync", &Json::is_string},
+        Kind{"durability", &Json::is_string}, Kind{"data_order", &Json::is_string},
+        Kind{"model_directory", &Json::is_string}, Kind{"lr", &Json::is_number},
+        Kind{"eval_split", &Json::is_number}, Kind{"config", &Json::is_object},
+        Kind{"run_id_since", &Json::is_number_integer}, Kind{"data_fingerprint", &Json::is_number_integer}}) {
+    if (run.contains(kind.name) && !(run[kind.name].*kind.is)()) return damaged(kind.name);
   }
-  if (run.contains("lr") && !run["lr"].is_number()) return damaged("lr");
-  if (run.contains("config") && !run["config"].is_object()) return damaged("config");
-  for (const char* name : {"run_id_since", "data_fingerprint"}) {
-    if (run.contains(name) && !run[name].is_number_integer()) return damaged(name);
-  }
+  if (run.contains("data_weights") && !zero::JsonField<std::vector<double>>(run, "data_weights").has_value())
+    return damaged("data_weights");
   return absl::OkStatus();
 }
 

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <random>
 
+#include "models/data/dataset.h"
 #include "models/families/family.h"
 #include "models/families/stages.h"
 #include "swap/store.h"
@@ -113,6 +114,12 @@ class RecordedJson : public testing_support::ScratchTest {
                             {"clip", 1.0},
                             {"lr", 1e-3},
                             {"optimizer", "AdamW"},
+                            {"run_id", "r"},
+                            {"run_id_since", 0},
+                            {"model_directory", scratch_},
+                            {"data_order", models::kSequenceOrder},
+                            {"data_weights", {1.0, 2.0}},
+                            {"eval_split", 0.1},
                             {"ranks", 1}};
     };
     const testing_support::TrainedLosses trained = TrainGpt(run_);

@@ -6,8 +6,10 @@
 
 #include <cerrno>
 #include <string_view>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/atomic_file.h"
 #include "base/file_lock.h"
 #include "base/json.h"
 #include "base/lines.h"
@@ -92,8 +94,37 @@ absl::StatusOr<bool> GenerateOutput::Has(int64_t index, const std::string& key) 
 absl::Status GenerateOutput::Append(const nlohmann::ordered_json& line) {
   // Texts of bytes may be no UTF-8.
   const std::string text = line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
-  if (replaces_ && ::ftruncate(fd_, 0) != 0) return Failed("truncate", path_, errno);
+  RETURN_IF_ERROR(replaces_ ? ReplaceBy(text) : AppendText(text));
   replaces_ = false;
+  bytes_ += text.size();
+  keys_[line["index"].get<int64_t>()] = line["key"].get<std::string>();
+  return absl::OkStatus();
+}
+
+absl::Status GenerateOutput::ReplaceBy(const std::string& text) {
+  const auto named = [](const absl::Status& status) {
+    return absl::Status(status.code(), absl::StrCat("--out: ", std::string(status.message())));
+  };
+  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path_);
+  if (!file.ok()) return named(file.status());
+  if (const absl::Status written = file->Write(text); !written.ok()) return named(written);
+  // It goes on to be written, and is this process's before it has the name.
+  const int fd = ::fcntl(file->fd(), F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) return Failed("duplicate the descriptor of", path_, errno);
+  const absl::StatusOr<bool> locked = TryLockFile(fd, path_);
+  absl::Status status = locked.status();
+  if (status.ok() && !*locked) status = absl::UnavailableError(absl::StrCat(path_, ": locked by another"));
+  if (status.ok()) status = file->Commit();
+  if (status.ok() && ::fcntl(fd, F_SETFL, O_APPEND) != 0) status = Failed("append to", path_, errno);
+  if (!status.ok()) {
+    ::close(fd);
+    return named(status);
+  }
+  ::close(std::exchange(fd_, fd));
+  return absl::OkStatus();
+}
+
+absl::Status GenerateOutput::AppendText(const std::string& text) {
   for (size_t written = 0; written < text.size();) {
     const ssize_t n = ::write(fd_, text.data() + written, text.size() - written);
     if (n < 0 && errno == EINTR) continue;
@@ -105,8 +136,6 @@ absl::Status GenerateOutput::Append(const nlohmann::ordered_json& line) {
     }
     written += static_cast<size_t>(n);
   }
-  bytes_ += text.size();
-  keys_[line["index"].get<int64_t>()] = line["key"].get<std::string>();
   return absl::OkStatus();
 }
 

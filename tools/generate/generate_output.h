@@ -24,9 +24,9 @@ namespace penstock::tools {
 class GenerateOutput {
  public:
   // Makes the file, or reads what is done from the one that is there; cuts off a line that a kill has torn.
-  // `overwrite`: nothing is done, and what stands there is gone with the first line that is appended, not
-  // before. kFailedPrecondition: another process writes it. kInvalidArgument: not such a file, which stays as
-  // it is.
+  // `overwrite`: nothing is done, and what stands there is replaced by the first line that is appended, in
+  // one step. kFailedPrecondition: another process writes it. kInvalidArgument: not such a file, which stays
+  // as it is.
   static absl::StatusOr<std::unique_ptr<GenerateOutput>> Open(const std::string& path, bool overwrite);
   ~GenerateOutput();
   GenerateOutput(const GenerateOutput&) = delete;
@@ -42,8 +42,11 @@ class GenerateOutput {
   GenerateOutput(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
   absl::Status ReadDone();
 
+  absl::Status ReplaceBy(const std::string& text);
+  absl::Status AppendText(const std::string& text);
+
   const std::string path_;
-  const int fd_;
+  int fd_;
   uint64_t bytes_ = 0;
   bool replaces_ = false;                // what stands in the file still goes
   std::map<int64_t, std::string> keys_;  // by index

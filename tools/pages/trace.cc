@@ -1,5 +1,8 @@
 #include "tools/pages/trace.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <nlohmann/json.hpp>
 
@@ -26,8 +29,15 @@ std::string PlacesText(const std::vector<Place>& places) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Trace>> Trace::Open(const std::string& path, const std::string& run_id) {
-  std::FILE* file = std::fopen(path.c_str(), "we");
-  if (file == nullptr) return absl::ErrnoToStatus(errno, absl::StrCat("--trace ", path, ": open"));
+  // It is read while it grows, and after a kill. A pipe that nobody reads is an error and not waited for.
+  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NONBLOCK, 0666);
+  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("--trace ", path, ": open"));
+  std::FILE* const file = ::fcntl(fd, F_SETFL, 0) == 0 ? ::fdopen(fd, "w") : nullptr;
+  if (file == nullptr) {
+    const absl::Status failed = absl::ErrnoToStatus(errno, absl::StrCat("--trace ", path, ": open"));
+    ::close(fd);
+    return failed;
+  }
   return std::unique_ptr<Trace>(new Trace(path, file, run_id));
 }
 

@@ -558,10 +558,10 @@ class Resolver {
   void TakeBase(LoraBase base) {
     base_record_ = std::move(base.record);
     const int64_t bytes = BaseBytes(base_record_);
-    settings_.notes.push_back(absl::StrCat(
-        "lora: the model's weights, ", FormatBytes(bytes),
-        base.weights->bits() > 0 ? absl::StrCat(" in ", base.weights->bits(), " bit") : "",
-        ", are read where they lie, in ", base_record_.value("path", std::string()), ", and copied nowhere"));
+    settings_.notes.push_back(
+        absl::StrCat("lora: the model's weights, ", FormatBytes(bytes),
+                     base.weights->bits() > 0 ? absl::StrCat(" in ", base.weights->bits(), " bit") : "",
+                     ", are read where they lie, in ", PathOfBase(base_record_), ", and copied nowhere"));
     engine_.frozen = std::move(base.weights);
   }
 
@@ -587,7 +587,7 @@ class Resolver {
   absl::StatusOr<LoraBase> FindBase() {
     const bool by_init_from = flags_.init_from.has_value() && !models::IsAdapter(*flags_.init_from);
     if (by_init_from) return BaseAt(*flags_.init_from);
-    const std::string recorded = run_[kBaseKey].is_object() ? run_[kBaseKey].value("path", "") : "";
+    const std::string recorded = PathOfBase(run_[kBaseKey]);
     const std::string model_was = run_.value("model_directory", std::string());
     const bool apart = BaseDirectory(recorded) != model_was;
     const std::string& model = settings_.model_directory;

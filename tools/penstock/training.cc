@@ -159,8 +159,8 @@ class Training {
   void TellWhereBaseIs() {
     const nlohmann::json& changes = settings_.engine.resume.run_changes;
     if (!settings_.resumes || engine_->step() < settings_.steps || !changes.contains(kBaseKey)) return;
-    const std::string now = changes[kBaseKey].value("path", "");
-    if (now == settings_.recorded[kBaseKey].value("path", "")) return;
+    const std::string now = PathOfBase(changes[kBaseKey]);
+    if (now == PathOfBase(settings_.recorded[kBaseKey])) return;
     Tell(absl::StrCat("the run has no step left, so it is not recorded that its weights lie in ", now,
                       " now: verify, sample and export take --model ", now));
   }
@@ -371,10 +371,7 @@ class Training {
       RETURN_IF_ERROR(journal_->CheckAhead(plan, 0));
     }
     // One that goes on may still be refused its place, and so may one that replaces another.
-    if (!settings_.resumes) {
-      RETURN_IF_ERROR(CheckReplaced(settings_));
-      RETURN_IF_ERROR(RemoveOldReport());
-    }
+    if (!settings_.resumes) RETURN_IF_ERROR(CheckReplaced(settings_));
     if (!settings_.resumes && plan.plan.on_nvme) {
       Say("initialising");
       RETURN_IF_ERROR(SaveWritten(plan.state_bytes));  // a kill before the first commit leaves no other count

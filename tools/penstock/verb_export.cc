@@ -271,9 +271,11 @@ absl::Status PrepareOutput(const ExportFlags& flags, const Export& what, const s
 // Which checkpoint of DeepSpeed's is asked for; empty: none, it is a state or a checkpoint of ours.
 absl::StatusOr<std::string> DeepSpeedsOwn(const ExportFlags& flags) {
   const std::string& directory = flags.dirs.front();
-  const bool theirs =
-      flags.dirs.size() == 1 &&
-      models::IsDeepSpeedCheckpoint(flags.tag.empty() ? directory : directory + "/" + flags.tag);
+  bool theirs = false;
+  if (flags.dirs.size() == 1) {
+    ASSIGN_OR_RETURN(
+        theirs, models::IsDeepSpeedCheckpoint(flags.tag.empty() ? directory : directory + "/" + flags.tag));
+  }
   if (!theirs && !flags.tag.empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat("--tag ", flags.tag, ": no checkpoint of DeepSpeed's of that name in ", directory));

@@ -91,6 +91,10 @@ int64_t BaseBytes(const nlohmann::json& record) {
   return bytes;
 }
 
+std::string PathOfBase(const nlohmann::json& record) {
+  return zero::JsonField<std::string>(record, "path").value_or("");
+}
+
 std::string BaseDirectory(const std::string& path) {
   const fs::path base(path);
   if (IsDirectory(path).value_or(false)) return path;
@@ -127,11 +131,10 @@ absl::StatusOr<nlohmann::json> CompareBase(const nlohmann::json& record, const s
         "the run's record is damaged: it does not say what its adapters go to; go on from a checkpoint");
   }
   std::error_code error;
-  const std::string where = path.empty() ? zero::JsonField<std::string>(record, "path").value_or("")
-                                         : fs::absolute(path, error).lexically_normal().string();
+  const std::string where =
+      path.empty() ? PathOfBase(record) : fs::absolute(path, error).lexically_normal().string();
   // Elsewhere nothing is taken for granted: files that were made together have one size and one time.
-  const bool by_times =
-      check == BaseCheck::kTimes && where == zero::JsonField<std::string>(record, "path").value_or("");
+  const bool by_times = check == BaseCheck::kTimes && where == PathOfBase(record);
   base["path"] = where;
   const std::string directory = BaseDirectory(where);
   std::vector<std::pair<std::string, nlohmann::json*>> to_read;

@@ -42,6 +42,9 @@ absl::Status NoBase(const std::string& model);
 // The bytes of all files, as recorded.
 int64_t BaseBytes(const nlohmann::json& record);
 
+// Where they lay, as recorded; empty: the record does not say.
+std::string PathOfBase(const nlohmann::json& record);
+
 // The directory that a base's path means, which may be one of its files.
 std::string BaseDirectory(const std::string& path);
 

@@ -53,7 +53,8 @@ absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std:
   if (absl::Status parts = zero::FindShards(arguments).status();
       !absl::IsNotFound(parts) && !absl::IsFailedPrecondition(parts))
     return parts;
-  if (models::IsDeepSpeedCheckpoint(arguments.front())) {
+  ASSIGN_OR_RETURN(const bool theirs, models::IsDeepSpeedCheckpoint(arguments.front()));
+  if (theirs) {
     return absl::NotFoundError(absl::StrCat(
         arguments.front(),
         ": a checkpoint of DeepSpeed's: penstock import-checkpoint makes a state directory of it, "

@@ -56,7 +56,7 @@ absl::StatusOr<ExportedRun> FindRun(const ExportCheckpointFlags& flags) {
   if (!run.identity.is_object() || !run.identity.contains("model") || !run.payload.is_object() ||
       !run.payload.contains("run") || !run.payload["run"].is_object())
     return refused("not a run of penstock train: cannot be exported");
-  if (run.identity["model"].is_object() && run.identity["model"].value("architecture", "") == "driven")
+  if (zero::JsonField<std::string>(run.identity["model"], "architecture") == "driven")
     return refused(
         "a run of a Python script, whose model has the names of its parameters: "
         "engine.export_checkpoint(OUT) "
@@ -230,7 +230,7 @@ absl::Status Export(const ExportCheckpointFlags& flags, std::ostream& out) {
   options.memory_bytes = static_cast<uint64_t>(memory);
   const nlohmann::json imported = run.record.value("imported", nlohmann::json::object());
   options.step_is_tensor =
-      flags.torch_optimizer || (imported.is_object() && imported.value("torch_optimizer", false));
+      flags.torch_optimizer || zero::JsonField<bool>(imported, "torch_optimizer").value_or(false);
   const models::ModelLayout layout = run.model->Layout();
   {
     ByteProgress shown("exporting", flags.quiet);

@@ -31,7 +31,7 @@ struct Base {
   absl::Status status;    // what is wrong with it
   nlohmann::ordered_json Json() const {
     if (record.is_null()) return nullptr;
-    nlohmann::ordered_json json = {{"path", record.value("path", std::string())},
+    nlohmann::ordered_json json = {{"path", PathOfBase(record)},
                                    {"bytes", BaseBytes(record)},
                                    {"whole", status.ok()},
                                    {"error", nullptr}};
@@ -119,7 +119,7 @@ absl::Status Verify(const VerifyFlags& flags, std::ostream& out, std::ostream& e
                              FormatBandwidth(rate));
       if (!base.record.is_null() && base.status.ok()) {
         out << absl::StrFormat("the weights that its adapters go to: %s in %s, read and checked\n",
-                               FormatBytes(BaseBytes(base.record)), base.record.value("path", std::string()));
+                               FormatBytes(BaseBytes(base.record)), PathOfBase(base.record));
       }
       if (report.whole() && base.status.ok()) out << "whole: every checksum matches\n";
     }

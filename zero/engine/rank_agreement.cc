@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <limits>
@@ -24,6 +25,11 @@ namespace penstock::zero {
 namespace {
 
 constexpr int64_t kExchangeProbeBytes = 4 << 20;
+constexpr int64_t kMostBytes = int64_t{1} << 50;  // that a part of a model can have
+constexpr int kMostThreads = 1 << 16;             // that a machine can have
+
+// What another rank may say of a time or a rate.
+bool IsAmount(double value) { return std::isfinite(value) && value >= 0; }
 
 // What a rank receives in a second while all of them hand each other `bytes`, in `memory`, which has room for
 // those of all; of the second of two exchanges, since the first one opens the windows of the connections. 0:
@@ -158,6 +164,11 @@ absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
       !status.ok())
     return status;
   for (size_t i = 0; i < all.size(); ++i) {
+    if (all[i] < 0 || all[i] > kMostBytes) {
+      return absl::InvalidArgumentError(absl::StrCat("rank ", i / sizes.size(),
+                                                     " has a model of impossible sizes: one of ", all[i],
+                                                     " bytes; is it the same program?"));
+    }
     int64_t& size = *sizes[i % sizes.size()];
     size = std::max(size, all[i]);
   }
@@ -170,6 +181,8 @@ absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
           TakeRankZeros(comm, "the model's times", seconds.data(), seconds.size() * sizeof(double));
       !status.ok())
     return status;
+  if (!std::all_of(seconds.begin(), seconds.end(), IsAmount))
+    return absl::InvalidArgumentError("rank 0 has measured impossible times; is it the same program?");
   auto agreed = seconds.begin();
   for (tiering::StageShape& stage : graph->stages) {
     stage.forward_seconds = *agreed++;
@@ -204,7 +217,14 @@ absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& d
                    there ? ProbeNetwork(*devices.comm, Channel::kAllGather, std::move(memory), bytes)
                          : ProbeNetwork(comm, Channel::kSetup, std::move(memory), bytes));
   if (rate > 0) machine->network_bytes_per_s = rate;
-  return TakeRankZeros(comm, "the machine", machine, sizeof(*machine));
+  RETURN_IF_ERROR(TakeRankZeros(comm, "the machine", machine, sizeof(*machine)));
+  const auto count = [](int value) { return value >= 0 && value <= kMostThreads; };
+  if (!machine->moves() || !IsAmount(machine->mixed_bytes_per_s) || !IsAmount(machine->io_latency_seconds) ||
+      !IsAmount(machine->commit_seconds) || !IsAmount(machine->copy_latency_seconds) ||
+      !IsAmount(machine->network_latency_seconds) || !count(machine->update_workers) ||
+      !count(machine->cores) || !count(machine->compute_threads))
+    return absl::InvalidArgumentError("rank 0 has measured an impossible machine; is it the same program?");
+  return absl::OkStatus();
 }
 
 absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {

@@ -4,11 +4,17 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/io_error.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "zero/config/json_difference.h"
 
 namespace penstock::zero {
+namespace {
+
+constexpr size_t kLongestText = 8192;  // of another rank's error
+
+}  // namespace
 
 absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, const char* what, int64_t mine) {
   std::vector<int64_t> numbers(static_cast<size_t>(comm.world()));
@@ -29,7 +35,8 @@ absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine
     if (!absl::SimpleAtoi(text.substr(0, space), &code) || code == 0) continue;
     const bool known = code > 0 && code <= static_cast<int>(absl::StatusCode::kUnauthenticated);
     return {known ? static_cast<absl::StatusCode>(code) : absl::StatusCode::kUnknown,
-            absl::StrCat("rank ", k, ": ", space < text.size() ? text.substr(space + 1) : "failed")};
+            absl::StrCat("rank ", k, ": ",
+                         space < text.size() ? OneLine(text.substr(space + 1), kLongestText) : "failed")};
   }
   return absl::OkStatus();
 }
