@@ -205,9 +205,10 @@ absl::Status ExpertCache::PumpGuesses() {
   while (!guesses_.empty() && missing_.empty() && expected_ < MostExpected()) {
     const std::optional<size_t> place = PlaceFor();
     if (!place.has_value()) return absl::OkStatus();
-    RETURN_IF_ERROR(StartRead(*place, guesses_.front(), aio::Priority::kWriteBehind));
-    places_[*place].expected = places_[*place].guessed = true;
+    const absl::Status begun = StartRead(*place, guesses_.front(), aio::Priority::kWriteBehind);
     guesses_.pop_front();
+    if (!begun.ok()) return absl::OkStatus();  // nothing asks for it, and who does has the error
+    places_[*place].expected = places_[*place].guessed = true;
     ++expected_;
     ++stats_.guesses;
   }

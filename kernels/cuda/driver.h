@@ -25,7 +25,6 @@ namespace penstock::kernels::cuda {
   CALL(DeviceGetUuid, cuDeviceGetUuid)                         \
   CALL(DeviceGetPCIBusId, cuDeviceGetPCIBusId)                 \
   CALL(DevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain)       \
-  CALL(DevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease)     \
   CALL(CtxSetCurrent, cuCtxSetCurrent)                         \
   CALL(CtxGetCurrent, cuCtxGetCurrent)                         \
   CALL(CtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange) \

@@ -330,7 +330,10 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
 
 absl::StatusOr<bool> IsDeepSpeedCheckpoint(const std::string& path) {
   const absl::StatusOr<std::string> tag = TagOf(path);
-  if (absl::IsNotFound(tag.status()) || absl::IsInvalidArgument(tag.status())) return false;
+  // What is no file of a name, or names nothing that is there, is nobody's.
+  if (absl::IsNotFound(tag.status()) || absl::IsInvalidArgument(tag.status()) ||
+      absl::IsFailedPrecondition(tag.status()))
+    return false;
   RETURN_IF_ERROR(tag.status());
   ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(*tag));
   for (const std::string& name : names) {

@@ -173,7 +173,7 @@ void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, Mod
   keys->Number("clip_qkv", &clip);
   if (keys->Find("clip_qkv") != nullptr) keys->Wrong("clip_qkv", "which is not computed");
   // Each expert has parameters by name.
-  if (layers > 0 && layers <= 10'000 && layers * mixture->experts > 1 << 20) {
+  if (layers > 0 && layers <= 10'000 && mixture->experts > (1 << 20) / layers) {
     keys->Fail(absl::StrCat("model: ", layers, " layers of ", mixture->experts,
                             " experts: more than 1048576 experts in all are not served"));
     return;

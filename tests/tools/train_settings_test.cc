@@ -143,6 +143,11 @@ TEST_F(TrainSettingsTest, AnOptimizerByFlagIsThatOneAndALineSaysWhatBecomesOfThe
   EXPECT_EQ(AdamOf(Resolve("{}", flags)).mode, kernels::AdamMode::kAdam);
   const std::string file = R"({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.5}}})";
   EXPECT_EQ(AdamOf(Resolve(file, flags)).mode, kernels::AdamMode::kAdamW) << "as the file has it";
+  for (const char* other : {"AdamW", "Lion", "SGD", "Lamb"}) {
+    const std::string of_other =
+        absl::StrCat(R"({"train_batch_size": 4, "optimizer": {"type": ")", other, R"("}})");
+    EXPECT_EQ(AdamOf(Resolve(of_other, flags)).mode, kernels::AdamMode::kAdam) << other;
+  }
   flags.optimizer = "Lion";
   const TrainSettings lion = Resolve(file, flags);
   EXPECT_EQ(std::get<kernels::LionOptions>(lion.engine.optimizer.algorithm).lr, 0.5F);

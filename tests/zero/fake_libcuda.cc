@@ -100,7 +100,9 @@ struct FakeEvent {
 
 struct FakeFunction {
   std::string name;
+  int life;  // of the primary context: with it goes what was loaded there
 };
+std::atomic<int> retained{0}, lives{0};
 
 class FakeDevice {
  public:
@@ -332,10 +334,14 @@ EXPORT CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice) {
 }
 EXPORT CUresult cuDeviceGetPCIBusId(char*, int, CUdevice) { return CUDA_ERROR_INVALID_VALUE; }
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
+  ++retained;
   *context = ThePrimary();
   return CUDA_SUCCESS;
 }
-EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) {
+  if (--retained == 0) ++lives;
+  return CUDA_SUCCESS;
+}
 EXPORT CUresult cuCtxSetCurrent(CUcontext context) {
   current = context;
   return CUDA_SUCCESS;
@@ -440,12 +446,13 @@ EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
-  *function = reinterpret_cast<CUfunction>(new FakeFunction{name});
+  *function = reinterpret_cast<CUfunction>(new FakeFunction{name, lives});
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned, unsigned, unsigned, unsigned, unsigned,
                                unsigned, unsigned, CUstream stream, void** arguments, void**) {
   if (Fails("launch")) return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
+  if (reinterpret_cast<FakeFunction*>(function)->life != lives) return CUDA_ERROR_INVALID_HANDLE;
   std::function<void()> kernel = Kernel(reinterpret_cast<FakeFunction*>(function)->name, arguments);
   if (kernel == nullptr) return CUDA_ERROR_NOT_FOUND;
   Device().Of(stream).Enqueue(std::move(kernel));

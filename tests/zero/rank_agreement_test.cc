@@ -21,11 +21,18 @@ namespace {
 
 using testing::HasSubstr;
 
+RankEnvironment SecondOfTwo() {
+  RankEnvironment environment;
+  environment.rank = 1;
+  environment.world = 2;
+  return environment;
+}
+
 // Rank 1 of two, whose rank 0 answers with this rank's own bytes as `lie` changes them.
 class LyingComm : public Comm {
  public:
   using Lie = std::function<void(std::span<std::byte> answer)>;
-  explicit LyingComm(Lie lie) : Comm({.rank = 1, .world = 2}), lie_(std::move(lie)) {}
+  explicit LyingComm(Lie lie) : Comm(SecondOfTwo()), lie_(std::move(lie)) {}
   std::string name() const override { return "a test"; }
   absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel /*channel*/, const What& /*what*/,
                                                   std::span<const void* const> send,

@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <filesystem>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -29,20 +31,29 @@ constexpr std::string_view kBeginning = "{\"index\":";
 
 absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::string& path,
                                                                      bool overwrite) {
-  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-  if (fd < 0) return Failed("open", path, errno);
-  std::unique_ptr<GenerateOutput> output(new GenerateOutput(path, fd));
-  struct stat found = {};
-  if (::fstat(fd, &found) != 0) return Failed("look at", path, errno);
-  if (!S_ISREG(found.st_mode)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--out ", path,
-                     ": is no regular file, and one is needed to go on after a kill; without --out texts "
-                     "are printed"));
-  }
-  ASSIGN_OR_RETURN(const bool locked, TryLockFile(fd, path));
-  if (!locked) {
-    return absl::FailedPreconditionError(absl::StrCat("--out ", path, ": another process writes it"));
+  std::unique_ptr<GenerateOutput> output;
+  for (bool is_it = false; !is_it;) {
+    const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (fd < 0) return Failed("open", path, errno);
+    output.reset(new GenerateOutput(path, fd));
+    struct stat found = {}, there = {};
+    if (::fstat(fd, &found) != 0) return Failed("look at", path, errno);
+    if (!S_ISREG(found.st_mode)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--out ", path,
+                       ": is no regular file, and one is needed to go on after a kill; without --out texts "
+                       "are printed"));
+    }
+    ASSIGN_OR_RETURN(const bool locked, TryLockFile(fd, path));
+    if (!locked) {
+      return absl::FailedPreconditionError(absl::StrCat("--out ", path, ": another process writes it"));
+    }
+    // Another process may have put a file in its place before this one had the lock.
+    if (::stat(path.c_str(), &there) == 0) {
+      is_it = there.st_ino == found.st_ino && there.st_dev == found.st_dev;
+    } else if (errno != ENOENT) {
+      return Failed("look at", path, errno);
+    }
   }
   output->replaces_ = overwrite;
   if (!overwrite) RETURN_IF_ERROR(output->ReadDone());
@@ -105,7 +116,11 @@ absl::Status GenerateOutput::ReplaceBy(const std::string& text) {
   const auto named = [](const absl::Status& status) {
     return absl::Status(status.code(), absl::StrCat("--out: ", std::string(status.message())));
   };
-  absl::StatusOr<AtomicFile> file = AtomicFile::Create(path_);
+  // A link stays one.
+  std::error_code error;
+  const std::string target = std::filesystem::canonical(path_, error).string();
+  if (error) return Failed("find", path_, error.value());
+  absl::StatusOr<AtomicFile> file = AtomicFile::Create(target);
   if (!file.ok()) return named(file.status());
   if (const absl::Status written = file->Write(text); !written.ok()) return named(written);
   // It goes on to be written, and is this process's before it has the name.

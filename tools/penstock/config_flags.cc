@@ -41,7 +41,7 @@ absl::Status TakeFlags(const TrainOptions& flags, run::Config* config, std::vect
         ": of its parameters those hold that both have, and the others are dropped"));
   }
   // DeepSpeed's "Adam" is AdamW unless its file says otherwise; who names a flag means what it says.
-  if (!of_file.has_value() && config->optimizer.type == run::OptimizerType::kAdam)
+  if (config->optimizer.type == run::OptimizerType::kAdam && of_file != run::OptimizerType::kAdam)
     config->optimizer.adam_w_mode = false;
   return absl::OkStatus();
 }

@@ -371,7 +371,10 @@ class Training {
       RETURN_IF_ERROR(journal_->CheckAhead(plan, 0));
     }
     // One that goes on may still be refused its place, and so may one that replaces another.
-    if (!settings_.resumes) RETURN_IF_ERROR(CheckReplaced(settings_));
+    if (!settings_.resumes) {
+      RETURN_IF_ERROR(CheckReplaced(settings_));
+      RETURN_IF_ERROR(RemoveOldReport());
+    }
     if (!settings_.resumes && plan.plan.on_nvme) {
       Say("initialising");
       RETURN_IF_ERROR(SaveWritten(plan.state_bytes));  // a kill before the first commit leaves no other count

@@ -1,5 +1,7 @@
 #include <array>
+#include <exception>
 #include <functional>
+#include <new>
 #include <string>
 #include <string_view>
 
@@ -74,12 +76,18 @@ absl::Status Engine::Impl::ReadRangesOfAll(ParameterAccess& access,
   constexpr Range kEnd = {-1, 0, 0};
   if (comm.rank() == 0) {
     TensorPool* const tensors = TensorMemory::Here();
-    absl::Status status =
-        use([&](int block, int64_t first, int64_t elements, float* master, float* m, float* v) {
-          const TensorScope scope(tensors);
-          RETURN_IF_ERROR(next({block, first, elements}).status());
-          return access.ReadRange(tiering::BlockIndex(block), first, elements, {master, m, v});
-        });
+    absl::Status status;
+    try {
+      status = use([&](int block, int64_t first, int64_t elements, float* master, float* m, float* v) {
+        const TensorScope scope(tensors);
+        RETURN_IF_ERROR(next({block, first, elements}).status());
+        return access.ReadRange(tiering::BlockIndex(block), first, elements, {master, m, v});
+      });
+    } catch (const std::bad_alloc&) {  // the others wait for how it ended
+      status = absl::ResourceExhaustedError("there is not enough memory to read the state");
+    } catch (const std::exception& error) {
+      status = absl::InternalError(error.what());
+    }
     RETURN_IF_ERROR(next(kEnd).status());
     return AgreeOnStatus(comm, Channel::kSetup, status);
   }
@@ -93,7 +101,12 @@ absl::Status Engine::Impl::ReadRangesOfAll(ParameterAccess& access,
     if (block >= blocks || first < 0 || elements <= 0 || elements > kMost)
       return BroadcastError(absl::DataLossError("rank 0 asks for a range of state that there is not"));
     const auto n = static_cast<size_t>(elements);
-    values.resize(3 * n);
+    try {
+      values.resize(3 * n);
+    } catch (const std::bad_alloc&) {
+      return BroadcastError(absl::ResourceExhaustedError(absl::StrCat(
+          "there is no memory for ", 3 * n * sizeof(float), " bytes of the state that rank 0 reads")));
+    }
     // What went wrong is everybody's, and rank 0 ends.
     (void)access.ReadRange(tiering::BlockIndex(static_cast<int>(block)), first, elements,
                            {values.data(), values.data() + n, values.data() + 2 * n});

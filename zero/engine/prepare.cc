@@ -135,6 +135,11 @@ class Preparation {
           "LAMB's moments are fp32 or bf16: 8-bit ones of neighbouring parameters share a scale, and LAMB "
           "updates each parameter by itself");
     }
+    if (plan_options_.tensor_norms && options_.optimizer.order == tiering::UpdateOrder::kInBackward) {
+      return absl::InvalidArgumentError(
+          "LAMB updates nothing in backward: it needs the norm of a whole parameter first; leave the order "
+          "of updates to the planner");
+    }
     const CheckpointSchedule& checkpoints = options_.storage.checkpoints;
     plan_options_.copies_checkpoints = options_.trains && (checkpoints.every > 0 || checkpoints.on_demand);
     return absl::OkStatus();

@@ -124,12 +124,20 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = cuda_of(device)
-        self._seen: Dict[Any, None] = {}  # in order
+        self._use: Any = None  # that is entered
+        self._seen: Dict[Any, None] = {}  # its streams, in order
 
-    def entered(self) -> Optional[int]:
-        """A use is about to be entered, and computed on the current stream."""
-        self._seen = {}
-        return None if self._cuda is None else int(self._current().cuda_stream)
+    def here(self) -> Optional[int]:
+        """The current stream of the calling thread, which may be any, on which a use will be computed."""
+        return None if self._cuda is None else int(self._cuda.current_stream(self._device).cuda_stream)
+
+    def entered(self, use: Any) -> None:
+        """This use has been entered, by one micro-batch or by several together, and is computed on the current stream."""
+        if self._cuda is None:
+            return
+        if self._use != use:
+            self._use, self._seen = use, {}
+        self._current()
 
     def computed(self) -> None:
         """What was enqueued on the current stream, or what that one waits for, took part in the use that is entered."""
@@ -142,6 +150,7 @@ class Streams:
             return []
         here = self._current()
         others = [stream for stream in self._seen if stream != here]
+        self._use = None
         for gradient in gradients if others else ():
             gradient.record_stream(here)  # its memory may be another stream's
         return [int(stream.cuda_stream) for stream in (here, *others)]

@@ -143,9 +143,12 @@ class Preparation:
             self._run.ranks = meeting.connect()
             try:
                 self._places.check_ranks()
-                if not self._given.values_are_gone and not self._places.may_resume() and self._source is None:
+                restores = self._places.may_resume() or self._source is not None
+                if not self._given.values_are_gone and not restores:
                     meeting.share_values(self._given.module)
                 yield
+                if restores:  # too large ones are in no commit
+                    meeting.share_buffers(self._given.module)
             except BaseException as error:
                 self._run.ranks.abort(f"{type(error).__name__}: {error}")
                 self._run.ranks.close()

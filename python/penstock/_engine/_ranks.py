@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import socket
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from torch import nn
@@ -223,7 +223,13 @@ class Meeting:
 
     def share_values(self, model: nn.Module) -> None:
         """Rank 0's parameters and buffers on all: models that were built with other random numbers, or loaded by rank 0 alone."""
-        tensors = [*(each for _, each in model.named_parameters()), *(each for _, each in model.named_buffers())]
+        self._share([*(each for _, each in model.named_parameters()), *(each for _, each in model.named_buffers())])
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Rank 0's buffers on all, where the parameters are the engine's."""
+        self._share([each for _, each in model.named_buffers()])
+
+    def _share(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             for tensor in tensors:
                 values = tensor.detach()

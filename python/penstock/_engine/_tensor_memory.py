@@ -93,11 +93,14 @@ class StepTensors:
     def forward(self) -> Iterator[None]:
         """Within, the model's forward is computed."""
         before, self._given = self._given, 0
+        peak, self._outside = self._outside.peak, Live()
         self._seen = set()
-        self._outside = Live()
-        with self._outside:
-            yield
-        self._given = max(before, self._given)  # of several forwards, in other modes
+        try:
+            with self._outside:
+                yield
+        finally:  # of several forwards, in other modes, and of one that failed
+            self._given = max(before, self._given)
+            self._outside.peak = max(peak, self._outside.peak)
 
     def block(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Dict[str, Any]) -> None:
         """The block's module has computed this; its weights are where it computes. It is computed once more, with its backward."""

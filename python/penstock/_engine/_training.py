@@ -194,7 +194,11 @@ class Training:
             self.micro_steps = 0
             self._several = len(self._accumulation.forwards()) > 1
             self._accumulation.end()
-            self._record.share_buffers()
+            try:
+                self._record.share_buffers()
+            except RuntimeError as error:  # the step is made, and its ranks are not alike any more
+                self._run.ranks.abort(str(error))
+                raise
             # What a scheduler of the optimizer that was given looks at, and warns without.
             given = self._given.torch_optimizer
             given._opt_called = True  # type: ignore[attr-defined]

@@ -176,8 +176,9 @@ DriverDevice::~DriverDevice() {
   }
   if (checksum_ != nullptr) (void)driver_.MemFreeHost(checksum_);
   if (arena_ != 0) (void)driver_.MemFree(arena_);
+  // The primary context stays: kernels that were loaded there are known by it as long as the process lasts
+  // (kernels/cuda/driver_launch.cc).
   (void)driver_.CtxSetCurrent(nullptr);
-  (void)driver_.DevicePrimaryCtxRelease(device_);
 }
 
 absl::Status DriverDevice::Open() {
