@@ -14,10 +14,6 @@ namespace {
 // Of 400,000 tensors, which is as many as base/json.h takes.
 constexpr uint64_t kMostIndexBytes = uint64_t{64} << 20;
 
-absl::Status Wrong(const std::string& given, const std::string& why) {
-  return absl::InvalidArgumentError(absl::StrCat(given, ": ", why));
-}
-
 // What cannot be looked at counts as there: reading it gives the error.
 bool Exists(const std::string& path) { return PathExists(path).value_or(true); }
 
@@ -62,35 +58,39 @@ std::string WhyNoWeights(const std::string& directory) {
                       ", dtype='auto').save_pretrained('", directory, "')\"");
 }
 
+absl::Status WrongWeights(const std::string& given, const std::string& why) {
+  return absl::InvalidArgumentError(absl::StrCat(given, ": ", why));
+}
+
 std::string WeightDirectory(const std::string& path) {
   return IsDirectory(path).value_or(false) ? path : DirectoryOf(path);
 }
 
 absl::StatusOr<std::string> MainWeightFile(const std::string& path, const std::string& given) {
   ASSIGN_OR_RETURN(const PathKind kind, KindOf(path));
-  if (kind == PathKind::kMissing) return Wrong(given, "no such file or directory");
+  if (kind == PathKind::kMissing) return WrongWeights(given, "no such file or directory");
   if (kind != PathKind::kDirectory) return path;
   for (const char* name : {kWeightIndex, kSingleWeightFile}) {
     std::string file = absl::StrCat(path, "/", name);
     if (Exists(file)) return file;
   }
-  return Wrong(given, WhyNoWeights(path));
+  return WrongWeights(given, WhyNoWeights(path));
 }
 
 absl::StatusOr<WeightFiles> WeightFilesOf(const std::string& main, const std::string& given) {
   if (!absl::EndsWith(main, ".json")) return WeightFiles{{main, {}}};
   const absl::StatusOr<nlohmann::json> index = ReadJsonObject(main, kMostIndexBytes);
-  if (!index.ok()) return Wrong(given, std::string(index.status().message()));
+  if (!index.ok()) return WrongWeights(given, std::string(index.status().message()));
   const auto map = index->find("weight_map");
   if (map == index->end() || !map->is_object() || map->empty()) {
-    return Wrong(given, absl::StrCat(main, " has no weight_map"));
+    return WrongWeights(given, absl::StrCat(main, " has no weight_map"));
   }
   WeightFiles files;
   for (const auto& [name, file] : map->items()) {
     // Files beside the index and nowhere else, whoever wrote it.
     if (!file.is_string() || file.get<std::string>().empty() ||
         file.get<std::string>().find('/') != std::string::npos) {
-      return Wrong(given, absl::StrCat("weight_map has no file name for ", name));
+      return WrongWeights(given, absl::StrCat("weight_map has no file name for ", name));
     }
     files[absl::StrCat(WeightDirectory(main), "/", file.get<std::string>())].insert(name);
   }

@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace penstock::models {
@@ -23,6 +24,9 @@ bool HasWeights(const std::string& directory);
 // Returns whether a directory has weights of a form that is not read: pytorch_model.bin, GGUF, ... False
 // where there is no directory; a listing that fails is its error.
 absl::StatusOr<bool> HasOtherWeights(const std::string& directory);
+
+// kInvalidArgument; `given`: what the caller named, as the caller spells it.
+absl::Status WrongWeights(const std::string& given, const std::string& why);
 
 // For a directory without weights: what it has instead, and how that is converted.
 std::string WhyNoWeights(const std::string& directory);

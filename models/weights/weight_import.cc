@@ -22,11 +22,6 @@ namespace {
 
 constexpr const char* kOutput = "lm_head.weight";
 
-// `given`: the flag and the path.
-absl::Status Wrong(const std::string& given, const std::string& why) {
-  return absl::InvalidArgumentError(absl::StrCat(given, ": ", why));
-}
-
 std::string Given(const std::string& label, const std::string& path) {
   return absl::StrCat(label, " ", path);
 }
@@ -51,7 +46,8 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
   const std::string beside = absl::StrCat(WeightDirectory(path), "/config.json");
   absl::StatusOr<nlohmann::json> published = ReadJsonObject(beside);
   if (published.ok()) return published;
-  if (!absl::IsNotFound(published.status())) return Wrong(given, std::string(published.status().message()));
+  if (!absl::IsNotFound(published.status()))
+    return WrongWeights(given, std::string(published.status().message()));
   if (absl::EndsWith(file, ".json")) return nlohmann::json();
   ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsReader> reader, swap::SafetensorsReader::Open(file));
   const auto config = reader->metadata().find("config");
@@ -103,16 +99,17 @@ absl::Status WeightImport::OpenFiles(const std::string& path, const std::string&
   Sources there;
   for (const auto& [file, wanted] : names) {
     absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(file);
-    if (absl::IsNotFound(reader.status())) return Wrong(given, absl::StrCat(file, " is missing"));
+    if (absl::IsNotFound(reader.status())) return WrongWeights(given, absl::StrCat(file, " is missing"));
     RETURN_IF_ERROR(reader.status());
     for (const swap::TensorInfo& info : (*reader)->tensors()) {
       if (!wanted.empty() && wanted.count(info.name) == 0) continue;
       const bool added =
           there.emplace(WithoutPrefix(info.name), Source{.file = reader->get(), .info = &info}).second;
-      if (!added) return Wrong(given, absl::StrCat("two tensors of the name ", info.name));
+      if (!added) return WrongWeights(given, absl::StrCat("two tensors of the name ", info.name));
     }
     for (const std::string& name : wanted) {
-      if ((*reader)->Find(name) == nullptr) return Wrong(given, absl::StrCat(file, " has no tensor ", name));
+      if ((*reader)->Find(name) == nullptr)
+        return WrongWeights(given, absl::StrCat(file, " has no tensor ", name));
     }
     RETURN_IF_ERROR(TakePacked(**reader, coded));
     files_.push_back(std::move(*reader));
@@ -123,15 +120,16 @@ absl::Status WeightImport::OpenFiles(const std::string& path, const std::string&
 // All files of packed weights say the same.
 absl::Status WeightImport::TakePacked(const swap::SafetensorsReader& file, bool coded) {
   absl::StatusOr<std::optional<PackedWeights>> packed = PackedWeights::Of(file.metadata());
-  if (!packed.ok()) return Wrong(path_, absl::StrCat(file.path(), ": ", packed.status().message()));
+  if (!packed.ok()) return WrongWeights(path_, absl::StrCat(file.path(), ": ", packed.status().message()));
   if (packed->has_value() && !coded) {
-    return Wrong(path_,
-                 absl::StrCat(file.path(), " is packed in ", (*packed)->bits,
-                              " bit, which `penstock generate` reads, and `penstock train --lora-rank` "
-                              "with its state on a drive: give the directory that it was made of"));
+    return WrongWeights(
+        path_, absl::StrCat(file.path(), " is packed in ", (*packed)->bits,
+                            " bit, which `penstock generate` reads, and `penstock train --lora-rank` "
+                            "with its state on a drive: give the directory that it was made of"));
   }
   if (!files_.empty() && packed_ != *packed)
-    return Wrong(path_, absl::StrCat(file.path(), " is packed in another way than the files before it"));
+    return WrongWeights(path_,
+                        absl::StrCat(file.path(), " is packed in another way than the files before it"));
   packed_ = *packed;
   return absl::OkStatus();
 }
@@ -143,7 +141,7 @@ absl::Status WeightImport::CheckCoded(const PublishedTensor& tensor, const swap:
     const kernels::WeightCode code{bits, packed_->group};
     if (info.shape == std::vector<uint64_t>{rows, code.row_bytes(columns)}) return absl::OkStatus();
   }
-  return Wrong(
+  return WrongWeights(
       path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " bytes there: no code of this model's [",
                           rows, ", ", columns, "] in groups of ", packed_->group));
 }
@@ -175,7 +173,7 @@ absl::Status WeightImport::TakeFp8(const PublishedTensor& tensor, const Sources&
                                    std::set<std::string>* known) const {
   const std::string name = WithoutPrefix(tensor.name);
   const auto wrong = [&](const std::string& why) {
-    return Wrong(path_, absl::StrCat(source->info->name, " is of type F8_E4M3", why));
+    return WrongWeights(path_, absl::StrCat(source->info->name, " is of type F8_E4M3", why));
   };
   if (tensor.transposed) return wrong(" and published turned, which is not read");
   auto scale = there.find(name + "_scale_inv");
@@ -186,7 +184,8 @@ absl::Status WeightImport::TakeFp8(const PublishedTensor& tensor, const Sources&
   const swap::TensorInfo& info = *scale->second.info;
   const auto block = ScaleBlock(info.shape, tensor.rows, tensor.columns, quantization_.block);
   if (!block.has_value() || !IsFloat(info.dtype)) {
-    return Wrong(path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " of ",
+    return WrongWeights(path_,
+                        absl::StrCat(info.name, " is ", ShapeText(info.shape), " of ",
                                      std::string(swap::DtypeName(info.dtype)), ": no scales of a matrix of [",
                                      tensor.rows, ", ", tensor.columns, "]"));
   }
@@ -214,9 +213,9 @@ absl::StatusOr<WeightImport::Source> WeightImport::TakeMxfp4(const PublishedTens
   };
   if (tensor.transposed || tensor.columns % kMxfp4Block != 0 ||
       !is(blocks, {rows, groups, kMxfp4Block / 2}) || !is(scales, {rows, groups})) {
-    return Wrong(path_, absl::StrCat(blocks->second.info->name, " and ", name, "_scales are not [", rows,
-                                     ", ", groups, ", 16] and [", rows, ", ", groups,
-                                     "] of U8, as this model's matrix has them in mxfp4"));
+    return WrongWeights(path_, absl::StrCat(blocks->second.info->name, " and ", name, "_scales are not [",
+                                            rows, ", ", groups, ", 16] and [", rows, ", ", groups,
+                                            "] of U8, as this model's matrix has them in mxfp4"));
   }
   std::vector<uint8_t> exponents(rows * groups);
   RETURN_IF_ERROR(
@@ -236,12 +235,14 @@ absl::StatusOr<WeightImport::Source> WeightImport::TakeOtherPlace(const Publishe
     if (found == there.end()) continue;
     const swap::TensorInfo& info = *found->second.info;
     if (info.shape != place.shape) {
-      return Wrong(path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " there and ",
-                                       ShapeText(place.shape), " in this model, which has ", tensor.name,
-                                       " in it: give the --model that the weights were made for"));
+      return WrongWeights(
+          path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " there and ", ShapeText(place.shape),
+                              " in this model, which has ", tensor.name,
+                              " in it: give the --model that the weights were made for"));
     }
     if (!IsFloat(info.dtype)) {
-      return Wrong(path_, absl::StrCat(info.name, " is of type ", std::string(swap::DtypeName(info.dtype)),
+      return WrongWeights(path_,
+                          absl::StrCat(info.name, " is of type ", std::string(swap::DtypeName(info.dtype)),
                                        ": F32, BF16 or F16 can be taken of a tensor that holds several "
                                        "matrices"));
     }
@@ -278,7 +279,7 @@ absl::Status WeightImport::Find(const Sources& there) {
     if (found == there.end()) {
       std::string nor = name == tensor.name ? "" : absl::StrCat(" (nor ", name, ")");
       for (const OtherPlace& place : tensor.other_places) absl::StrAppend(&nor, ", nor ", place.name);
-      return Wrong(path_, absl::StrCat("no tensor ", tensor.name, nor, ": not weights of this model"));
+      return WrongWeights(path_, absl::StrCat("no tensor ", tensor.name, nor, ": not weights of this model"));
     }
     const swap::TensorInfo& info = *found->second.info;
     if (packed_.has_value() && tensor.columns > 0 && info.dtype == swap::Dtype::kU8) {
@@ -287,7 +288,8 @@ absl::Status WeightImport::Find(const Sources& there) {
       continue;
     }
     if (info.shape != tensor.published_shape()) {
-      return Wrong(path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " there and ",
+      return WrongWeights(path_,
+                          absl::StrCat(info.name, " is ", ShapeText(info.shape), " there and ",
                                        ShapeText(tensor.published_shape()),
                                        " in this model: give the --model that the weights were made for"));
     }
@@ -299,7 +301,8 @@ absl::Status WeightImport::Find(const Sources& there) {
       continue;
     }
     if (!IsFloat(info.dtype)) {
-      return Wrong(path_, absl::StrCat(info.name, " is of type ", std::string(swap::DtypeName(info.dtype)),
+      return WrongWeights(path_,
+                          absl::StrCat(info.name, " is of type ", std::string(swap::DtypeName(info.dtype)),
                                        ": F32, BF16 or F16 can be taken",
                                        info.dtype == swap::Dtype::kF8E4M3
                                            ? ", and `penstock generate` takes F8_E4M3 with scales"
@@ -311,7 +314,8 @@ absl::Status WeightImport::Find(const Sources& there) {
     if (known.count(name) > 0 || IsPassedOver(name)) continue;
     if (scaled && IsOfActivations(name)) continue;
     if (name != kOutput) {
-      return Wrong(path_, absl::StrCat(source.info->name,
+      return WrongWeights(path_,
+                          absl::StrCat(source.info->name,
                                        " has no place in this model: give the --model that the weights were "
                                        "made for"));
     }
@@ -323,7 +327,8 @@ absl::Status WeightImport::Find(const Sources& there) {
 absl::Status WeightImport::CheckTied(const Source& output) {
   const Source& input = sources_.front();  // the embedding
   const auto differs = [&] {
-    return Wrong(path_, absl::StrCat(kOutput, " is not the input embedding: this model has one for both"));
+    return WrongWeights(path_,
+                        absl::StrCat(kOutput, " is not the input embedding: this model has one for both"));
   };
   if (output.info->shape != input.info->shape || !IsFloat(output.info->dtype)) return differs();
   const int64_t elements = layout_.tensors.front().elements();
