@@ -185,7 +185,9 @@ struct Scenario {
   std::vector<std::string> inputs;
   // Of what it replaces as a whole: it is the old content or that of an undisturbed run.
   std::vector<std::string> outputs;
-  bool trains = false;  // the run "s" with its log and its checkpoints in "c" goes on afterwards
+  bool trains = false;    // the run "s" with its log and its checkpoints in "c" goes on afterwards
+  Arguments always = {};  // of every training, also of those before and after
+  Arguments first = {};   // a command that is run before
 };
 
 void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
@@ -236,6 +238,9 @@ class Workplace : public testing::Test {
 
   void PutModelAndText() {
     fs::create_directories(work_);
+    std::ofstream(work_ + "/monitors.json")
+        << R"({"train_batch_size": 1, "csv_monitor": {"enabled": true, "output_path": "csv", "job_name": "j"},
+               "tensorboard": {"enabled": true, "output_path": "board", "job_name": "j"}})";
     std::ofstream(work_ + "/model.json")
         << R"({"model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256})";
     std::string text;
@@ -252,8 +257,11 @@ class Workplace : public testing::Test {
     PutModelAndText();
     const bool memory = scenario.name.find("InMemory") != std::string::npos;
     const bool fresh = scenario.name.find("Fresh") != std::string::npos;
-    if (!fresh) MustRun(memory ? InMemory(4) : OnDrive(4));
-    const bool packs = scenario.command.front() == "pack";
+    if (!fresh) MustRun(memory ? InMemory(4, scenario.always) : OnDrive(4, scenario.always));
+    if (!scenario.first.empty()) MustRun(scenario.first);
+    if (scenario.name.find("FromCheckpoint") != std::string::npos) fs::remove_all(work_ + "/s");
+    const bool generates = scenario.command.front() == "generate";
+    const bool packs = scenario.command.front() == "pack" || generates;
     const Arguments weights = {"export", "s", "weights", "--overwrite"};
     if (packs) {
       fs::create_directory(work_ + "/weights");
@@ -338,7 +346,8 @@ TEST_P(CommandLine, NoFailingCallLosesWhatWasAcknowledged) {
   std::map<std::string, std::map<std::string, std::string>> right;
   for (const std::string& output : scenario.outputs) right[output] = Contents(work_ + "/" + output);
   const bool memory = scenario.name.find("InMemory") != std::string::npos;
-  const Arguments on = memory ? InMemory(kSteps, {"--resume"}) : OnDrive(kSteps, {"--resume"});
+  Arguments on = memory ? InMemory(kSteps, {"--resume"}) : OnDrive(kSteps, {"--resume"});
+  on.insert(on.end(), scenario.always.begin(), scenario.always.end());
   std::vector<std::string> right_log;
   if (scenario.trains) {
     MustRun(on);
@@ -476,6 +485,15 @@ TEST_P(Kills, AKillAtAnyCallLeavesTheOldOrTheNewAndTheNextOneClearsUp) {
   }
 }
 
+Arguments operator+(Arguments all, const Arguments& more) {
+  all.insert(all.end(), more.begin(), more.end());
+  return all;
+}
+
+// All that a training writes beside its state.
+const Arguments kMonitors = {"--config",     "monitors.json",     "--prometheus",
+                             "figures.prom", "--checkpoint-keep", "3"};
+
 const Scenario kPack = {"Pack",
                         {"pack", "weights", "out", "--quiet", "--overwrite"},
                         {"weights", "s", "c", "log"},
@@ -541,6 +559,42 @@ INSTANTIATE_TEST_SUITE_P(
                  {"out"},
                  false},
         kExportCheckpoint, kPack,
+        Scenario{"ResumeFromCheckpoint", OnDrive(6, {"--resume"}), {"text", "model.json"}, {}, true},
+        Scenario{"ResumeWithMonitors",
+                 OnDrive(6, {"--resume"}) + kMonitors,
+                 {"text", "model.json", "monitors.json"},
+                 {},
+                 true,
+                 kMonitors},
+        Scenario{"Overwrite", OnDrive(4, {"--overwrite"}), {"text", "model.json"}, {}, false},
+        Scenario{"OverwriteInMemory", InMemory(2, {"--overwrite"}), {"text", "model.json"}, {}, false},
+        Scenario{
+            "InitFrom",
+            Train({"--offload", "cpu", "--checkpoint-dir", "other", "--steps", "1", "--init-from", "start"}),
+            {"text", "model.json", "start", "s", "c"},
+            {},
+            false,
+            {},
+            {"export", "s", "start"}},
+        Scenario{"Sample",
+                 {"sample", "s", "--prompt", "ab", "--tokens", "4", "--threads", "1"},
+                 {"s", "c", "log"},
+                 {},
+                 false},
+        Scenario{"Generate",
+                 {"generate", "weights", "--prompt", "ab", "--tokens", "4", "--threads", "1", "--quiet",
+                  "--out", "out", "--overwrite"},
+                 {"weights", "s", "c", "log"},
+                 {"out"},
+                 false},
+        Scenario{"Import",
+                 {"import-checkpoint", "theirs", "--state-dir", "imported", "--model", "model.json", "--data",
+                  "text", "--threads", "1"},
+                 {"theirs", "s", "c", "log"},
+                 {},
+                 false,
+                 {},
+                 {"export-checkpoint", "s", "theirs", "--tag", "mine"}},
         Scenario{
             "Report", {"report", "report", "--html", "page"}, {"s", "c", "log", "report"}, {"page"}, false}),
     [](const auto& each) { return each.param.name; });
