@@ -690,13 +690,18 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 # --- what scripts import besides
 
 
+class _Absent(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(f"{cls.__name__}.{name}: {cls.__doc__}")
+
+
 def absent(name: str, instead: str) -> Any:
     """A class, or function, of DeepSpeed's that is not served: NotImplementedError when it is called."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{name} is not served by Penstock: {instead}")
 
-    return type(name.rsplit(".", 1)[-1], (), {"__new__": refuse, "__doc__": f"Not served: {instead}."})
+    return _Absent(name.rsplit(".", 1)[-1], (), {"__new__": refuse, "__doc__": f"Not served: {instead}."})
 
 
 class _Scheduler(ConfigScheduler):

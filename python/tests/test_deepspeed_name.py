@@ -1,7 +1,9 @@
 """What scripts import of DeepSpeed besides its engine: served by Penstock, or refused in words when it is called."""
 
 import importlib
+import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -16,8 +18,69 @@ def test_the_name_is_penstocks():
     assert importlib.import_module("deepspeed.git_version_info").version == deepspeed.__version__
     assert importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine is deepspeed.DeepSpeedEngine
     assert importlib.import_module("deepspeed.comm").all_reduce is torch.distributed.all_reduce
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("deepspeed.no_such_module")
+
+
+# A script imports deepspeed, and names the rest by attribute.
+ATTRIBUTES = """
+    accelerator.real_accelerator.get_accelerator checkpoint.utils.clone_tensors_for_torch_save comm.comm.all_reduce elasticity.elasticity.ElasticityError
+    env_report.main git_version_info.version launcher.runner.main moe.layer.MoE monitor.monitor.MonitorMaster ops.adam.cpu_adam.DeepSpeedCPUAdam
+    ops.aio.aio_handle ops.op_builder.AsyncIOBuilder pipe.PipelineModule profiling.flops_profiler.get_model_profile
+    profiling.flops_profiler.profiler.FlopsProfiler runtime.activation_checkpointing.checkpointing.checkpoint runtime.config.DeepSpeedConfig
+    runtime.dataloader.RepeatingLoader runtime.engine.DeepSpeedEngine runtime.fp16.loss_scaler.LossScaler runtime.lr_schedules.WarmupLR
+    runtime.utils.see_memory_usage runtime.zero.config.ZeroStageEnum runtime.zero.offload_config.OffloadDeviceEnum
+    runtime.zero.partition_parameters.ZeroParamStatus runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live
+    runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer runtime.zero.utils.is_zero_param sequence.layer utils.groups.initialize utils.logging.logger
+    utils.timer.ThroughputTimer utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint zero.Init
+"""
+
+
+def test_modules_are_attributes_of_their_packages(in_child):
+    text = f"""
+        import functools, logging
+        import penstock.deepspeed as deepspeed
+        for name in {ATTRIBUTES.split()!r}:
+            assert functools.reduce(getattr, name.split("."), deepspeed) is not None, name
+        deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+        assert not isinstance(deepspeed, deepspeed.runtime.engine.DeepSpeedEngine)
+        assert deepspeed.comm.comm.get_rank() == 0
+        import deepspeed.runtime.zero.partition_parameters
+        print("done")
+        """
+    status, out, error = in_child(text)
+    assert (status, out) == (0, "done\n"), error
+
+
+def test_an_import_of_it_loads_what_it_needs_alone(in_child):
+    """The rest is loaded when it is looked at."""
+    text = """
+        import sys
+        import torch, penstock._deepspeed, penstock.ops.adam, penstock.ops.aio
+        before = set(sys.modules)
+        import penstock.deepspeed
+        print(sorted(each for each in set(sys.modules) - before if "deepspeed" in each and each.count(".") > 2))
+        print([each for each in ("transformers", "accelerate", "tensorboard", "wandb") if each in sys.modules])
+        """
+    status, out, error = in_child(text)
+    assert status == 0, error
+    loaded, others = out.splitlines()
+    assert "runtime.engine" not in loaded and "partition_parameters" not in loaded and others == "[]", out
+
+
+@pytest.mark.parametrize("name", ["no_such_module", "runtime.no_such_module", "runtime.zero.stage_4", "utils.no.such", "comm.distributed_c10d", "zero.nothing"])
+def test_a_module_that_is_not_there_says_what_is_in_one_line(name):
+    first = name.split(".")[0]
+    with pytest.raises(ModuleNotFoundError, match=r"not served by Penstock, .*(has the modules \w+|docs.deepspeed.md).*; leave it out, or run with DeepSpeed itself") as raised:
+        importlib.import_module(f"deepspeed.{name}")
+    assert "\n" not in str(raised.value) and f"deepspeed.{first}" in str(raised.value)
+    package, _, last = f"deepspeed.{name}".rpartition(".")
+    if package in sys.modules:
+        assert importlib.util.find_spec(f"deepspeed.{name}") is None  # who asks is told no
+    if package in sys.modules and package != "deepspeed.comm":  # which has torch.distributed's attributes
+        with pytest.raises(ImportError, match="not served by Penstock"):
+            exec(f"from {package} import {last}")
+        with pytest.raises(AttributeError, match="not served by Penstock") as raised:
+            getattr(sys.modules[package], last)
+        assert "\n" not in str(raised.value)
 
 
 def engine_of(tmp_path, **options):
@@ -182,5 +245,5 @@ def test_torchs_own_modules_do_not_become_deepspeeds():
     import deepspeed.comm
 
     assert deepspeed.comm.all_reduce is torch.distributed.all_reduce
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(ModuleNotFoundError, match="deepspeed.comm.distributed_c10d is not served"):
         importlib.import_module("deepspeed.comm.distributed_c10d")

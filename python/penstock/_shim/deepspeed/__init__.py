@@ -50,5 +50,4 @@ InferenceEngine = absent("deepspeed.InferenceEngine", "`penstock generate`, or p
 default_inference_config = absent("deepspeed.default_inference_config", "`penstock generate`, or penstock.initialize and engine.generate")
 
 
-def __getattr__(name: str) -> Any:
-    raise AttributeError(f"deepspeed.{name} is not served by Penstock, which answers to DeepSpeed's name in this process")
+__getattr__ = _refused.attributes_of(__name__)

@@ -1,10 +1,16 @@
-"""Parts of DeepSpeed that are not served: they are imported, and say what to use instead when anything of them is called."""
+"""Modules by DeepSpeed's names that have no file here, and modules as attributes of their packages.
 
+Parts that are not served are imported, and say what to use instead when anything of them is called. Modules that DeepSpeed keeps a name in,
+and Penstock elsewhere, have the other's names. Every other name below ``deepspeed`` is a ModuleNotFoundError of one line.
+"""
+
+import importlib
 import importlib.abc
 import importlib.machinery
+import pkgutil
 import sys
 import types
-from typing import Any, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 from penstock._deepspeed import absent
 
@@ -16,6 +22,12 @@ INSTEAD = {
     "inference": "`penstock generate`, or penstock.initialize without an optimizer and engine.generate",
     "linear": "peft's LoRA trains through penstock.initialize as it is",
     "module_inject": "modules stay what they are; `penstock generate`, or penstock.initialize and engine.generate",
+    "model_implementations": "modules stay what they are; `penstock generate`, or penstock.initialize and engine.generate",
+    "compile": "blocks are computed as they are, without torch.compile",
+    "datastates": "engine.save_checkpoint copies while training goes on, on the drive itself",
+    "nvme": "the commands ds_io and ds_nvme_tune measure a drive",
+    "moe.experts": "there is no expert parallelism: a model that has its experts as modules, as transformers' have, is trained",
+    "moe.mappings": "there is no expert parallelism: a model that has its experts as modules, as transformers' have, is trained",
     "moe.utils": "there is no expert parallelism: groups of the optimizer are the caller's",
     "moe.sharded_moe": "there is no expert parallelism: a model that has its experts as modules, as transformers' have, is trained",
     "autotuning": "`penstock plan` says what a run needs, and how long a step takes",
@@ -23,10 +35,42 @@ INSTEAD = {
     "runtime.pipe": f"{_BATCHES}: a torch.nn.Sequential of the layers goes through memory block by block",
     "runtime.hybrid_engine": "the engine generates: engine.module.generate, under torch.no_grad()",
     "runtime.data_pipeline": "the caller loads its data: torch.utils.data",
+    "runtime.comm": "ranks exchange gradients as bytes, uncompressed: torch.distributed for tensors of your own",
+    "runtime.compression": "ranks exchange gradients as bytes, uncompressed",
+    "runtime.domino": f"{_BATCHES}",
+    "runtime.tensor_parallel": f"{_BATCHES}",
+    "runtime.sequence_parallel": f"{_BATCHES}: a whole sequence is computed by one process, block by block",
+    "runtime.zenflow": "updates are made with their own step: leave zenflow out of the configuration",
+    "runtime.superoffload": "states on the drive or in host memory are updated there by themselves: offload_optimizer in the configuration",
+    "runtime.swap_tensor": "offload_param and offload_optimizer in the configuration: the engine reads and writes the drive by itself",
+    "runtime.checkpoint_engine": "engine.save_checkpoint and engine.load_checkpoint; checkpoint.writer.decoupled in the configuration copies beside training",
+    "runtime.model_checkpointing": "engine.save_checkpoint; checkpoint.writer.decoupled in the configuration copies beside training",
+    "runtime.fp16.onebit": "AdamW, Adam, Adagrad, Lion, SGD and Lamb in the configuration: gradients are exchanged whole",
+    "runtime.fp16.fused_optimizer": "fp16 in the configuration: deepspeed.initialize makes the optimizer",
+    "runtime.fp16.unfused_optimizer": "fp16 in the configuration: deepspeed.initialize makes the optimizer",
+    "runtime.bf16_optimizer": "bf16 in the configuration: deepspeed.initialize makes the optimizer",
+    "runtime.base_optimizer": "deepspeed.initialize makes the engine, and its optimizer",
+    "runtime.config_utils": "the configuration is a dictionary, or a file: `penstock train --config FILE --check` says what becomes of each key",
+    "runtime.eigenvalue": "torch.autograd.functional has products with a Hessian",
+    "runtime.progressive_layer_drop": "the model decides which of its layers it calls",
+    "runtime.quantize": "`penstock pack` makes weights of 4 and 8 bit for `penstock generate`",
+    "runtime.weight_quantizer": "`penstock pack` makes weights of 4 and 8 bit for `penstock generate`",
+    "runtime.sparse_tensor": "embeddings with sparse=False: gradients are dense",
+    "runtime.state_dict_factory": "the model's from_pretrained, or load_state_dict, before deepspeed.initialize",
     "runtime.compiler": "blocks are computed as they are, without torch.compile",
     "runtime.zero.parameter_offload": "the engine fetches blocks by itself; modules have no hooks of its own",
     "runtime.zero.tiling": "torch.nn.Linear: one block of the model at a time is in memory",
     "runtime.zero.mics": "each rank has its part of the states: penstock.init_on_disk builds a model that is larger than memory",
+    "runtime.zero.linear": "torch.nn.Linear: one block of the model at a time is in memory",
+    "runtime.zero.leaf_module_config": "blocks are fetched whole; zero_optimization of the configuration is a dictionary",
+    "runtime.zero.offload_states": "states are on the drive, or in the host memory of the plan: nothing is left to offload",
+    "runtime.zero.partitioned_param_coordinator": "the engine fetches blocks by itself; engine.report() tells what was moved",
+    "runtime.zero.contiguous_memory_allocator": "the engine has its memory by itself: host_memory bounds it",
+    "runtime.zero.muon": "AdamW, Adam, Adagrad, Lion, SGD and Lamb in the configuration: Muon needs a whole tensor at once",
+    "ops.fp_quantizer": "`penstock pack` makes weights of 4 and 8 bit for `penstock generate`",
+    "ops.quantizer": "`penstock pack` makes weights of 4 and 8 bit for `penstock generate`",
+    "ops.random_ltd": "the model decides which tokens its layers see",
+    "ops.deepspeed4science": "torch's own kernels compute the model: torch.nn.attention",
     "ops.transformer": "torch's own kernels compute the model: its modules as they are",
     "ops.sparse_attention": "torch's own kernels compute the model: torch.nn.attention",
     "ops.gds": "deepspeed.ops.aio reads and writes host memory",
@@ -35,6 +79,60 @@ INSTEAD = {
     "launcher.launch": "torchrun starts the processes",
     "profiling.config": "flops_profiler in the configuration",
 }
+
+
+#: Modules whose names are another's here, which is imported with the first of them that is looked at.
+SAME = {
+    "accelerator.real_accelerator": "accelerator",
+    "checkpoint.deepspeed_checkpoint": "checkpoint",
+    "comm.comm": "comm",
+    "elasticity.elastic_agent": "elasticity",
+    "elasticity.elasticity": "elasticity",
+    "ops.adagrad.cpu_adagrad": "ops.adagrad",
+    "ops.adam.cpu_adam": "ops.adam",
+    "ops.adam.fused_adam": "ops.adam",
+    "ops.lamb.fused_lamb": "ops.lamb",
+    "ops.lion.cpu_lion": "ops.lion",
+    "ops.lion.fused_lion": "ops.lion",
+    "ops.op_builder.all_ops": "ops.op_builder",
+    "ops.op_builder.async_io": "ops.op_builder",
+    "ops.op_builder.cpu_adam": "ops.op_builder",
+    "ops.op_builder.gds": "ops.op_builder",
+    "utils.init_on_device": "utils",
+    "utils.nvtx": "utils",
+}
+_NAME = "deepspeed."
+
+
+class NotServedError(ModuleNotFoundError):
+    """A module of DeepSpeed's that is not here: one line that says what is."""
+
+    def __init__(self, name: str) -> None:
+        # Without `name`: Python takes this error for its own where a `from` names a module, and drops its text.
+        super().__init__(not_here(name))
+
+
+def not_here(name: str) -> str:
+    """What to say of a name below ``deepspeed`` that Penstock does not have."""
+    package = sys.modules.get(name.rpartition(".")[0])
+    path = list(getattr(package, "__path__", ()))
+    has = sorted(each.name for each in pkgutil.iter_modules(path) if not each.name.startswith("_"))
+    instead = f"{package.__name__} has the modules {', '.join(has)}" if package is not None and has else "docs/deepspeed.md has the names that are served"
+    return f"{name} is not served by Penstock, which answers to DeepSpeed's name in this process: {instead}; leave it out, or run with DeepSpeed itself"
+
+
+def attributes_of(package: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package of this name: its modules, each imported when it is first looked at. Else AttributeError, of one line."""
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        if name.startswith("_"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return importlib.import_module(f"{package}.{name}")
+        except NotServedError as error:
+            raise AttributeError(str(error)) from None
+
+    return __getattr__
 
 
 class _Module(types.ModuleType):
@@ -46,18 +144,35 @@ class _Module(types.ModuleType):
         return found
 
 
+class _Same(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_NAME + SAME[self.__name__[len(_NAME) :]]), name)
+
+
 def _instead(name: str) -> Optional[str]:
-    below = name.partition("deepspeed.")[2]
+    below = name.partition(_NAME)[2]
     return next((text for part, text in INSTEAD.items() if below == part or below.startswith(part + ".")), None)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Optional[Sequence[str]], target: Any = None) -> Any:
-        if not fullname.startswith("deepspeed.") or _instead(fullname) is None:
+        if not fullname.startswith(_NAME):
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        if fullname[len(_NAME) :] in SAME:
+            return importlib.machinery.ModuleSpec(fullname, self)
+        if _instead(fullname) is not None:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        # Who only asks whether there is one (importlib.util.find_spec) wants None.
+        if sys._getframe(2).f_globals.get("__name__") == "importlib.util":
+            return None
+        raise NotServedError(fullname)
 
     def create_module(self, spec: Any) -> types.ModuleType:
+        below = spec.name[len(_NAME) :]
+        if below in SAME:
+            return _Same(spec.name, f"The names of {_NAME}{SAME[below]}.")
         return _Module(spec.name, f"Not served: {_instead(spec.name)}.")
 
     def exec_module(self, module: types.ModuleType) -> None:

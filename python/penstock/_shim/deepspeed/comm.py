@@ -1,5 +1,6 @@
 """torch.distributed under DeepSpeed's name."""
 
+import importlib
 import os
 from typing import Any, List
 
@@ -17,6 +18,7 @@ _ABSENT = {
 }
 mpi_discovery = absent("deepspeed.comm.mpi_discovery", "torchrun starts the processes, and sets what torch.distributed reads")
 
+__path__: List[str] = []  # so that imports of what DeepSpeed has below are answered by _refused.py
 __all__ = ["barrier", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
 
 
@@ -87,6 +89,8 @@ in_aws_sm = in_dlts = in_aml
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):  # torch's __path__ would make its modules ours
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "comm":  # DeepSpeed's own module of the same names
+        return importlib.import_module(f"{__name__}.comm")
     if name in _ABSENT:
         return absent(f"deepspeed.comm.{name}", _ABSENT[name])
     try:

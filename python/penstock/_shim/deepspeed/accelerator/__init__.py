@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 import torch
 
+from .._refused import attributes_of
 
 _TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor")
 # Of torch.cuda: what each gives without a GPU.
@@ -214,3 +215,6 @@ def get_accelerator() -> _Accelerator:
 
 def set_accelerator(accelerator: Any) -> None:
     raise NotImplementedError("set_accelerator is not served: the device is penstock.initialize(device=...), or CUDA_VISIBLE_DEVICES")
+
+
+__getattr__ = attributes_of(__name__)

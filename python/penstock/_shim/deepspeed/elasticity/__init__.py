@@ -7,4 +7,8 @@ from penstock._deepspeed import absent
 from penstock._deepspeed import compute_elastic_config as compute_elastic_config
 from penstock._deepspeed import elasticity_enabled as elasticity_enabled
 
+from .._refused import attributes_of
+
 DSElasticAgent = absent("deepspeed.elasticity.DSElasticAgent", "torchrun restarts processes, and engine.load_checkpoint takes any number of ranks")
+
+__getattr__ = attributes_of(__name__)

@@ -9,6 +9,7 @@ from penstock._deepspeed import safe_get_full_optimizer_state as safe_get_full_o
 from penstock._deepspeed import safe_set_full_fp32_param as safe_set_full_fp32_param
 from penstock._deepspeed import safe_set_full_optimizer_state as safe_set_full_optimizer_state
 
+from .._refused import attributes_of
 from ..comm import get_rank
 from . import groups as groups
 
@@ -57,3 +58,5 @@ def z3_leaf_module(model: Any) -> bool:
 
 def z3_leaf_parameter(model: Any) -> bool:
     return False
+
+__getattr__ = attributes_of(__name__)

@@ -1,1 +1,5 @@
 from penstock.ops.aio import *  # noqa: F403
+
+from ..._refused import attributes_of
+
+__getattr__ = attributes_of(__name__)

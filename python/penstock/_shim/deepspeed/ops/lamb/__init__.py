@@ -1,1 +1,5 @@
 from penstock.ops.lamb import FusedLamb as FusedLamb
+
+from ..._refused import attributes_of
+
+__getattr__ = attributes_of(__name__)

@@ -6,6 +6,8 @@ from penstock.ops.adam import CPUAdamBuilder as CPUAdamBuilder
 from penstock.ops.aio import AsyncIOBuilder as AsyncIOBuilder
 from penstock.ops.aio import PinMemoryBuilder as PinMemoryBuilder
 
+from ..._refused import attributes_of
+
 
 class GDSBuilder:
     """Of what is not here: a script that asks finds out before it loads it."""
@@ -17,3 +19,5 @@ class GDSBuilder:
 
     def load(self, verbose: bool = False) -> Any:
         raise NotImplementedError("GDSBuilder.load is not served: deepspeed.ops.aio reads and writes host memory, AsyncIOBuilder().load() gives it")
+
+__getattr__ = attributes_of(__name__)
