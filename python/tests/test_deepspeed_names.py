@@ -23,6 +23,7 @@ NAMES = {
     "deepspeed.utils.groups": "_get_data_parallel_world_size _get_data_parallel_rank _get_data_parallel_group _get_model_parallel_world_size "
     "initialize _get_sequence_parallel_world_size",
     "deepspeed.utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
+    "deepspeed.utils.tensor_fragment": "fragment_address tensor_fragment safe_get_full_fp32_param safe_get_local_fp32_param",
     "deepspeed.runtime.engine": "DeepSpeedEngine",
     "deepspeed.runtime.config": "DeepSpeedConfig",
     "deepspeed.runtime.zero.config": "DeepSpeedZeroConfig ZeroStageEnum",
@@ -34,7 +35,7 @@ NAMES = {
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
     "deepspeed.runtime.zero.tiling": "TiledLinear",
-    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler",
     "deepspeed.runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "deepspeed.runtime.utils": "see_memory_usage clip_grad_norm_",
     "deepspeed.runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
@@ -83,6 +84,8 @@ REFUSED = [
     ("deepspeed.utils", "safe_get_local_fp32_param", "safe_get_full_"),
     ("deepspeed.runtime.config", "DeepSpeedConfig", "deepspeed.initialize"),
     ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "deepspeed.initialize"),
+    ("deepspeed.runtime.fp16.loss_scaler", "CreateLossScaler", "fp16"),
+    ("deepspeed.utils.tensor_fragment", "tensor_fragment", "safe_get_full_fp32_param"),
     ("deepspeed.zero", "TiledLinear", "torch.nn.Linear"),
     ("deepspeed.checkpointing", "get_cuda_rng_tracker", "torch.manual_seed"),
     ("deepspeed.comm", "mpi_discovery", "torchrun"),
@@ -220,3 +223,53 @@ def test_a_package_says_what_to_do_in_its_place(package):
     assert found.__doc__.startswith("Not served: ") and len(found.__doc__) > 30
     with pytest.raises(NotImplementedError, match=f"deepspeed.{package}.Anything is not served by Penstock: "):
         found.Anything()
+
+
+def test_loss_scalers_of_deepspeeds_files_are_loaded_as_data(tmp_path):
+    """torch.load(weights_only=True) of optimizer states, with the classes that scripts call safe."""
+    if not hasattr(torch.serialization, "add_safe_globals"):
+        pytest.skip("this torch has no torch.serialization.add_safe_globals")
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    dynamic = {"cur_scale": 65536.0, "cur_iter": 7, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000, "dynamic": True}
+    path = tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    forge(path, static={"cur_scale": 4.0, "dynamic": False}, dynamic=dynamic, address={"numel": 12, "start": 5})
+    with pytest.raises(Exception, match="(?i)weights.only"):
+        torch.load(path, weights_only=True)
+    with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, LossScalerBase, ZeroStageEnum, fragment_address]):
+        state = torch.load(path, weights_only=True)["optimizer_state_dict"]
+    assert type(state["static"]) is LossScaler and state["static"].loss_scale == 4.0 and not state["static"].dynamic
+    assert vars(state["dynamic"]) == dynamic and isinstance(state["dynamic"], LossScalerBase)
+    assert state["address"] == fragment_address(12, 5) and state["stage"] is ZeroStageEnum.gradients
+    assert torch.equal(state["fp32"], torch.arange(3.0))
+    assert DynamicLossScaler(2.0**16, 1000, 1.0, 2, False).cur_scale == 65536 and LossScaler(8).loss_scale == 8
+    with pytest.raises(NotImplementedError, match="LossScaler.backward is not served by Penstock: the engine scales losses"):
+        LossScaler(8).backward(torch.ones(1))
+
+
+def forge(path, static, dynamic, address):
+    """A file as DeepSpeed writes it: objects of these classes under its modules' names, pickled where they are other classes than ours."""
+    import enum
+
+    names = {
+        "LossScaler": "deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler": "deepspeed.runtime.fp16.loss_scaler",
+        "fragment_address": "deepspeed.utils.tensor_fragment",
+    }  # fmt: skip
+    kinds = {name: type(name, (), {"__module__": module}) for name, module in names.items()}
+    kinds["ZeroStageEnum"] = enum.Enum("ZeroStageEnum", {"gradients": 2}, type=int, module="deepspeed.runtime.zero.config")
+    made = {}
+    for name, (kind, values) in {"static": ("LossScaler", static), "dynamic": ("DynamicLossScaler", dynamic), "address": ("fragment_address", address)}.items():
+        made[name] = kinds[kind]()
+        made[name].__dict__.update(values)
+    made.update(stage=kinds["ZeroStageEnum"].gradients, fp32=torch.arange(3.0))
+    modules = {name: importlib.import_module(kind.__module__) for name, kind in kinds.items()}
+    own = {name: getattr(modules[name], name) for name in kinds}
+    try:
+        for name, kind in kinds.items():
+            setattr(modules[name], name, kind)  # pickle looks whether the name is the class's
+        torch.save({"optimizer_state_dict": made}, path)
+    finally:
+        for name, kind in own.items():
+            setattr(modules[name], name, kind)
