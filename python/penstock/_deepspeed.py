@@ -71,6 +71,12 @@ def init_distributed(
     make_group()
 
 
+def world_group() -> Any:
+    """torch.distributed's process group of all ranks. None: there is none."""
+    dist = torch.distributed
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 # Of the engine's: what to do instead.
 _REFUSED = {
     "set_train_batch_size": "give initialize gradient_accumulation_steps in the configuration, and make another engine for another",
@@ -403,8 +409,18 @@ def _let_trainer_wrap_again() -> None:
     trainer._wrap_model = _wrap_model  # type: ignore[union-attr]
 
 
+class _FlatValue:
+    """ds_tensor of a parameter that has its values, and an engine, or had one: they may be others each time that it is looked at."""
+
+    def __get__(self, parameter: Optional[nn.Parameter], _: Any) -> torch.Tensor:
+        if parameter is None or "ds_id" not in parameter.__dict__:
+            raise AttributeError("ds_tensor: deepspeed.initialize has made no engine with this parameter")
+        return parameter.detach().reshape(-1)
+
+
 # DeepSpeed's names of a parameter that is not whole in memory; Hidden (_engine/_weights.py) has what changes with that.
 def _describe_parameter(parameter: nn.Parameter, number: int) -> None:
+    nn.Parameter.ds_tensor = _FlatValue()  # type: ignore[attr-defined]
     parameter.ds_id = number  # type: ignore[attr-defined]
     parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
     parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]
@@ -649,6 +665,10 @@ def GatheredParameters(  # noqa: N802
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """The parameter is in memory for whole passes, whatever module uses it. Before the first forward, or within it."""
     keep_resident([parameter], lasts=True)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The parameter stays in memory for whole passes, which is right for any use of it."""
 
 
 def _owner_of(parameter: nn.Parameter) -> Engine:

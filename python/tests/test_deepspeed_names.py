@@ -17,19 +17,25 @@ NAMES = {
     "deepspeed.utils": "logger log_dist RepeatingLoader OnDevice groups safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
     "safe_set_full_fp32_param safe_set_full_optimizer_state safe_set_full_grad safe_get_local_fp32_param safe_get_local_grad "
     "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state set_z3_leaf_modules "
-    "unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter instrument_w_nvtx",
+    "set_z3_leaf_module set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module "
+    "z3_leaf_parameter instrument_w_nvtx",
     "deepspeed.utils.logging": "logger log_dist",
     "deepspeed.utils.timer": "SynchronizedWallClockTimer ThroughputTimer",
     "deepspeed.utils.groups": "_get_data_parallel_world_size _get_data_parallel_rank _get_data_parallel_group _get_model_parallel_world_size "
-    "initialize _get_sequence_parallel_world_size",
-    "deepspeed.utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
+    "initialize _get_sequence_parallel_world_size get_data_parallel_world_size get_data_parallel_rank get_data_parallel_group "
+    "get_tensor_model_parallel_world_size get_tensor_model_parallel_rank get_model_parallel_world_size get_model_parallel_rank "
+    "_get_data_parallel_group_ranks _get_broadcast_src_rank _get_sequence_parallel_rank _get_sequence_data_parallel_world_size "
+    "_get_sequence_data_parallel_rank _get_sequence_data_parallel_group _get_expert_parallel_world_size _get_expert_data_parallel_world_size mpu",
     "deepspeed.utils.tensor_fragment": "fragment_address tensor_fragment safe_get_full_fp32_param safe_get_local_fp32_param",
+    "deepspeed.utils.z3_leaf_module": "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix",
+    "deepspeed.utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
     "deepspeed.runtime.engine": "DeepSpeedEngine",
     "deepspeed.runtime.config": "DeepSpeedConfig",
-    "deepspeed.runtime.zero.config": "DeepSpeedZeroConfig ZeroStageEnum",
+    "deepspeed.runtime.zero.config": "DeepSpeedZeroConfig ZeroStageEnum get_zero_config ZERO_OPTIMIZATION OffloadDeviceEnum "
+    "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig",
     "deepspeed.runtime.zero.offload_config": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum",
-    "deepspeed.runtime.zero": "Init GatheredParameters ZeroParamStatus",
-    "deepspeed.runtime.zero.partition_parameters": "ZeroParamStatus GatheredParameters Init",
+    "deepspeed.runtime.zero": "Init GatheredParameters ZeroParamStatus register_external_parameter unregister_external_parameter",
+    "deepspeed.runtime.zero.partition_parameters": "ZeroParamStatus GatheredParameters Init register_external_parameter unregister_external_parameter",
     "deepspeed.runtime.zero.utils": "is_zero_param",
     "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
@@ -84,8 +90,16 @@ REFUSED = [
     ("deepspeed.utils", "safe_get_local_fp32_param", "safe_get_full_"),
     ("deepspeed.runtime.config", "DeepSpeedConfig", "deepspeed.initialize"),
     ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "deepspeed.initialize"),
+    ("deepspeed.runtime.zero.config", "DeepSpeedZeroConfig", "penstock train --config FILE --check"),
+    ("deepspeed.runtime.zero.config", "get_zero_config", "dictionary"),
     ("deepspeed.runtime.fp16.loss_scaler", "CreateLossScaler", "fp16"),
+    ("deepspeed.utils.groups", "get_tensor_model_parallel_group", "get_data_parallel_group"),
+    ("deepspeed.utils.groups", "_get_expert_parallel_group", "no parallelism but that of batches"),
+    ("deepspeed.utils.groups", "_create_model_parallel", "no parallelism but that of batches"),
     ("deepspeed.utils.tensor_fragment", "tensor_fragment", "safe_get_full_fp32_param"),
+    ("deepspeed.runtime.comm.coalesced_collectives", "reduce_scatter_coalesced", "uncompressed"),
+    ("deepspeed.runtime.swap_tensor.aio_config", "get_aio_config", "offload_param"),
+    ("deepspeed.compile", "init_z3", "without torch.compile"),
     ("deepspeed.zero", "TiledLinear", "torch.nn.Linear"),
     ("deepspeed.checkpointing", "get_cuda_rng_tracker", "torch.manual_seed"),
     ("deepspeed.comm", "mpi_discovery", "torchrun"),
@@ -155,6 +169,10 @@ def test_the_accelerator_answers_without_a_gpu(monkeypatch):
         assert getattr(accelerator, name)(0) is None
     assert accelerator.max_memory_allocated() == 0 and accelerator.is_bf16_supported() and 0 < accelerator.available_memory() <= accelerator.total_memory()
     assert torch.equal(accelerator.pin_memory(torch.ones(2)), torch.ones(2)) and accelerator.FloatTensor([1.0]).dtype == torch.float32
+    flat = accelerator.pin_memory(torch.ones(2, 3, dtype=torch.int16), make_copy=False, match_shape=False)
+    assert flat.shape == (6,) and flat.dtype == torch.int16 and accelerator.pin_memory(torch.ones(2, 3), make_copy=False).shape == (2, 3)
+    accelerator.range_push("a mark", domain="mine", category="one")
+    accelerator.range_pop(domain="mine")
     with accelerator.device(0), accelerator.stream(None):
         accelerator.manual_seed(3)
     with pytest.raises(AttributeError, match="torch.cuda and torch have their own"):
@@ -223,6 +241,92 @@ def test_a_package_says_what_to_do_in_its_place(package):
     assert found.__doc__.startswith("Not served: ") and len(found.__doc__) > 30
     with pytest.raises(NotImplementedError, match=f"deepspeed.{package}.Anything is not served by Penstock: "):
         found.Anything()
+    with pytest.raises(AttributeError, match="Anything.below: Not served: .{20}") as raised:
+        getattr(found.Anything, "below")
+    assert "\n" not in str(raised.value)
+
+
+def test_groups_are_those_of_one_process():
+    groups = importlib.import_module("deepspeed.utils.groups")
+    for name in NAMES["deepspeed.utils.groups"].split():
+        if name.endswith("_world_size") or name == "_get_max_expert_size":
+            assert getattr(groups, name)() == 1, name
+        elif name.endswith("_rank"):
+            assert getattr(groups, name)() == 0, name
+        elif name.endswith("_group"):
+            assert getattr(groups, name)() is None, name
+    assert groups._get_data_parallel_group_ranks() == [0] and groups._get_expert_parallel_world_size("ep_size_1") == 1
+    with pytest.raises(AttributeError, match=r"deepspeed.utils.groups.no_such_name is not served by Penstock: get_data_parallel_group\(\)"):
+        getattr(groups, "no_such_name")
+
+
+def test_calls_of_comm_take_deepspeeds_words(on_ranks):
+    text = """
+        import inspect, torch
+        import penstock.deepspeed as deepspeed
+        from deepspeed import comm
+        deepspeed.init_distributed()
+        words = {"prof": True, "log_name": "mine", "debug": "here"}
+        rank, value = comm.get_rank(), torch.ones(2)
+        comm.all_reduce(value, **words)
+        comm.inference_all_reduce(value, **words)
+        comm.broadcast(value, 0, **words)
+        both = [torch.zeros(1), torch.zeros(1)]
+        comm.all_gather(both, torch.full((1,), float(rank)), **words)
+        comm.barrier(**words)
+        if rank == 0:
+            comm.send(value, 1, **words)
+        else:
+            comm.recv(value, 0, **words)
+        comm.reduce(value, 0, **words)
+        assert comm.all_reduce is comm.all_reduce and inspect.signature(comm.all_reduce) == inspect.signature(torch.distributed.all_reduce)
+        print(value.tolist() if rank == 0 else "", [each.item() for each in both])
+        """
+    told = on_ranks(text, 2)
+    assert [status for status, _, _ in told] == [0, 0], told
+    assert told[0][1] == "[8.0, 8.0] [0.0, 1.0]\n"
+
+
+def test_marks_of_leaf_modules_are_kept():
+    utils = importlib.import_module("deepspeed.utils")
+    model = net()
+    layers = list(model.layers)
+    assert utils.set_z3_leaf_modules(model, [type(layers[0])]) == layers == utils.get_z3_leaf_modules(model)
+    assert utils.unset_z3_leaf_modules(model, ["Layer"]) == layers and utils.get_z3_leaf_modules(model) == []
+    assert utils.set_z3_leaf_modules_by_name(model, ["layers.0", "head"]) == ([layers[0], model.head], [])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["norm"], flag=False)[0][-1] is model.norm
+    assert utils.set_z3_leaf_modules_by_name(model, ["none", "head"], raise_if_not_found=False) == ([model.head], ["none"])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["none"], raise_if_not_found=False) == ([], ["none"])
+    assert utils.set_z3_leaf_modules(model, [torch.nn.Conv2d], raise_if_not_found=False) == []
+    utils.set_z3_leaf_module(model.norm, True)
+    assert utils.z3_leaf_module(model.norm) and not utils.z3_leaf_module(model) and not utils.z3_leaf_parameter(model.head.weight)
+    for call, wanted in (
+        (utils.set_z3_leaf_modules, [torch.nn.Conv2d]), (utils.unset_z3_leaf_modules, ["Conv2d"]), (utils.set_z3_leaf_modules_by_name, ["none"]),
+        (utils.set_z3_leaf_modules_by_suffix, ["none"]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="no module of this Net is .* raise_if_not_found=False") as raised:
+            call(model, wanted)
+        assert "\n" not in str(raised.value)
+
+
+def test_the_flat_value_is_there_wherever_the_number_is(tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+    }  # fmt: skip
+    model = net(tied=False)
+    weight, other = model.head.weight, torch.nn.Parameter(torch.ones(2))
+    before = weight.detach().clone()
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    assert torch.equal(weight.ds_tensor, before.flatten())  # before the first forward
+    step(engine, batches(1)[0])
+    trained = weight.ds_tensor.clone()
+    assert trained.shape == (weight.ds_numel,) and not torch.equal(trained, before.flatten())
+    with deepspeed.zero.GatheredParameters([weight]):
+        assert torch.equal(weight.ds_tensor, trained) and torch.equal(weight.detach().flatten(), trained)
+    engine.destroy()
+    assert torch.equal(weight.ds_tensor, trained)
+    assert not hasattr(other, "ds_tensor") and not hasattr(torch.nn.Parameter, "ds_tensor")
 
 
 def test_loss_scalers_of_deepspeeds_files_are_loaded_as_data(tmp_path):

@@ -1,14 +1,26 @@
 """torch.distributed under DeepSpeed's name."""
 
+import functools
 import importlib
 import os
-from typing import Any, List
+from typing import Any, Dict, List
 
 import torch.distributed as dist
 
 from penstock._deepspeed import absent, init_distributed
 
 _ALIKE = {"inference_all_reduce": "all_reduce", "allgather_fn": "all_gather_into_tensor", "reduce_scatter_fn": "reduce_scatter_tensor"}
+# Their calls are timed in DeepSpeed, and take words for that.
+_TIMED = frozenset(
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all_single allgather_fn broadcast gather inference_all_reduce irecv isend "
+    "monitored_barrier recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send".split()
+)
+_OF_TIMING = ("prof", "log_name", "debug")
+# Arguments of DeepSpeed's that have another name in torch.
+_RENAMED: Dict[str, Dict[str, str]] = {
+    "all_to_all_single": {"tensor": "input"},
+    "reduce_scatter_tensor": {"output_tensor": "output", "input_tensor": "input"},
+}
 _TORCHS = "torch.distributed's process group is the one there is: init_distributed makes it"
 _ABSENT = {
     **dict.fromkeys(("set_backend", "init_deepspeed_backend", "initialize_mesh_device", "enable_symm_mem_for_group"), _TORCHS),
@@ -34,7 +46,8 @@ def get_world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if is_initialized() else 1
 
 
-def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, prof: bool = False, log_name: str = "", debug: Any = None) -> Any:
+    """torch.distributed's. prof, log_name and debug change nothing: comms_logger in the configuration tells of the engine's own exchanges."""
     return dist.barrier(group, async_op, device_ids) if is_initialized() else None
 
 
@@ -85,6 +98,15 @@ def in_aml() -> bool:
 in_aws_sm = in_dlts = in_aml
 
 
+def _timed(name: str) -> Any:
+    @functools.wraps(getattr(dist, name))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        renamed = _RENAMED.get(name, {})
+        return getattr(dist, name)(*args, **{renamed.get(key, key): value for key, value in kwargs.items() if key not in _OF_TIMING})
+
+    return call
+
+
 # all_reduce, all_gather and the others, which are torch's own.
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):  # torch's __path__ would make its modules ours
@@ -94,6 +116,9 @@ def __getattr__(name: str) -> Any:
     if name in _ABSENT:
         return absent(f"deepspeed.comm.{name}", _ABSENT[name])
     try:
-        return getattr(dist, _ALIKE.get(name, name))
+        found = getattr(dist, _ALIKE.get(name, name))
     except AttributeError:
         raise AttributeError(f"deepspeed.comm.{name}: torch.distributed has none, and its functions are what Penstock gives by this name") from None
+    if name in _TIMED:
+        found = globals()[name] = _timed(_ALIKE.get(name, name))
+    return found

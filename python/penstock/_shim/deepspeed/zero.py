@@ -1,8 +1,8 @@
 """deepspeed.zero: parameters are whole until the engine has them, so there is little to gather."""
 
-from typing import Any, List
+from typing import List
 
-from penstock._deepspeed import GatheredParameters, Init, absent, register_external_parameter
+from penstock._deepspeed import GatheredParameters, Init, absent, register_external_parameter, unregister_external_parameter
 
 from ._refused import attributes_of
 
@@ -10,11 +10,6 @@ __path__: List[str] = []  # so that an import below is answered by _refused.py
 
 TiledLinear = absent("deepspeed.zero.TiledLinear", "torch.nn.Linear: one block of the model at a time is in memory")
 MiCS_Init = absent("deepspeed.zero.MiCS_Init", "penstock.init_on_disk builds a model that is larger than memory")
-
-
-def unregister_external_parameter(module: Any, parameter: Any) -> None:
-    """The parameter stays in memory for whole passes, which is right for any use of it."""
-
 
 __all__ = ["MiCS_Init", "TiledLinear", "unregister_external_parameter", "GatheredParameters", "Init", "register_external_parameter"]
 __getattr__ = attributes_of(__name__)

@@ -99,7 +99,10 @@ class _Accelerator:
             named = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
         return named["MemAvailable"], named["MemTotal"]
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """make_copy=False: other memory of its type, whose values are anything, and of its shape, or with match_shape=False flat."""
+        if not make_copy:
+            return torch.empty(tensor.shape if match_shape else (tensor.numel(),), dtype=tensor.dtype, pin_memory=self._gpu)
         return tensor.pin_memory() if self._gpu else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -188,10 +191,10 @@ class _Accelerator:
     def unregister_host_memory(self, *_: Any, **__: Any) -> None:
         """Nothing to do: none was registered."""
 
-    def range_push(self, message: str) -> None:
+    def range_push(self, message: str, domain: Any = None, category: Any = None) -> None:
         """Marks are not kept."""
 
-    def range_pop(self) -> None:
+    def range_pop(self, domain: Any = None) -> None:
         """Marks are not kept."""
 
     # memory_allocated, synchronize, Stream, Event, FloatTensor and the others: torch.cuda's, or what holds where there is no GPU.

@@ -1,4 +1,4 @@
-from typing import Any, List, Optional, Sequence
+from typing import Any, Optional, Sequence
 
 from penstock._data_loader import RepeatingLoader as RepeatingLoader
 from penstock._deepspeed import absent
@@ -12,6 +12,14 @@ from penstock._deepspeed import safe_set_full_optimizer_state as safe_set_full_o
 from .._refused import attributes_of
 from ..comm import get_rank
 from . import groups as groups
+from .z3_leaf_module import get_z3_leaf_modules as get_z3_leaf_modules
+from .z3_leaf_module import set_z3_leaf_module as set_z3_leaf_module
+from .z3_leaf_module import set_z3_leaf_modules as set_z3_leaf_modules
+from .z3_leaf_module import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
+from .z3_leaf_module import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
+from .z3_leaf_module import unset_z3_leaf_modules as unset_z3_leaf_modules
+from .z3_leaf_module import z3_leaf_module as z3_leaf_module
+from .z3_leaf_module import z3_leaf_parameter as z3_leaf_parameter
 
 OnDevice = absent("deepspeed.utils.OnDevice", "penstock.init_on_disk builds a model that does not fit into memory")
 safe_set_full_grad = absent("deepspeed.utils.safe_set_full_grad", "gradients are the engine's: clip them by gradient_clipping, scale the loss")
@@ -38,25 +46,5 @@ def log_dist(message: str, ranks: Optional[Sequence[int]] = None, level: int = 2
     if not ranks or -1 in ranks or get_rank() in ranks:
         logger.log(level, message)
 
-
-def set_z3_leaf_modules(model: Any, leaf_module_classes: Any, raise_if_not_found: bool = True) -> List[Any]:
-    """Nothing to do: blocks are fetched whole, with the experts in them."""
-    return []
-
-
-def unset_z3_leaf_modules(model: Any, leaf_module_classes: Any, raise_if_not_found: bool = True) -> List[Any]:
-    return []
-
-
-def get_z3_leaf_modules(model: Any) -> List[Any]:
-    return []
-
-
-def z3_leaf_module(model: Any) -> bool:
-    return False
-
-
-def z3_leaf_parameter(model: Any) -> bool:
-    return False
 
 __getattr__ = attributes_of(__name__)
