@@ -329,6 +329,59 @@ def test_the_flat_value_is_there_wherever_the_number_is(tmp_path):
     assert not hasattr(other, "ds_tensor") and not hasattr(torch.nn.Parameter, "ds_tensor")
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("device", ["nvme", "none"])
+def test_inference_with_zero_evaluates_and_generates(tmp_path, device, dtype):
+    zero = {"stage": 3, "offload_param": {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}}
+    x = batches(1)[0]["x"]
+
+    def generate(self, x, count):
+        for _ in range(count):
+            x = torch.cat([x, self(x)[:, -1:].argmax(-1)], 1)
+        return x
+
+    def model():
+        made = net(dropout=0.5)
+        type(made).generate = generate
+        return made if dtype is None else made.to(dtype)
+
+    with torch.no_grad():
+        expected = model().eval()
+        logits, tokens = expected(x), expected.generate(x, 3)
+        engine = deepspeed.init_inference(model(), config={"zero": zero, "mp_size": 1}, **({} if dtype is None else {"dtype": dtype}))
+        assert not engine.training and not engine.module.training and engine.optimizer is None
+        made = engine(x)
+        assert made.dtype == logits.dtype
+        torch.testing.assert_close(made, logits, atol=1e-5 if dtype is None else 2e-2, rtol=0)
+        assert torch.equal(engine.generate(x, 3), tokens)
+    engine.destroy()
+    del type(engine.module).generate
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({}, "without zero of stage 3 is not served: with zero={'stage': 3"),
+        ({"zero": {"stage": 2}}, "without zero of stage 3"),
+        ({"tensor_parallel": {"tp_size": 2}}, r"init_inference\(tensor_parallel=\) is not served: there is no parallelism"),
+        ({"mp_size": 4}, r"init_inference\(mp_size=\) is not served"),
+        ({"replace_with_kernel_inject": True}, "modules stay what they are"),
+        ({"checkpoint": "checkpoints.json"}, "from_pretrained"),
+        ({"quant": {"enabled": True}}, "penstock pack"),
+        ({"moe": {"enabled": False}}, "without zero of stage 3"),
+        ({"zero": {"stage": 3}, "dtype": torch.int8}, "torch.bfloat16"),
+    ],
+)
+def test_other_inference_is_refused_with_the_way_out(options, says):
+    with pytest.raises(NotImplementedError, match=says) as raised:
+        deepspeed.init_inference(net(), **{"tensor_parallel": {"tp_size": 1}, "replace_method": "auto", "kernel_inject": False, **options})
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match="mp_size is 1 in config and 2 as a keyword"):
+        deepspeed.init_inference(net(), config={"mp_size": 1}, mp_size=2)
+    with pytest.raises(TypeError, match="unexpected option 'no_such_option'"):
+        deepspeed.init_inference(net(), no_such_option=1)
+
+
 def test_loss_scalers_of_deepspeeds_files_are_loaded_as_data(tmp_path):
     """torch.load(weights_only=True) of optimizer states, with the classes that scripts call safe."""
     if not hasattr(torch.serialization, "add_safe_globals"):

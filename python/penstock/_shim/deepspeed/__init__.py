@@ -11,6 +11,7 @@ from penstock._deepspeed import DeepSpeedEngine, absent, init_distributed, initi
 from penstock.deepspeed import VERSION
 
 from . import _refused, accelerator, checkpoint, comm, ops, runtime, utils, zero
+from ._inference import init_inference as init_inference
 from .accelerator import get_accelerator as get_accelerator
 from .pipe import PipelineModule as PipelineModule
 from .runtime.activation_checkpointing import checkpointing as checkpointing
@@ -42,12 +43,9 @@ def tp_model_init(*_: Any, **__: Any) -> Any:
     raise NotImplementedError("tensor parallelism is not served: Penstock trains with ZeRO's data parallelism")
 
 
-def init_inference(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError("init_inference is not served: `penstock generate`, or penstock.initialize and engine.generate")
-
-
-InferenceEngine = absent("deepspeed.InferenceEngine", "`penstock generate`, or penstock.initialize and engine.generate")
-default_inference_config = absent("deepspeed.default_inference_config", "`penstock generate`, or penstock.initialize and engine.generate")
+_INFERENCE = "deepspeed.init_inference(model, zero={'stage': 3, ...}), or `penstock generate`"
+InferenceEngine = absent("deepspeed.InferenceEngine", _INFERENCE)
+default_inference_config = absent("deepspeed.default_inference_config", _INFERENCE)
 
 
 __getattr__ = _refused.attributes_of(__name__)

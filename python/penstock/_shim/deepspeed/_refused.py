@@ -19,7 +19,7 @@ _BATCHES = "there is no parallelism but that of batches"
 INSTEAD = {
     "sequence": f"{_BATCHES}: a whole sequence is computed by one process, block by block",
     "compression": "penstock trains and writes whole weights; `penstock pack` makes weights of 4 and 8 bit for `penstock generate`",
-    "inference": "`penstock generate`, or penstock.initialize without an optimizer and engine.generate",
+    "inference": "deepspeed.init_inference with zero of stage 3, or `penstock generate`",
     "linear": "peft's LoRA trains through penstock.initialize as it is",
     "module_inject": "modules stay what they are; `penstock generate`, or penstock.initialize and engine.generate",
     "model_implementations": "modules stay what they are; `penstock generate`, or penstock.initialize and engine.generate",
