@@ -127,7 +127,6 @@ class DeepSpeedEngine(nn.Module):
             self.optimizer.overflow = False
             self.optimizer.parameter_offload = _Offload()
             self.optimizer.cur_scale = self._first_scale()
-        self.lr_scheduler = engine.lr_scheduler
         self.collate_fn: Any = None
         self.training_dataloader: Optional[DeepSpeedDataLoader] = None
         self._applied = False  # the last step
@@ -145,6 +144,15 @@ class DeepSpeedEngine(nn.Module):
     @property
     def config(self) -> Dict[str, Any]:
         return self._config
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """``step()`` makes its steps, and commits keep its state. None: there is none, or the caller makes them, as Lightning does."""
+        return self.engine.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self.engine.lr_scheduler = scheduler
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine(*args, **kwargs)
@@ -303,8 +311,10 @@ class DeepSpeedEngine(nn.Module):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Mapping[str, torch.Tensor]:
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
 
+    @property
     def data_parallel_group(self) -> Any:
-        """None: that of all, as torch.distributed takes it."""
+        """Of all ranks, which share the batch. None: torch.distributed has no process group here."""
+        return world_group()
 
     def coalesce_grad_reduction(self) -> Any:
         return contextlib.nullcontext()

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import os
 import sys
 
 import pytest
@@ -154,6 +155,77 @@ def test_schedules_are_those_of_the_configuration(tmp_path):
         made.step()
         made.step()
         assert made.get_last_lr()[0] > 0
+
+
+def test_a_scheduler_that_is_set_takes_the_place_of_the_first(tmp_path):
+    """Lightning sets None, and makes the steps itself."""
+    parameters = {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 8, "warmup_type": "linear"}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "scheduler": {"type": "WarmupLR", "params": parameters}}
+    data = batches(4)
+
+    def rates(change, directory):
+        engine = engine_of(tmp_path / directory, config=dict(config))
+        own = change(engine)
+        told = []
+        for batch in data:
+            told.append(engine.get_lr()[0])
+            step(engine, batch)
+            if own is not None:
+                own.step()
+        return engine, told
+
+    engine, expected = rates(lambda engine: None, "engines")
+    engine.destroy()
+
+    def by_the_caller(engine):
+        own, engine.lr_scheduler = engine.lr_scheduler, None
+        assert engine.lr_scheduler is None and engine.engine.lr_scheduler is None
+        return own
+
+    engine, told = rates(by_the_caller, "callers")
+    assert told == expected and len(set(told)) == 3
+    engine.destroy()
+
+    def another(engine):
+        engine.set_lr(1e-2)
+        engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda update: 0.5**update)
+
+    engine, told = rates(another, "another")
+    assert told == [pytest.approx(1e-2 * 0.5**update) for update in range(4)]
+    engine.save_checkpoint(tmp_path / "kept")
+    with pytest.raises(TypeError, match="a scheduler has step"):
+        engine.lr_scheduler = object()
+    assert type(engine.lr_scheduler).__name__ == "LambdaLR"
+    engine.destroy()
+    engine = engine_of(tmp_path / "again", config=dict(config))
+    another(engine)
+    assert engine.load_checkpoint(tmp_path / "kept")[0] is not None
+    step(engine, data[0])
+    assert engine.lr_scheduler.state_dict()["last_epoch"] == 5 and engine.get_lr() == [pytest.approx(1e-2 * 0.5**5)]
+    engine.destroy()
+
+
+def test_the_data_parallel_group_is_that_of_all(tmp_path, on_ranks):
+    engine = engine_of(tmp_path)
+    assert engine.data_parallel_group is None
+    engine.destroy()
+    text = """
+        import os, sys, torch
+        sys.path.insert(0, sys.argv[2])
+        import penstock.deepspeed as deepspeed
+        from engine_models import net
+        deepspeed.init_distributed()
+        place = os.path.join(sys.argv[1], os.environ["RANK"])
+        offload = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": place}}
+        config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": offload}
+        engine = deepspeed.initialize(model=net(), config=config)[0]
+        assert engine.data_parallel_group is torch.distributed.group.WORLD is deepspeed.utils.groups._get_data_parallel_group()
+        value = torch.ones(1)
+        deepspeed.comm.all_reduce(value, group=engine.data_parallel_group)
+        print(value.item(), torch.distributed.get_world_size(group=engine.data_parallel_group))
+        """
+    for status, out, error in on_ranks(text, 2, tmp_path, os.path.dirname(__file__)):
+        assert (status, out) == (0, "2.0 2\n"), error[-3000:]
 
 
 def test_fused_adam_is_the_engines(tmp_path):

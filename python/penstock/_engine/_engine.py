@@ -165,8 +165,17 @@ class Engine:
         _engines.add(self)
 
     optimizer = _Attribute[Any]("_given", "optimizer", "The groups of the caller's optimizer; its steps are the engine's.")
-    lr_scheduler = _Attribute[Any]("_given", "scheduler", "``step()`` makes its steps; None: there is none.")
     zero_grad_of_module = _Attribute[bool]("_given", "zero_grad_of_module", "Whether the module's becomes this one; set before the first forward.")
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """``step()`` makes its steps, and commits keep its state; None: there is none. Another one takes its place between steps."""
+        return self._given.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self._given.take_scheduler(scheduler)
+        self._record.take_scheduler()
 
     # --- training
 

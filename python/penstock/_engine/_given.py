@@ -80,6 +80,10 @@ class Given:
             raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}: a scheduler has step() and state_dict(), or is made by a function")
         return result
 
+    def take_scheduler(self, scheduler: Any) -> None:
+        """The steps of this scheduler are made from now on. None: of none. ValueError, TypeError: it cannot be, and the one before stays."""
+        self.scheduler = None if scheduler is None else self._scheduler_of(scheduler)
+
     def look_at_parameters(self) -> None:
         """Finds blocks and types. Once more with the first forward: until then a script may tie, replace or cast parameters."""
         if not self.values_are_gone:

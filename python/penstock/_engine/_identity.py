@@ -28,7 +28,8 @@ def values_of(group: Mapping[str, Any]) -> Dict[str, Any]:
     return {name: _plain(group[name]) for name in ("betas", "weight_decay") if name in group}
 
 
-def _scheduler_of(scheduler: Any) -> Optional[Dict[str, Any]]:
+def scheduler_of(scheduler: Any) -> Optional[Dict[str, Any]]:
+    """Type and state of a scheduler, but for the rates."""
     if scheduler is None:
         return None
     state = {}
@@ -47,7 +48,7 @@ def identity_of(described: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
         "groups": [{"lr": _plain(group.get("initial_lr", group["lr"])), **values_of(group)} for group in groups],
         **settings.kept,
         "schedule": None if settings.schedule is None else json.dumps(settings.schedule),
-        "scheduler": _scheduler_of(scheduler),
+        "scheduler": scheduler_of(scheduler),
     }
 
 

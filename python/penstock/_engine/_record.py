@@ -10,7 +10,7 @@ import torch
 
 from ._accumulation import Accumulation
 from ._given import Given
-from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
+from ._identity import changes, groups_go_on, identity_of, same_scheduler, scheduler_of, values_of
 from ._json import decode, encode
 from ._modules import counts_no_versions
 from ._random import RandomState, restore_text
@@ -61,6 +61,10 @@ class Record:
     def written_bytes(self) -> int:
         """Bytes that all ranks have written to drives since the run began."""
         return self._written_before + self._written_here
+
+    def take_scheduler(self) -> None:
+        """Commits keep the state of the scheduler that is the engine's now, and say which it is."""
+        self.identity["scheduler"] = scheduler_of(self._given.scheduler)
 
     def stepped(self, result: Mapping[str, Any]) -> None:
         """Takes over the result of a step that the core has made."""
