@@ -2,13 +2,15 @@
 
 Starts a process of ``penstock.run SCRIPT --local_rank=K ARGUMENTS`` for each rank, with the environment that DeepSpeed's launcher gives
 (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, CROSS_RANK, CROSS_SIZE, MASTER_ADDR, MASTER_PORT, CUDA_VISIBLE_DEVICES). Its options are
-DeepSpeed's; those of several machines are refused. When a rank fails, the others are ended, and its status is the command's.
+DeepSpeed's; those of several machines are refused, and a line says which have no effect. A hostfile of one machine gives its ranks. When a
+rank fails, the others are ended, and its status is the command's.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,10 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--no_python", action="store_true", help="SCRIPT is a program, which is started as it is: without Penstock, unless it starts penstock.run")
     add("--no_local_rank", action="store_true", help="give the script no --local_rank")
     add("--enable_each_rank_log", default="None", metavar="DIR", help="what each rank prints goes to a file in DIR")
-    add("-q", "--quiet", action="store_true", help="no effect: the launcher prints nothing")
-    add("--log_level", default="info", help="no effect: the launcher prints nothing")
+    add("-q", "--quiet", action="store_true", help="do not say which options have no effect")
+    add("--log_level", default="info", help="error and critical: as --quiet")
+    add("-H", "--hostfile", default="", metavar="FILE", help="a line `HOST slots=N`, of this machine: N ranks")
     # Of several machines, and what has no place here.
-    add("-H", "--hostfile", default="", help=argparse.SUPPRESS)
     add("--num_nodes", type=int, default=-1, help=argparse.SUPPRESS)
     add("--node_rank", type=int, default=-1, help=argparse.SUPPRESS)
     for name in ("--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid", "--bind_cores_to_rank", "--elastic_training"):
@@ -54,40 +56,72 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse(given: argparse.Namespace) -> None:
-    hosts = [line.split()[0] for line in _lines_of(given.hostfile) if line.strip() and not line.lstrip().startswith("#")]
-    if given.num_nodes > 1 or given.node_rank > 0 or given.force_multi or len(set(hosts)) > 1:
+# What an option would do, which one machine has no use for.
+_WITHOUT_EFFECT = {
+    "launcher": "reaches other machines, and this process starts the ranks of its own by itself",
+    "launcher_args": "is for what reaches other machines, and this process starts the ranks of its own by itself",
+    "ssh_port": "reaches other machines, and no ssh is used on one",
+    "no_ssh": "is of several machines, and no ssh is used on one",
+    "no_ssh_check": "is of several machines, and no ssh is used on one",
+    "min_elastic_nodes": "counts machines, and there is one",
+    "max_elastic_nodes": "counts machines, and there is one",
+}
+_REFUSED = {
+    "autotuning": "`penstock plan` says what fits and how long a step takes",
+    "elastic_training": "torchrun --max-restarts starts ranks again, and engine.load_checkpoint goes on with another number of them",
+    "bind_core_list": "start each rank under taskset or numactl",
+    "bind_cores_to_rank": "start each rank under taskset or numactl",
+    "venv_script": "activate the environment before: the ranks have this command's Python and its environment",
+    "save_pid": "the command is the launcher: its process id is `$!` of a shell that starts it with `&`, and SIGTERM to it ends all ranks",
+}
+
+
+def _refuse(given: argparse.Namespace, slots: Dict[str, int]) -> None:
+    if given.num_nodes > 1 or given.node_rank > 0 or given.force_multi or len(slots) > 1:
         name = "--num_nodes" if given.num_nodes > 1 else "--node_rank" if given.node_rank > 0 else "--force_multi" if given.force_multi else "--hostfile"
         raise LauncherError(_ONE_MACHINE.format(name))
-    for name, way in {
-        "autotuning": "`penstock plan` says what fits and how long a step takes",
-        "elastic_training": "torchrun --max-restarts starts ranks again, and engine.load_checkpoint goes on with another number of them",
-        "bind_core_list": "start each rank under taskset or numactl",
-        "bind_cores_to_rank": "start each rank under taskset or numactl",
-    }.items():
+    for name, way in _REFUSED.items():
         if getattr(given, name):
             raise LauncherError(f"--{name} is not served: {way}")
     if given.module and given.no_python:
         raise LauncherError("--module and --no_python exclude each other")
 
 
-def _lines_of(hostfile: str) -> List[str]:
+def _note(given: argparse.Namespace) -> None:
+    if given.quiet or given.log_level in ("error", "critical"):
+        return
+    for name, why in _WITHOUT_EFFECT.items():
+        if getattr(given, name):
+            print(f"penstock.run deepspeed: --{name} has no effect: it {why}", file=sys.stderr)
+
+
+def _slots_of(hostfile: str) -> Dict[str, int]:
+    """Ranks by host. LauncherError: a line is none of a host's."""
     from ._small_files import read_text
 
+    slots: Dict[str, int] = {}
     if not hostfile:
-        return []
+        return slots
     try:
-        return read_text(hostfile).splitlines()
+        lines = read_text(hostfile).splitlines()
     except FileNotFoundError:
-        return []  # as DeepSpeed, whose default names a file that is rarely there
+        return slots  # as DeepSpeed, whose default names a file that is rarely there
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        found = re.match(r"\s*(\S+)\s+slots=(\d{1,6})\s*(#.*)?$", line)
+        if found is None or found[1] in slots or int(found[2]) == 0:
+            raise LauncherError(f"{hostfile}: line {number} is {line.strip()[:100]!r}, and must be `HOST slots=N`, once for each host, N at least 1")
+        slots[found[1]] = int(found[2])
+    return slots
 
 
-def _devices(text: str, name: str) -> Optional[List[int]]:
-    """The GPUs of "localhost:0,1"; None: none are named."""
+def _devices(text: str, name: str, hosts: Sequence[str]) -> Optional[List[int]]:
+    """The GPUs of "localhost:0,1"; None: none are named. hosts: other names of this machine."""
     if not text:
         return None
     host, _, slots = text.partition(":")
-    if "@" in text or host not in ("localhost", "127.0.0.1", os.uname().nodename):
+    if "@" in text or host not in ("localhost", "127.0.0.1", os.uname().nodename, *hosts):
         raise LauncherError(_ONE_MACHINE.format(f"{name} {text}"))
     try:
         return [int(each) for each in slots.split(",")] if slots else None
@@ -95,9 +129,10 @@ def _devices(text: str, name: str) -> Optional[List[int]]:
         raise LauncherError(f"{name} {text}: GPUs are numbers, as localhost:0,1") from None
 
 
-def _ranks(given: argparse.Namespace) -> List[Optional[int]]:
-    """The GPU of each rank; None: it has none of its own."""
-    include, exclude = _devices(given.include, "--include"), _devices(given.exclude, "--exclude")
+def _ranks(given: argparse.Namespace, slots: Dict[str, int]) -> List[Optional[int]]:
+    """The GPU of each rank; None: it has none of its own. slots: the hostfile's, of this machine; without any, all GPUs are."""
+    include, exclude = (_devices(text, name, list(slots)) for text, name in ((given.include, "--include"), (given.exclude, "--exclude")))
+    in_file = next(iter(slots.values()), 0)
     if given.include and given.exclude:
         raise LauncherError("--include and --exclude exclude each other")
     if (given.include or given.exclude) and given.num_gpus >= 0:
@@ -110,8 +145,12 @@ def _ranks(given: argparse.Namespace) -> List[Optional[int]]:
     if count == 0:
         if include is not None or exclude is not None:
             raise LauncherError("--include and --exclude name GPUs, and torch sees none here; --num_gpus N starts N ranks on the processor")
-        return [None] * max(1, given.num_gpus)
-    chosen = [each for each in (include if include is not None else range(count)) if each not in (exclude or [])]
+        return [None] * (given.num_gpus if given.num_gpus > 0 else in_file or 1)
+    here = range(in_file if in_file and given.num_gpus < 0 else count)
+    outside = [each for each in include or [] if in_file and each >= in_file]
+    if outside:
+        raise LauncherError(f"--include {given.include}: {given.hostfile} has slots={in_file}, which are the GPUs 0 to {in_file - 1}")
+    chosen = [each for each in (include if include is not None else here) if each not in (exclude or [])]
     if given.num_gpus > 0:
         chosen = chosen[: given.num_gpus]
     wrong = [each for each in chosen if not 0 <= each < count]
@@ -157,13 +196,15 @@ def launch(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(list(arguments))
     logs = None if given.enable_each_rank_log == "None" else given.enable_each_rank_log
     try:
-        _refuse(given)
-        gpus = _ranks(given)
+        slots = _slots_of(given.hostfile)
+        _refuse(given, slots)
+        gpus = _ranks(given, slots)
         if logs is not None:
             make_directory(logs, "--enable_each_rank_log")
     except (LauncherError, OSError, ValueError) as error:
         print(f"penstock.run deepspeed: {error}", file=sys.stderr)
         return 2
+    _note(given)
     heard: List[int] = []
 
     def hear(number: int, _: Any) -> None:

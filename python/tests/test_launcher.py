@@ -89,12 +89,20 @@ def test_a_signal_ends_all_ranks(tmp_path):
         (["--bind_cores_to_rank"], "taskset"),
         (["--module", "--no_python"], "exclude each other"),
         (["--no_such_option"], "--no_such_option"),
+        (["--venv_script", "venv/bin/activate"], "--venv_script is not served: activate the environment before"),
+        (["--save_pid"], "--save_pid is not served: the command is the launcher"),
+        (["--elastic_training", "--max_elastic_nodes", "2"], "--elastic_training is not served"),
+        (["--hostfile", "BAD"], "line 1 is 'localhost slots=many', and must be `HOST slots=N`"),
+        (["--hostfile", "TWICE"], "line 2 is 'localhost slots=1', and must be"),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_before_anything_is_started(tmp_path, options, says):
     hosts = tmp_path / "hosts"
     hosts.write_text("# both\nworker-0 slots=1\nworker-1 slots=1\n")
-    ran = run(tmp_path, *[str(hosts) if each == "HOSTS" else each for each in options], script(tmp_path, TELLS))
+    files = {"HOSTS": hosts, "BAD": tmp_path / "bad", "TWICE": tmp_path / "twice"}
+    files["BAD"].write_text("localhost slots=many\n")
+    files["TWICE"].write_text("localhost slots=1\nlocalhost slots=1\n")
+    ran = run(tmp_path, *[str(files.get(each, each)) for each in options], script(tmp_path, TELLS))
     assert ran.returncode == 2
     assert says in ran.stderr
     assert not (tmp_path / "0").exists()
@@ -105,6 +113,48 @@ def test_the_hostfile_of_one_machine_and_the_missing_default_are_no_matter(tmp_p
     hosts.write_text("localhost slots=1\n")
     for given in (hosts, tmp_path / "none"):
         assert run(tmp_path, "--hostfile", given, "--num_gpus", 1, script(tmp_path, TELLS)).returncode == 0
+
+
+# In DeepSpeed too they do nothing on one machine.
+WITHOUT_EFFECT = {
+    "--launcher": ["pdsh"], "--launcher_args": ["x"], "--ssh_port": ["22"], "--no_ssh": [], "--no_ssh_check": [], "--min_elastic_nodes": ["1"],
+    "--max_elastic_nodes": ["2"],
+}  # fmt: skip
+
+
+def test_options_without_effect_are_named_one_a_line(tmp_path):
+    options = [each for name, values in WITHOUT_EFFECT.items() for each in (name, *values)]
+    ran = run(tmp_path, *options, "--no_python", "--no_local_rank", "/bin/echo", "started")
+    assert (ran.returncode, ran.stdout) == (0, "started\n"), ran.stderr
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("penstock.run deepspeed: ")]
+    assert [line.split()[2] for line in lines] == list(WITHOUT_EFFECT) and all("has no effect: it " in line for line in lines)
+    for quiet in (["--quiet"], ["--log_level", "error"]):
+        assert run(tmp_path, *quiet, *options, "--no_python", "/bin/echo", "started").stderr == ""
+
+
+def test_slots_of_a_hostfile_of_one_machine_are_ranks(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# one\n\nworker-0   slots=3  # as many\n")
+    start = ["--no_python", "--no_local_rank", "/bin/echo", "started"]
+    for options, count in (([], 3), (["--num_gpus", 2], 2)):
+        ran = run(tmp_path, "--hostfile", hosts, *options, *start)
+        assert (ran.returncode, ran.stdout) == (0, "started\n" * count), ran.stderr
+
+
+def test_slots_of_a_hostfile_are_gpus_where_there_are(monkeypatch):
+    from penstock import _launcher
+
+    def ranks(*options, slots):
+        return _launcher._ranks(_launcher._parser().parse_args([*options, "script.py"]), slots)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert ranks(slots={}) == [0, 1, 2, 3] and ranks(slots={"worker-0": 2}) == [0, 1] and ranks("--num_gpus", "3", slots={"worker-0": 2}) == [0, 1, 2]
+    assert ranks("--include", "worker-0:1", slots={"worker-0": 2}) == [1] and ranks("--exclude", "localhost:0", slots={"worker-0": 2}) == [1]
+    with pytest.raises(_launcher.LauncherError, match="slots=2, which are the GPUs 0 to 1"):
+        ranks("--include", "localhost:3", slots={"worker-0": 2})
+    with pytest.raises(_launcher.LauncherError, match="this machine has 4 GPUs"):
+        ranks(slots={"worker-0": 8})
 
 
 def test_the_launchers_own_module_is_the_command(tmp_path):
@@ -125,7 +175,7 @@ def test_the_wheels_command_is_deepspeeds_where_that_is_installed(tmp_path, inst
     program = (
         "import sys; from penstock import _programs; sys.argv[0] = 'deepspeed'\n"
         f"sys.path[:] = [each for each in sys.path if 'site-packages' not in each]; {installed} and sys.path.insert(0, {str(tmp_path)!r})\n"
-        f"import penstock._launcher as launcher; launcher._ranks = lambda _: [None]; launcher._command = lambda given, rank: ['echo', given.script]\n"
+        f"import penstock._launcher as launcher; launcher._ranks = lambda *_: [None]; launcher._command = lambda given, rank: ['echo', given.script]\n"
         "_programs.deepspeed()"
     )
     start = [sys.executable, "-c", program, "--num_gpus", "1", "script.py"]
