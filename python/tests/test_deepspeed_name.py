@@ -222,7 +222,10 @@ def test_the_data_parallel_group_is_that_of_all(tmp_path, on_ranks):
         assert engine.data_parallel_group is torch.distributed.group.WORLD is deepspeed.utils.groups._get_data_parallel_group()
         value = torch.ones(1)
         deepspeed.comm.all_reduce(value, group=engine.data_parallel_group)
-        print(value.item(), torch.distributed.get_world_size(group=engine.data_parallel_group))
+        print(value.item(), torch.distributed.get_world_size(group=engine.data_parallel_group), flush=True)
+        engine.destroy()
+        deepspeed.comm.barrier()
+        torch.distributed.destroy_process_group()
         """
     for status, out, error in on_ranks(text, 2, tmp_path, os.path.dirname(__file__)):
         assert (status, out) == (0, "2.0 2\n"), error[-3000:]

@@ -1,5 +1,6 @@
 """Names of DeepSpeed that scripts import, one table of them: each is there, and what is not served says so in one line when it is called."""
 
+import functools
 import importlib
 import inspect
 
@@ -121,29 +122,32 @@ REFUSED = [
 ]
 
 
-# Of the objects that scripts have: * is refused when it is called.
+# Of the objects that scripts have, as DeepSpeed has them: f() is called without arguments, f is a function, v= is a value and no function, and * is
+# refused when it is called.
 ACCELERATOR = """
-    BFloat16Tensor ByteTensor DoubleTensor Event FloatTensor HalfTensor IntTensor LongTensor Stream available_memory build_extension capture_to_graph
-    communication_backend_name create_graph create_op_builder current_device current_device_name current_stream default_generator default_stream device
-    device_count device_name empty_cache export_envs get_compile_backend get_op_builder get_rng_state handles_memory_backpressure initial_seed
-    is_available is_bf16_supported is_current_stream_capturing is_fp16_supported is_fp64_supported is_pinned is_synchronized_device
-    is_triton_supported lazy_call manual_seed manual_seed_all max_memory_allocated max_memory_cached max_memory_reserved memory_allocated
-    memory_cached memory_reserved memory_stats on_accelerator op_builder_dir pin_empty pin_empty_like pin_memory pin_memory_alignment
-    prefer_triton_grouped_mm random range_pop range_push register_host_memory* replay_graph reset_max_memory_allocated reset_max_memory_cached
-    reset_peak_memory_stats resolves_data_dependency set_compile_backend* set_device set_rng_state set_visible_devices_envs stream supported_dtypes
-    synchronize total_memory unpin_memory unregister_host_memory use_host_timers visible_devices_envs
+    BFloat16Tensor ByteTensor DoubleTensor Event FloatTensor HalfTensor IntTensor LongTensor Stream available_memory() build_extension() capture_to_graph
+    communication_backend_name() create_graph() create_op_builder current_device() current_device_name() current_stream() default_generator
+    default_stream() device() device_count() device_name() empty_cache() export_envs() get_compile_backend() get_op_builder get_rng_state()
+    handles_memory_backpressure() initial_seed() is_available() is_bf16_supported() is_current_stream_capturing() is_fp16_supported()
+    is_fp64_supported() is_pinned is_synchronized_device() is_triton_supported() lazy_call manual_seed manual_seed_all max_memory_allocated()
+    max_memory_cached() max_memory_reserved() memory_allocated() memory_cached() memory_reserved() memory_stats() on_accelerator op_builder_dir()
+    pin_empty pin_empty_like pin_memory pin_memory_alignment() prefer_triton_grouped_mm() random() range_pop() range_push register_host_memory*
+    replay_graph reset_max_memory_allocated() reset_max_memory_cached() reset_peak_memory_stats() resolves_data_dependency() set_compile_backend*
+    set_device set_rng_state set_visible_devices_envs stream supported_dtypes() synchronize() total_memory() unpin_memory unregister_host_memory()
+    use_host_timers() visible_devices_envs()
 """
 ENGINE = """
-    save_16bit_model save_fp16_model deepspeed_io training_dataloader collate_fn was_step_applied fp16_enabled bfloat16_enabled zero_optimization
-    zero_optimization_stage get_mom get_lr set_lr set_train_batch_size* set_train_micro_batch_size* set_gradient_accumulation_steps* loss_scale
-    global_samples global_steps skipped_steps micro_steps empty_partition_cache offload_states reload_states module_state_dict
-    load_module_state_dict* data_parallel_group scale* no_sync coalesce_grad_reduction train_batch_size train_micro_batch_size_per_gpu
-    gradient_accumulation_steps get_global_grad_norm is_gradient_accumulation_boundary set_gradient_accumulation_boundary
-    allreduce_gradients* eval_batch* compile* save_checkpoint load_checkpoint destroy zero_grad world_size dp_world_size global_rank local_rank device
-    config module optimizer lr_scheduler zero_gather_16bit_weights_on_model_save _zero3_consolidated_16bit_state_dict dataloader_drop_last train eval
+    save_16bit_model save_fp16_model deepspeed_io training_dataloader= collate_fn= was_step_applied() fp16_enabled() bfloat16_enabled()
+    zero_optimization() zero_optimization_stage() get_mom() get_lr() set_lr set_train_batch_size* set_train_micro_batch_size*
+    set_gradient_accumulation_steps* loss_scale() global_samples= global_steps= skipped_steps= micro_steps= empty_partition_cache() offload_states()
+    reload_states() module_state_dict() load_module_state_dict* data_parallel_group= scale* no_sync() coalesce_grad_reduction() train_batch_size()
+    train_micro_batch_size_per_gpu() gradient_accumulation_steps() get_global_grad_norm() is_gradient_accumulation_boundary()
+    set_gradient_accumulation_boundary allreduce_gradients* eval_batch* compile* save_checkpoint load_checkpoint destroy zero_grad() world_size=
+    dp_world_size= global_rank= local_rank= device= config= module= optimizer= lr_scheduler= zero_gather_16bit_weights_on_model_save()
+    _zero3_consolidated_16bit_state_dict() dataloader_drop_last() train() eval()
 """
-OPTIMIZER = "param_groups state_dict load_state_dict step zero_grad overflow cur_scale parameter_offload"
-PARAMETER = "ds_id ds_status ds_shape ds_numel ds_tensor"
+OPTIMIZER = "param_groups= state_dict() load_state_dict step zero_grad() overflow= cur_scale= parameter_offload="
+PARAMETER = "ds_id= ds_status= ds_shape= ds_numel= ds_tensor="
 
 
 @pytest.mark.parametrize("module", NAMES)
@@ -217,11 +221,19 @@ def test_each_name_of_the_objects_is_served_or_refused_in_one_line(tmp_path):
     objects = {ACCELERATOR: accelerator, ENGINE: engine, OPTIMIZER: engine.optimizer, PARAMETER: engine.module.head.weight}
     for names, of in objects.items():
         for name in names.split():
-            found = getattr(of, name.rstrip("*"))
+            found = getattr(of, name.rstrip("*()="))
+            assert name.endswith("=") != (inspect.isroutine(found) or isinstance(found, functools.partial) or isinstance(found, type)), name
+            if name.endswith("()"):
+                found()
             if name.endswith("*"):
                 with pytest.raises(NotImplementedError, match=r"not served: \S+") as raised:
                     found(1)
                 assert "\n" not in str(raised.value), name
+    group, loader, status = engine.data_parallel_group, engine.training_dataloader, objects[PARAMETER].ds_status
+    assert group is None and loader is None and status is deepspeed.runtime.zero.ZeroParamStatus.NOT_AVAILABLE
+    assert torch.distributed.is_available() and engine.lr_scheduler is None and engine.optimizer.overflow is False
+    assert (engine.global_steps, engine.skipped_steps, engine.micro_steps, engine.world_size, engine.global_rank, engine.local_rank) == (1, 0, 0, 1, 0, 0)
+    assert objects[PARAMETER].ds_tensor.numel() == objects[PARAMETER].ds_numel == objects[PARAMETER].ds_shape.numel()
     assert engine.loss_scale() == 0 and engine.optimizer.cur_scale == 1 and engine.optimizer.parameter_offload.module.ds_external_parameters() is not None
     for builder in ("AsyncIOBuilder", "PinMemoryBuilder"):
         made = accelerator.create_op_builder(builder)

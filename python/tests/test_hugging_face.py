@@ -53,7 +53,7 @@ def test_a_script_for_deepspeed_changes_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         """
-import sys, torch
+import sys, pytest, torch
 import penstock.deepspeed as deepspeed
 sys.path.insert(0, sys.argv[1])
 from engine_models import batches, net, plain_losses, all_names
@@ -79,14 +79,12 @@ import deepspeed as by_name
 assert importlib.metadata.version("deepspeed") == by_name.__version__ == "0.18.9+penstock"
 assert importlib.metadata.version("torch") and importlib.util.find_spec("deepspeed") is not None
 assert by_name.initialize is deepspeed.initialize and by_name.DeepSpeedEngine is type(engine)
-try:
+with pytest.raises(NotImplementedError, match="tensor parallelism"):
     by_name.tp_model_init()
-except NotImplementedError as error:
-    assert "tensor parallelism" in str(error)
-try:
-    by_name.pipe
-except AttributeError as error:
-    assert "not served" in str(error)
+with pytest.raises(NotImplementedError, match="block by block"):
+    by_name.pipe.PipelineModule()
+with pytest.raises(AttributeError, match="deepspeed.no_such_name is not served"):
+    by_name.no_such_name
 model, data = net(seed=1), batches(8, seed=4)
 expected = plain_losses(model, [{**all_names(model)[0], "weight_decay": 0.1}], [data[:4], data[4:]])[0]
 engine, _, _, _ = deepspeed.initialize(model=model, config={**config, "gradient_accumulation_steps": 4}, model_parameters=model.parameters())

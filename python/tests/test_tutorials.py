@@ -1,8 +1,10 @@
 """The scripts of DeepSpeed's tutorials, with data of their own: one line of each is changed, the one that names DeepSpeed."""
 
 import json
+import math
 import os
 import re
+import textwrap
 
 import pytest
 
@@ -244,6 +246,61 @@ def of_deepspeed(in_child, text, *arguments):
     return runs(in_child, text, "import deepspeed", "import penstock.deepspeed as deepspeed", *arguments)
 
 
+def part_of(text, begin, end):
+    """What the script defines from one line up to another, for plain PyTorch."""
+    defined = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional}
+    exec(textwrap.dedent(text[text.index(begin) : text.index(end)]), defined)
+    return defined
+
+
+def warmed_up(update, steps, most, total=None):
+    """The rate of an update, the first of them 1, as DeepSpeed's WarmupLR and WarmupDecayLR give it."""
+    done = update - 2
+    if done < steps:
+        return most * math.log(max(done, 0) + 1) / math.log(steps)
+    return most if total is None else most * max(0, total - done) / max(1, total - steps)
+
+
+def plain_step(model, optimizer, loss, rate):
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return loss.item()
+
+
+def plain_cifar():
+    """The losses that the script prints."""
+    defined = part_of(CIFAR, "    class Net(", "    def get_ds_config(")
+    torch.manual_seed(0)
+    net = defined["Net"](None)
+    data = defined["pictures"](160, 1)
+    loader = torch.utils.data.DataLoader(data, 16, sampler=torch.utils.data.distributed.DistributedSampler(data, 1, 0))
+    optimizer = torch.optim.AdamW(net.parameters(), betas=(0.8, 0.999), eps=1e-8, weight_decay=3e-7)
+    told, update = [], 0
+    for _ in range(3):
+        losses = []
+        for inputs, labels in loader:
+            update += 1
+            losses.append(plain_step(net, optimizer, torch.nn.functional.cross_entropy(net(inputs), labels), warmed_up(update, 20, 0.003)))
+        told += [sum(losses[number : number + 4]) / 4 for number in (0, 4)]
+    return told
+
+
+def plain_zero():
+    """The losses and rates of the script, and the sum that it prints."""
+    defined = part_of(ZERO, "    class Layer(", "    deepspeed.init_distributed()")
+    torch.manual_seed(0)
+    model = defined["Model"]()
+    draw = torch.Generator().manual_seed(1)
+    data = [torch.randint(0, 64, (4, 9), generator=draw) for _ in range(6)]
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    losses = [plain_step(model, optimizer, model(batch[:, :-1], batch[:, 1:]), warmed_up(number + 1, 2, 1e-2, total=6)) for number, batch in enumerate(data)]
+    return losses, [warmed_up(number + 2, 2, 1e-2, total=6) for number in range(6)], float(model.head.weight.detach().double().sum())
+
+
 def test_the_cifar_tutorial_runs_at_every_stage_and_dtype(in_child, tmp_path):
     told = {}
     halves = [(1, "fp16")] if int(torch.__version__.split(".")[0]) > 1 else []  # torch 1 has no convolution of it on the processor
@@ -253,7 +310,7 @@ def test_the_cifar_tutorial_runs_at_every_stage_and_dtype(in_child, tmp_path):
         assert len(losses) == 6 and losses[-1] < losses[0] / 2, out
         assert float(re.search(r"accuracy ([\d.]+)", out)[1]) > 0.8
         told[stage, dtype] = losses
-    assert told[0, "fp32"] == told[2, "fp32"] == told[3, "fp32"]
+    assert told[0, "fp32"] == told[2, "fp32"] == told[3, "fp32"] == pytest.approx(plain_cifar(), abs=1e-5)
     assert told[3, "bf16"] == pytest.approx(told[3, "fp32"], abs=0.1)
 
 
@@ -272,12 +329,16 @@ def test_the_zero_tutorial_runs_with_its_states_on_a_drive(in_child, tmp_path, d
         },
     }  # fmt: skip
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    losses, rates, weight = plain_zero()
     told = []
     for more in ([], ["--zero-init"]):
         place = tmp_path / ("out" + "".join(more))
         out = of_deepspeed(in_child, ZERO, "--deepspeed", "--deepspeed_config", tmp_path / "ds_config.json", "--out", place, *more)
         steps = dict(re.findall(r"step (\d) loss ([\d.]+)", out))
         assert list(steps) == list("012345")
+        assert [float(each) for each in steps.values()] == pytest.approx(losses, abs=1e-5)
+        assert [float(each) for each in re.findall(r"lr ([\d.]+)", out)] == pytest.approx(rates, abs=1e-9)
+        assert float(re.search(r"sum (\S+)", out)[1]) == pytest.approx(weight, abs=1e-2)  # of 2048 elements
         assert dict(re.findall(r"again (\d) loss ([\d.]+)", out)) == {each: steps[each] for each in "45"}
         assert "kept 21 ['torch.float32']" in out and "weights.bin" in os.listdir(place)
         told.append((steps, re.search(r"sum (\S+)", out)[1]))
