@@ -50,7 +50,7 @@ class Forward:
     """One forward, as it was called, and the gradients at its outputs that have come so far."""
 
     def __init__(self, model: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], settings: Any, attributes: Attributes) -> None:
-        """settings: torch's of the calling thread (_runtime.AutogradSettings). attributes: before it."""
+        """settings: torch's of the calling thread (AutogradSettings). attributes: before it."""
         # Containers of our own: the caller's may be filled with the next batch.
         self.args, self.kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
         self._versions = [(tensor, version_of(tensor)) for tensor in tensors_of((self.args, self.kwargs))]

@@ -19,20 +19,23 @@ import functools
 import threading
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ._accumulation import CREATES_GRAPH, Forward, alike, reached, sample_of, set_modes
+from ._accumulation import CREATES_GRAPH, Forward, reached
 from ._attributes import Attributes, merged
+from ._autograd_settings import AutogradSettings, computed
+from ._before import Before
+from ._block_buffers import BlockBuffers, Held, held_by, put_back
 from ._blocks import Block
 from ._device import in_this_thread
 from ._heap import Heap
 from ._interrupts import deferred, not_deferred
 from ._modules import Structure, replace_forward, restore_forward, switch_off_checkpointing, without_cache
-from ._random import RandomState, drawn_again, others_now
+from ._random import RandomState
 from ._settings import DTYPE_NAMES
 from ._trace import CHANGED, Use
 from ._tree import counted, map_tensors, objects_of, tensors_of
@@ -41,7 +44,6 @@ from ._weights import OUTSIDE, Weights
 
 #: Tensors that backward of a micro-batch begins at, the gradients there, and its loss.
 Root = Tuple[List[torch.Tensor], List[torch.Tensor], float]
-_Buffer = Tuple[nn.Module, str, torch.Tensor, torch.Tensor]  # of this module by this name: itself, and what it held
 #: Computes a micro-batch's forward.
 Work = Callable[["Driver"], Root]
 
@@ -595,17 +597,17 @@ class Runtime:
             settings = AutogradSettings()
             if not driver.trains:
                 with self._entered_forward(driver, stage), self._buffers_noted(driver, stage), torch.no_grad():
-                    return self._apart(stage, _computed(original, settings, args, kwargs))
+                    return self._apart(stage, computed(original, settings, args, kwargs))
             if stage != self._last and (stage < self.first_trained or not torch.is_grad_enabled()):
                 self._tell_of_lost_gradients(driver, stage, tensors_of((args, kwargs)))
                 with self._entered_forward(driver, stage), self._buffers_noted(driver, stage), self._as_before(driver, stage), torch.no_grad():
-                    out = self._apart(stage, _computed(original, settings, args, kwargs))
+                    out = self._apart(stage, computed(original, settings, args, kwargs))
                 driver.made.update((id(tensor), weakref.ref(tensor)) for tensor in tensors_of(out))
                 return out
             if stage == self._last:
                 self._enter_backward(driver, stage)
                 with self._buffers_noted(driver, stage), self._as_before(driver, stage), self._computing(driver, stage):
-                    out = self._apart(stage, _computed(original, settings, args, kwargs))
+                    out = self._apart(stage, computed(original, settings, args, kwargs))
                 return out
             return self._checkpointed(driver, stage, original, args, kwargs)
 
@@ -641,7 +643,7 @@ class Runtime:
         if forward is None:
             yield
             return
-        buffers = forward.buffers[stage] = _Buffers(self._uses[stage].module, self._volatile.get(stage))
+        buffers = forward.buffers[stage] = BlockBuffers(self._uses[stage].module, self._volatile.get(stage))
         yield
         self._volatile[stage] = buffers.keep_changed()
 
@@ -677,7 +679,7 @@ class Runtime:
         with self._evaluation() as driver:
             stage = self._stage_of(driver, key, name)
             with self._entered_forward(driver, stage):
-                return self._apart(stage, _computed(original, AutogradSettings(), args, kwargs))
+                return self._apart(stage, computed(original, AutogradSettings(), args, kwargs))
 
     @contextlib.contextmanager
     def _entered_forward(self, driver: Driver, stage: int) -> Iterator[None]:
@@ -758,8 +760,8 @@ class Runtime:
         first = [True]
         settings = AutogradSettings()
         # Noted when the use is entered: until then other micro-batches change them.
-        buffers: List[_Buffers] = []
-        before: List[_Before] = []
+        buffers: List[BlockBuffers] = []
+        before: List[Before] = []
         compares = self._compares
         if driver.forward is not None and stage in driver.forward.buffers:
             buffers.append(driver.forward.buffers[stage])
@@ -773,13 +775,13 @@ class Runtime:
 
         def forward(a: Any) -> Any:
             with self._entered_forward(driver, stage), self._computing(driver, stage):
-                before.append(_Before(self._uses[stage].module, None if compares else self.changing, objects_of((a, kwargs))))
+                before.append(Before(self._uses[stage].module, None if compares else self.changing, objects_of((a, kwargs))))
                 if buffers:
                     with buffers[0].as_in_forward():
-                        out = self._apart(stage, _computed(original, settings, a, kwargs))
+                        out = self._apart(stage, computed(original, settings, a, kwargs))
                 else:
-                    buffers.append(_Buffers(self._uses[stage].module, self._volatile.get(stage)))
-                    out = self._apart(stage, _computed(original, settings, a, kwargs))
+                    buffers.append(BlockBuffers(self._uses[stage].module, self._volatile.get(stage)))
+                    out = self._apart(stage, computed(original, settings, a, kwargs))
                     self._volatile[stage] = buffers[0].keep_changed()
                     if driver.remembers is not None:
                         driver.remembers.buffers[stage] = buffers[0]
@@ -805,7 +807,7 @@ class Runtime:
             self._enter_backward(driver, stage)
             check_inputs()
             with buffers[0].as_in_forward(), before[0].again():
-                out = self._apart(stage, _computed(original, settings, a, kwargs))
+                out = self._apart(stage, computed(original, settings, a, kwargs))
             if compares and not before[0].same(out):
                 raise PassFailed(
                     f"{self._uses[stage].name} gave something else when it was computed again for backward: it keeps something between calls, "
@@ -996,7 +998,7 @@ class Runtime:
         settings = AutogradSettings()
         states = self.random_states(len(self._drivers))
         before = self._attributes() if len(batches) > 1 else Attributes([])
-        buffers = self._buffers_of(self._model.modules()) if len(batches) > 1 else []
+        buffers = held_by(self._model.modules()) if len(batches) > 1 else []
 
         def work(driver: Driver, batch: Callable[[], torch.Tensor]) -> Root:
             with settings.applied():
@@ -1009,7 +1011,7 @@ class Runtime:
             self.changing = merged(self.changing, changed)
             self.give_up("a forward changes attributes of modules")
             states[0].restore()
-            _put_back(buffers)
+            put_back(buffers)
             before.restore()
             raise ForwardsChange
         self._random_after.restore()  # type: ignore[union-attr]
@@ -1036,16 +1038,12 @@ class Runtime:
         finally:
             now.restore()
             attributes.restore()
-            _put_back(outside)
+            put_back(outside)
 
     # Buffers of no block, which each forward has changed once already.
-    def _outside_buffers(self) -> List[_Buffer]:
+    def _outside_buffers(self) -> List[Held]:
         inside = {id(part) for block in self._blocks for _, module in block.modules for part in module.modules()}
-        return self._buffers_of(module for module in self._model.modules() if id(module) not in inside)
-
-    def _buffers_of(self, modules: Iterable[nn.Module]) -> List[_Buffer]:
-        buffers = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items() if buffer is not None]
-        return [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in buffers]
+        return held_by(module for module in self._model.modules() if id(module) not in inside)
 
     def _in_vertical_order(self, work: Sequence[Work], states: Sequence[RandomState], idle: float) -> None:
         """A thread for each micro-batch, of which one runs at a time.
@@ -1142,13 +1140,6 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.layout == torch.strided else gradient.to_dense()
 
 
-@torch.no_grad()
-def _put_back(buffers: Sequence[_Buffer]) -> None:
-    for module, name, buffer, value in buffers:
-        module._buffers[name] = buffer
-        buffer.copy_(value)
-
-
 def _to_its_end(wanted: bool) -> Any:
     early_stop = getattr(torch.utils.checkpoint, "set_checkpoint_early_stop", None)  # since torch 2.1, which stops early
     return contextlib.nullcontext() if early_stop is None or not wanted else early_stop(False)
@@ -1168,123 +1159,3 @@ def _refuses_outside(runtime: "weakref.ref[Runtime]", block: int, name: str) -> 
             raise PassFailed(OUTSIDE.format(name) if known.is_open else _ENDED)
 
     return hook
-
-
-class _Buffers:
-    """The buffers of a block that its forward changes (running means): as they were, when it is computed again.
-
-    known: which ones, from the use's forward before; None: not seen yet, so all are kept this once.
-    """
-
-    def __init__(self, module: nn.Module, known: Optional[List[Tuple[nn.Module, str]]]) -> None:
-        self._places = known if known is not None else [
-            (part, name) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None
-        ]
-        self._before = [(part._buffers[name], part._buffers[name].detach().clone()) for part, name in self._places]
-
-    def keep_changed(self) -> List[Tuple[nn.Module, str]]:
-        """Those that are not as they were; the others are let go."""
-        found = []
-        for place, (buffer, value) in zip(self._places, self._before):
-            now = place[0]._buffers[place[1]]
-            if now is not buffer or now.shape != value.shape or not torch.equal(now, value):
-                found.append((place, (buffer, value)))
-        self._places = [place for place, _ in found]
-        self._before = [before for _, before in found]
-        return self._places
-
-    @contextlib.contextmanager
-    def as_in_forward(self) -> Iterator[None]:
-        now = [part._buffers[name] for part, name in self._places]
-        for (part, name), (_, value) in zip(self._places, self._before):
-            part._buffers[name] = value.clone()
-        try:
-            yield
-        finally:
-            for (part, name), buffer in zip(self._places, now):
-                part._buffers[name] = buffer
-
-
-class _Before:
-    """How a block was when it was computed, for when it is computed again: its modes, attributes, and random numbers that are not torch's."""
-
-    def __init__(self, module: nn.Module, copies: Optional[Sequence[nn.Module]], given: Sequence[Any]) -> None:
-        """copies: as for Attributes. given: what it is called with and may change, as a cache."""
-        self._modules = list(module.modules())
-        self._modes = [each.training for each in self._modules]
-        self._random = others_now()
-        self._samples: List[Tuple[torch.Size, torch.Tensor]] = []
-        self._changes = True
-        self._attributes = Attributes(self._modules, given=given, copies=copies)
-
-    def changed(self) -> List[nn.Module]:
-        """The modules whose attributes its forward, which is over, has changed."""
-        self._changes = self._attributes.any_changed()
-        return self._attributes.changed() if self._changes else []
-
-    def gave(self, out: Any) -> None:
-        self._samples = [(tensor.shape, sample_of(tensor)) for tensor in tensors_of(out)]
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        now = [each.training for each in self._modules]
-        if now != self._modes:
-            set_modes(self._modules, self._modes)
-        # Where nothing was changed, nothing is when it is computed again.
-        as_before = self._attributes.again() if self._changes or self._attributes.any_changed() else contextlib.nullcontext()
-        try:
-            with drawn_again(self._random), as_before:
-                yield
-        finally:
-            if now != self._modes:
-                set_modes(self._modules, now)
-
-    def same(self, out: Any) -> bool:
-        found = tensors_of(out)
-        return len(found) == len(self._samples) and all(
-            tensor.shape == shape and alike(sample_of(tensor), sample) for tensor, (shape, sample) in zip(found, self._samples)
-        )
-
-
-class AutogradSettings:
-    """What of torch's state belongs to a thread and is wanted in another: autocast, of the processor and of a GPU."""
-
-    def __init__(self) -> None:
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        self._dtypes = {kind: _autocast_dtype(kind) if _autocasts(kind) else None for kind in kinds}
-        self.autocasts = any(dtype is not None for dtype in self._dtypes.values())
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        with torch.autograd.set_grad_enabled(True), self.autocast():
-            yield
-
-    @contextlib.contextmanager
-    def autocast(self, cache_enabled: Optional[bool] = None) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for kind, dtype in self._dtypes.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=cache_enabled))
-            yield
-
-
-def _autocast_dtype(kind: str) -> torch.dtype:
-    known = getattr(torch, "get_autocast_dtype", None)  # since torch 2.4
-    if known is not None:
-        return known(kind)  # type: ignore[no-any-return]
-    return torch.get_autocast_cpu_dtype() if kind == "cpu" else torch.get_autocast_gpu_dtype()
-
-
-def _autocasts(kind: str) -> bool:
-    try:
-        return bool(torch.is_autocast_enabled(kind))  # type: ignore[call-arg]
-    except TypeError:  # before torch 2.4
-        return bool(torch.is_autocast_cpu_enabled() if kind == "cpu" else torch.is_autocast_enabled())
-
-
-# Autocast would keep a copy of every weight until its context ends, and give it back when the weight is another: no cache. Its
-# settings are those of forward, in backward as well.
-def _computed(original: Callable[..., Any], settings: "AutogradSettings", args: Any, kwargs: Any) -> Any:
-    if not settings.autocasts:
-        return original(*args, **kwargs)
-    with settings.autocast(cache_enabled=False):
-        return original(*args, **kwargs)
