@@ -35,111 +35,15 @@ from ._device import in_this_thread
 from ._heap import Heap
 from ._interrupts import deferred, not_deferred
 from ._modules import Structure, replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._open_pass import COMPARED, COMPARED_AGAIN, ENDED, Driver, ForwardsChange, OpenPass, PassFailed, Root, Together, Work
 from ._random import RandomState
 from ._settings import DTYPE_NAMES
 from ._trace import CHANGED, Use
 from ._tree import counted, map_tensors, objects_of, tensors_of
 from ._weights import OUTSIDE, Weights
 
-
-#: Tensors that backward of a micro-batch begins at, the gradients there, and its loss.
-Root = Tuple[List[torch.Tensor], List[torch.Tensor], float]
-#: Computes a micro-batch's forward.
-Work = Callable[["Driver"], Root]
-
-
-_ENDED = (
-    "the pass of this forward ended when another forward began before its backward. engine.backward(loss) computes it again (torch 2.1 and "
-    'newer), loss.backward() does not; or give penstock.initialize forwards_per_step= ("penstock": {"forwards_per_step": ...} in a '
-    "configuration), the number of forwards that a step's losses are made of"
-)
-
-# Passes in which a block is computed again to its end, which is compared: the first ones, and then one of each such number. In the others torch stops
-# when it has what backward wants.
-_COMPARED = 3
-_COMPARED_AGAIN = 64
 # Steps after which a module whose attributes no forward changes any more is taken for one that filled a cache.
 _IDLE_STEPS = 16
-
-
-class PassFailed(RuntimeError):
-    """The pass was given up; nothing of it counts, and the next one may begin."""
-
-
-class ForwardsChange(Exception):
-    """Several forwards that change attributes were computed side by side, where each may have seen those of another."""
-
-
-class Driver:
-    """One micro-batch on its way through the model."""
-
-    def __init__(self, number: int, stages: int, trains: bool) -> None:
-        self.number = number
-        self.trains = trains
-        self.calls: Dict[int, int] = {}  # of each module so far
-        self.forward_at = 0  # the next use of forward
-        self.backward_at = stages - 1  # the next use of backward
-        self.inside: Optional[int] = None  # the use of backward that is entered
-        self.loss: Optional[float] = None
-        self.loss_gradient = 1.0
-        self.gradient_came = False  # to a weight of a block that was left
-        self.came = threading.Event()  # to its first use, or to its end
-        self.random: Optional[RandomState] = None  # while another driver computes
-        self.counts = (0, 0)  # tokens and samples
-        self.made: Dict[int, weakref.ref[torch.Tensor]] = {}  # by uses that backward does not come to
-        self.forward: Optional[Forward] = None  # computed now, to be computed again where its pass ends before its backward, or that again
-        self.remembers: Optional[Forward] = None  # computed with its graph, and to be computed again where its pass ends early
-        self.together: Optional[_Together] = None  # with others of the same micro-batch
-        self.attributes: Optional[Attributes] = None  # while another driver computes
-        self.hooked: Dict[Any, int] = {}  # calls of modules with hooks so far
-        self.at: Optional[int] = None  # the use that is computed with a graph
-
-
-class _Together:
-    """Drivers of one micro-batch of the engine's, in threads of their own: each use is entered, and left, once for all of them."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._changed = threading.Condition()
-        self._use: Any = None  # that is entered, or being entered
-        self._answer: Any = None
-        self._left = 0
-        self._over = False
-
-    def enter(self, use: Any, call: Callable[[], Any]) -> Any:
-        """call: enters it; made by the first. The others wait until the use before is left by all."""
-        with self._changed:
-            while not self._over and self._use is not None and self._use != use:
-                self._changed.wait()
-            first = self._use is None
-            if first:
-                self._use = use
-            while not self._over and not first and self._answer is None:
-                self._changed.wait()
-            if self._over:
-                raise PassFailed("another forward of this step has failed")
-        if first:
-            answer = call()
-            with self._changed:
-                self._answer = answer
-                self._changed.notify_all()
-        return self._answer
-
-    def is_last(self) -> bool:
-        """One of them has done with the use: whether all have."""
-        self._left += 1
-        return self._left == self._count
-
-    def leave(self) -> None:
-        with self._changed:
-            self._use, self._answer, self._left = None, None, 0
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Nobody waits any more."""
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
 
 
 class Runtime:
@@ -180,10 +84,8 @@ class Runtime:
         self._structure = Structure(model)
         self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._heap = Heap(host_memory)
-        self._local = threading.local()
-        self._open: Optional[bool] = None  # trains; None: no pass is open
-        self._drivers: List[Driver] = []
-        self._baton: Optional[threading.Lock] = None
+        self._open = OpenPass()
+        self._here = self._open.here
         #: Modules whose forward is another, and the forward of their own instance before.
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
@@ -204,7 +106,7 @@ class Runtime:
         #: The same, of the last forward of ``forward_of_accumulation``.
         self.changed_last: List[nn.Module] = []
         self._idle_steps: Dict[int, int] = {}  # of those in ``changing``, by id: steps in which no forward changed them
-        self._looks = _COMPARED  # with copies of all tensors among the attributes of all modules, still to come
+        self._looks = COMPARED  # with copies of all tensors among the attributes of all modules, still to come
         self._has_residents = blocks[uses[0].block].resident
         self._told_of_lost_gradients = False
         #: Whether an update by zeros changes a weight (moments, weight decay); set by the engine.
@@ -212,7 +114,6 @@ class Runtime:
         self._came: Set[Tuple[int, int]] = set()  # in this pass a gradient: to which weight of which block
         self._had: Set[Tuple[int, int]] = set()  # the same of all passes
         self._trained = 0  # passes
-        self._compares = False  # in this one: what blocks give when they are computed again with what they gave
         self._random_after: Optional[RandomState] = None  # of the first micro-batch, at its end
         for block in blocks:
             for name, module in block.modules:
@@ -241,7 +142,7 @@ class Runtime:
 
     @property
     def is_open(self) -> bool:
-        return self._open is not None
+        return self._open.is_open
 
     def begin(
         self, trains: bool, rates: Sequence[Any] = (), micro_batches: int = 1, reads_ahead: bool = True, forwards: int = 1
@@ -250,7 +151,7 @@ class Runtime:
 
         reads_ahead: for a training pass that follows this one. forwards: those above `micro_batches` are computed with the last one's.
         """
-        if self._open is not None:
+        if self._open.is_open:
             self.on_interrupted()
             self.give_up("another forward began before its backward was over")
         self.before_pass()
@@ -272,25 +173,25 @@ class Runtime:
                 self._core.begin(reads_ahead, list(rates))
             else:
                 self._core.begin_evaluation()
-            self._open = trains
+            self._open.trains = trains
             self._weights.begin_pass()
             if trains:
                 self._trained += 1
                 self._came.clear()
-                self._compares = self._trained <= _COMPARED or self._trained % _COMPARED_AGAIN == 0
-            self._drivers = [Driver(min(number, micro_batches - 1), len(self._uses), trains) for number in range(max(micro_batches, forwards))]
+                self._open.compares = self._trained <= COMPARED or self._trained % COMPARED_AGAIN == 0
+            self._open.drivers = [Driver(min(number, micro_batches - 1), len(self._uses), trains) for number in range(max(micro_batches, forwards))]
             if forwards > micro_batches:
-                together = _Together(1 + forwards - micro_batches)
-                for driver in self._drivers[micro_batches - 1 :]:
+                together = Together(1 + forwards - micro_batches)
+                for driver in self._open.drivers[micro_batches - 1 :]:
                     driver.together = together
-            self._local.driver = self._drivers[0]
+            self._here.driver = self._open.drivers[0]
 
     def take_forward(self, with_gradients: bool) -> Optional[Tuple[Forward, float]]:
         """Gives up the training pass that is open. Its forward, to be computed again, and the scale of gradients.
 
         None, and the pass is as it was, where it cannot be: with_gradients says whether those that have come are wanted.
         """
-        driver = self._drivers[0] if self._open else None
+        driver = self._open.drivers[0] if self._open.trains else None
         forward = None if driver is None else driver.remembers
         if driver is None or forward is None or not forward.ends:
             return None
@@ -324,12 +225,12 @@ class Runtime:
     @property
     def is_inside(self) -> bool:
         """Whether this thread is in the model's forward."""
-        return bool(getattr(self._local, "inside_model", False))
+        return self._here.inside_model
 
     @property
     def backward_came(self) -> bool:
         """Whether any gradient has come to the pass that is open."""
-        for driver in self._drivers:
+        for driver in self._open.drivers:
             if driver.loss is not None or driver.backward_at != self._last:
                 return True
             if any(parameter.grad is not None for _, parameter in self._blocks[self._uses[self._last].block].parameters):
@@ -339,35 +240,33 @@ class Runtime:
     @property
     def gradient_came(self) -> bool:
         """Whether backward has left a gradient at any weight that trains, in the pass that is open."""
-        inside = [self._uses[driver.inside].block for driver in self._drivers if driver.inside is not None]
+        inside = [self._uses[driver.inside].block for driver in self._open.drivers if driver.inside is not None]
         inside += [number for number, block in enumerate(self._blocks) if block.resident]
-        return any(driver.gradient_came for driver in self._drivers) or any(
+        return any(driver.gradient_came for driver in self._open.drivers) or any(
             parameter.grad is not None for block in inside for _, parameter in self._blocks[block].parameters
         )
 
     def finish(self) -> Dict[str, Any]:
         """The pass is over: what it has not come to is passed by. Returns the engine's result."""
-        if self._open is None:
+        if not self._open.is_open:
             raise RuntimeError("no forward of a training step is open: call the engine on a batch first")
-        for driver in self._drivers:
+        for driver in self._open.drivers:
             if driver.trains:
                 self._end_backward(driver)
             else:
                 self._pass_by(driver, len(self._uses))
-        if self._open and not self.gradient_came and any(any(flags) for flags in self._trains):
+        if self._open.trains and not self.gradient_came and any(any(flags) for flags in self._trains):
             raise PassFailed(
                 "step() without a gradient: backward has come to no weight that trains. Gradients of torch.autograd.grad are the caller's "
                 "alone: call engine.backward(loss)"
             )
         # The last use of a training pass is left here and not before: what was not finished is never applied.
-        for driver in self._drivers:
+        for driver in self._open.drivers:
             self._leave_backward(driver)
         self._end_residents()
         self._tell_of_missing_gradients()
-        self.counts = (sum(driver.counts[0] for driver in self._drivers), sum(driver.counts[1] for driver in self._drivers))
-        self._open = None
-        self._drivers = []
-        self._local.driver = None
+        self.counts = (sum(driver.counts[0] for driver in self._open.drivers), sum(driver.counts[1] for driver in self._open.drivers))
+        self._open.end()
         result = self._core.finish(*self.counts, self.flops_of(*self.counts))
         self.counts = (result["tokens"], result["samples"])
         return result
@@ -392,16 +291,14 @@ class Runtime:
 
     def give_up(self, why: str) -> Optional[BaseException]:
         """The pass that is open fails; the engine is as it was before it. Returns what the engine says of it."""
-        if self._open is None:
+        if not self._open.is_open:
             return None
         with deferred():
             return self._give_up(why)
 
     # Returns what the engine says of it: its own error, where that came first.
     def _give_up(self, why: str) -> Optional[BaseException]:
-        self._open = None
-        self._drivers = []
-        self._local.driver = None
+        self._open.end()
         self._core.fail(why)
         try:
             self._weights.hide_all()
@@ -433,17 +330,17 @@ class Runtime:
         self.begin(trains=False)
         with self._given_up_on_error():
             with torch.no_grad():
-                yield self._drivers[0]
+                yield self._open.drivers[0]
             self.finish()
 
     # --- the model's forward
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        driver = getattr(self._local, "driver", None)
-        if driver is not None and getattr(self._local, "inside_model", False):
+        driver = self._here.driver
+        if driver is not None and self._here.inside_model:
             return self._original(*args, **kwargs)  # the model calls itself
-        if driver is not None and driver.trains and driver.forward_at == 0 and getattr(self._local, "awaited", False):
-            self._local.awaited = False
+        if driver is not None and driver.trains and driver.forward_at == 0 and self._here.awaited:
+            self._here.awaited = False
             self._refuse_lost_gradients(args, kwargs)
             driver.counts = counted(args, kwargs)
             return self._inside(args, without_cache(self._original, kwargs))
@@ -477,7 +374,7 @@ class Runtime:
 
     def train_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """The model's forward of the training pass that has begun."""
-        driver = self._drivers[0]
+        driver = self._open.drivers[0]
         driver.counts = counted(args, kwargs)
         with self._given_up_on_error():
             driver.remembers = self._forward_of(args, kwargs)
@@ -494,7 +391,7 @@ class Runtime:
     def _part_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             trains = self.trains and torch.is_grad_enabled() and self._model.training
-            if trains or getattr(self._local, "inside_model", False):
+            if trains or self._here.inside_model:
                 return original(*args, **kwargs)
             return self.evaluate(args, kwargs, original)
 
@@ -554,8 +451,8 @@ class Runtime:
                 handle.remove()
 
     def _told(self, what: str, module: nn.Module, value: Any) -> Any:
-        driver = getattr(self._local, "driver", None)
-        if driver is None or driver.forward is None or not getattr(self._local, "inside_model", False):
+        driver = self._here.driver
+        if driver is None or driver.forward is None or not self._here.inside_model:
             return value
         call = driver.hooked.get((what, id(module)), 0)
         driver.hooked[what, id(module)] = call + 1
@@ -571,14 +468,14 @@ class Runtime:
 
     def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
         if self._has_residents:
-            self._pass_by(self._local.driver, 1)
-        self._local.inside_model = True
+            self._pass_by(self._here.driver, 1)  # type: ignore[arg-type]
+        self._here.inside_model = True
         if self.dtype != torch.float32 or self.device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), self._taken_in)
         try:
             out = (part or self._original)(*args, **kwargs)
         finally:
-            self._local.inside_model = False
+            self._here.inside_model = False
         return self._apart(0, out) if self._has_residents else out
 
     # As DeepSpeed does with 16-bit weights: what comes in is of their type, and where they are.
@@ -590,7 +487,7 @@ class Runtime:
 
     def _block_forward(self, name: str, original: Callable[..., Any], key: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            driver = getattr(self._local, "driver", None)
+            driver = self._here.driver
             if driver is None:
                 return self._by_itself(original, key, name, args, kwargs)
             stage = self._stage_of(driver, key, name)
@@ -716,10 +613,10 @@ class Runtime:
             driver.forward_at += 1
 
     def _enter(self, driver: Driver, backward: bool, stage: int) -> int:
-        if self._open is None:
+        if self._open.trains is None:
             raise PassFailed("this pass is over: its forward was given up")
         self._heap.look()
-        baton = self._baton
+        baton = self._open.baton
         if baton is not None:
             driver.random = RandomState.now()
             driver.attributes = Attributes(self.changing, values=self._changes_in_place)
@@ -762,7 +659,7 @@ class Runtime:
         # Noted when the use is entered: until then other micro-batches change them.
         buffers: List[BlockBuffers] = []
         before: List[Before] = []
-        compares = self._compares
+        compares = self._open.compares
         if driver.forward is not None and stage in driver.forward.buffers:
             buffers.append(driver.forward.buffers[stage])
 
@@ -844,8 +741,8 @@ class Runtime:
     def _enter_backward(self, driver: Driver, stage: int) -> None:
         if driver.inside == stage:
             return
-        if driver not in self._drivers:
-            raise PassFailed(_ENDED)
+        if driver not in self._open.drivers:
+            raise PassFailed(ENDED)
         self._pass_by(driver, self._last)
         self._leave_backward(driver)
         while driver.backward_at > stage:
@@ -905,14 +802,14 @@ class Runtime:
             self._leave_backward(driver)
             if driver.backward_at >= first:
                 self._enter_now(driver, driver.backward_at)
-        if driver is not self._drivers[-1]:
+        if driver is not self._open.drivers[-1]:
             self._leave_backward(driver)
-        if self._baton is None:
+        if self._open.baton is None:
             self._refuse_late_gradients()
 
     # All but the last was left, so a gradient that is there came after its block was: it would be lost.
     def _refuse_late_gradients(self) -> None:
-        inside = {self._uses[driver.inside].block for driver in self._drivers if driver.inside is not None}
+        inside = {self._uses[driver.inside].block for driver in self._open.drivers if driver.inside is not None}
         for number, block in enumerate(self._blocks):
             if number in inside or block.resident:
                 continue
@@ -925,7 +822,7 @@ class Runtime:
 
     def are_here(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these parameters have their values in the pass that is open: as long as it lasts, or as their own block is computed."""
-        return self._open is not None and not any(self._weights.is_hidden(parameter) for parameter in parameters)
+        return self._open.is_open and not any(self._weights.is_hidden(parameter) for parameter in parameters)
 
     @contextlib.contextmanager
     def fetched(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -933,7 +830,7 @@ class Runtime:
 
         RuntimeError: they are of several blocks, the pass has been there, or backward would have to compute again what is made of them.
         """
-        driver = self._local.driver
+        driver: Driver = self._here.driver  # type: ignore[assignment]
         wanted = {id(parameter) for parameter in parameters}
         blocks = [number for number, block in enumerate(self._blocks) if any(id(each) in wanted for _, each in block.parameters)]
         at = max(driver.forward_at, 0 if driver.inside is None else driver.inside)
@@ -953,15 +850,15 @@ class Runtime:
 
     def computes(self, block: int) -> bool:
         """Whether backward of this block is being computed, by this thread where it is known."""
-        known = getattr(self._local, "driver", None)
-        drivers = self._drivers if known is None else [known]
+        known = self._here.driver
+        drivers = self._open.drivers if known is None else [known]
         return any(driver.inside is not None and self._uses[driver.inside].block == block for driver in drivers)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of the pass that is open, from the loss of its (only) micro-batch."""
-        if not self._open:
+        if not self._open.trains:
             raise RuntimeError("no training forward is open: its loss was of an evaluation, or its pass was given up")
-        driver = self._drivers[0]
+        driver = self._open.drivers[0]
         with self._given_up_on_error():
             self._backward_of(driver, self._root_of(driver, loss), retain_graph)
 
@@ -996,7 +893,7 @@ class Runtime:
     def train_batch(self, batches: Sequence[Callable[[], torch.Tensor]]) -> List[float]:
         """Each of `batches` computes a loss with the model. The pass has begun. ForwardsChange: it was given up, and nothing has changed."""
         settings = AutogradSettings()
-        states = self.random_states(len(self._drivers))
+        states = self.random_states(len(self._open.drivers))
         before = self._attributes() if len(batches) > 1 else Attributes([])
         buffers = held_by(self._model.modules()) if len(batches) > 1 else []
 
@@ -1005,7 +902,7 @@ class Runtime:
                 return self._root_of(driver, batch())
 
         self._in_vertical_order([functools.partial(work, batch=batch) for batch in batches], states, idle=0.0)
-        losses = [float("nan") if driver.loss is None else driver.loss / self.loss_factor for driver in self._drivers[: len(batches)]]
+        losses = [float("nan") if driver.loss is None else driver.loss / self.loss_factor for driver in self._open.drivers[: len(batches)]]
         changed = before.changed()
         if changed:
             self.changing = merged(self.changing, changed)
@@ -1030,7 +927,7 @@ class Runtime:
 
         work: List[Work] = [functools.partial(again, forward=forward) for forward in forwards]
         outside, attributes = self._outside_buffers(), Attributes(self.changing)
-        for driver, forward in zip(self._drivers, forwards):
+        for driver, forward in zip(self._open.drivers, forwards):
             driver.attributes = forward.attributes
         try:
             with self._hooks_told():
@@ -1051,7 +948,7 @@ class Runtime:
         They change places where they enter a use, so every block is fetched once for all of them. states: random numbers of each.
         idle: what stands for the loss of micro-batches that the pass has and `work` has not.
         """
-        drivers = list(self._drivers)
+        drivers = list(self._open.drivers)
         missing = len(drivers) - len(work)
         work = [*work, *[lambda _: ([], [], idle)] * missing]
         for driver, state in zip(drivers, [*states, *list(states[:1]) * missing]):
@@ -1074,7 +971,7 @@ class Runtime:
                 try:
                     driver.random.restore()  # type: ignore[union-attr]
                     driver.attributes.restore()  # type: ignore[union-attr]
-                    self._local.driver, self._local.awaited = driver, True
+                    self._here.driver, self._here.awaited = driver, True
                     self._backward_of(driver, begin(driver))
                 except BaseException as error:  # noqa: B902
                     errors.append(error)
@@ -1085,7 +982,7 @@ class Runtime:
                     driver.came.set()  # who waits for it has the baton after this
                     driver.random = RandomState.now()
 
-        self._baton = baton
+        self._open.baton = baton
         threads = [threading.Thread(target=run, args=of, daemon=True) for of in zip([None, *drivers], drivers, work)]
         try:
             for thread in threads:
@@ -1100,10 +997,10 @@ class Runtime:
                 for thread in threads:
                     if thread.ident is not None:
                         thread.join()
-                self._baton = None
+                self._open.baton = None
             self.give_up(f"{type(error).__name__}: {error}")
             raise
-        self._baton = None
+        self._open.baton = None
         self._random_after = drivers[0].random or states[0]
         if not errors:
             try:
@@ -1156,6 +1053,6 @@ def _refuses_outside(runtime: "weakref.ref[Runtime]", block: int, name: str) -> 
     def hook(_: torch.Tensor) -> None:
         known = runtime()
         if known is not None and not known.computes(block):
-            raise PassFailed(OUTSIDE.format(name) if known.is_open else _ENDED)
+            raise PassFailed(OUTSIDE.format(name) if known.is_open else ENDED)
 
     return hook
