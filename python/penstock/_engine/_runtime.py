@@ -26,11 +26,12 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ._accumulation import CREATES_GRAPH, Forward, reached
-from ._attributes import Attributes, merged
+from ._attributes import Attributes
 from ._autograd_settings import AutogradSettings, computed
 from ._before import Before
 from ._block_buffers import BlockBuffers, Held, held_by, put_back
 from ._blocks import Block
+from ._changing import Changing
 from ._device import in_this_thread
 from ._heap import Heap
 from ._interrupts import deferred, not_deferred
@@ -38,12 +39,10 @@ from ._modules import Structure, replace_forward, restore_forward, switch_off_ch
 from ._open_pass import COMPARED, COMPARED_AGAIN, ENDED, Driver, ForwardsChange, OpenPass, PassFailed, Root, Together, Work
 from ._random import RandomState
 from ._settings import DTYPE_NAMES
+from ._stages import Stages
 from ._trace import CHANGED, Use
 from ._tree import counted, map_tensors, objects_of, tensors_of
 from ._weights import OUTSIDE, Weights
-
-# Steps after which a module whose attributes no forward changes any more is taken for one that filled a cache.
-_IDLE_STEPS = 16
 
 
 class Runtime:
@@ -67,19 +66,9 @@ class Runtime:
         """
         self._core = core
         self._model = model
-        self._blocks = blocks
-        self._uses = uses
+        self._stages = Stages(blocks, uses, trains, input_gradients)
+        self._changing = Changing(model, changing)
         self._weights = weights
-        self._last = len(uses) - 1
-        self._places: Dict[int, List[int]] = {}
-        for number, use in enumerate(uses):
-            self._places.setdefault(id(use.module), []).append(number)
-        self._trains = trains
-        trained = (number for number, use in enumerate(uses) if any(trains[use.block]))
-        #: Whether any parameter is updated; otherwise every forward is an evaluation.
-        self.trains = any(any(each) for each in trains)
-        #: The use where backward ends.
-        self.first_trained = 0 if input_gradients else next(trained, self._last)
         self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
         self._structure = Structure(model)
         self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
@@ -100,14 +89,6 @@ class Runtime:
         self.flops_of: Callable[[int, int], float] = lambda tokens, samples: 0.0
         #: What the engine's share of a micro-batch in the loss is multiplied by.
         self.loss_factor = 1.0
-        #: Modules whose attributes a forward changes.
-        self.changing = list(changing)
-        self._changes_in_place = False  # tensors among these attributes
-        #: The same, of the last forward of ``forward_of_accumulation``.
-        self.changed_last: List[nn.Module] = []
-        self._idle_steps: Dict[int, int] = {}  # of those in ``changing``, by id: steps in which no forward changed them
-        self._looks = COMPARED  # with copies of all tensors among the attributes of all modules, still to come
-        self._has_residents = blocks[uses[0].block].resident
         self._told_of_lost_gradients = False
         #: Whether an update by zeros changes a weight (moments, weight decay); set by the engine.
         self.zeros_change = False
@@ -138,6 +119,29 @@ class Runtime:
         """Parameters had their values for a while (engine.gathered), and may have been changed in place then."""
         self._weights.note_hidden()
 
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is updated; otherwise every forward is an evaluation."""
+        return self._stages.trains
+
+    @property
+    def first_trained(self) -> int:
+        """The use where backward ends."""
+        return self._stages.first_trained
+
+    @property
+    def changing(self) -> List[nn.Module]:
+        """Modules whose attributes a forward changes."""
+        return self._changing.modules
+
+    @property
+    def changed_last(self) -> List[nn.Module]:
+        """The same, of the last forward of ``forward_of_accumulation``."""
+        return self._changing.last
+
+    def settle_changing(self, changed: Sequence[nn.Module]) -> None:
+        self._changing.settle(changed)
+
     # --- passes
 
     @property
@@ -161,10 +165,10 @@ class Runtime:
                 f"{other} is not what it was in the first forward, when the engine took the model's parameters: change a model (tie, replace, "
                 "remove) before that, or make a new engine"
             )
-        self._weights.check_hidden(self._blocks)
+        self._weights.check_hidden(self._stages.blocks)
         if trains:
             self._check_requires_grad()
-            for block in self._blocks:
+            for block in self._stages.blocks:
                 for _, parameter in block.parameters:
                     parameter.grad = None  # of a graph whose pass was given up
             switch_off_checkpointing(self._checkpointing)
@@ -179,7 +183,7 @@ class Runtime:
                 self._trained += 1
                 self._came.clear()
                 self._open.compares = self._trained <= COMPARED or self._trained % COMPARED_AGAIN == 0
-            self._open.drivers = [Driver(min(number, micro_batches - 1), len(self._uses), trains) for number in range(max(micro_batches, forwards))]
+            self._open.drivers = [Driver(min(number, micro_batches - 1), len(self._stages.uses), trains) for number in range(max(micro_batches, forwards))]
             if forwards > micro_batches:
                 together = Together(1 + forwards - micro_batches)
                 for driver in self._open.drivers[micro_batches - 1 :]:
@@ -207,14 +211,14 @@ class Runtime:
 
     def check_trains(self) -> None:
         """RuntimeError where every forward is an evaluation."""
-        if not self.trains:
+        if not self._stages.trains:
             raise RuntimeError(
                 "this engine only evaluates: no parameter required a gradient in its first forward. Close it, call requires_grad_() on what is "
                 "to be trained, and make another, with a state_dir of its own"
             )
 
     def _check_requires_grad(self) -> None:
-        for block, flags in zip(self._blocks, self._requires_grad):
+        for block, flags in zip(self._stages.blocks, self._requires_grad):
             for (name, parameter), flag in zip(block.parameters, flags):
                 if parameter.requires_grad != flag:
                     raise RuntimeError(
@@ -231,19 +235,19 @@ class Runtime:
     def backward_came(self) -> bool:
         """Whether any gradient has come to the pass that is open."""
         for driver in self._open.drivers:
-            if driver.loss is not None or driver.backward_at != self._last:
+            if driver.loss is not None or driver.backward_at != self._stages.last:
                 return True
-            if any(parameter.grad is not None for _, parameter in self._blocks[self._uses[self._last].block].parameters):
+            if any(parameter.grad is not None for _, parameter in self._stages.blocks[self._stages.uses[self._stages.last].block].parameters):
                 return True
         return False
 
     @property
     def gradient_came(self) -> bool:
         """Whether backward has left a gradient at any weight that trains, in the pass that is open."""
-        inside = [self._uses[driver.inside].block for driver in self._open.drivers if driver.inside is not None]
-        inside += [number for number, block in enumerate(self._blocks) if block.resident]
+        inside = [self._stages.uses[driver.inside].block for driver in self._open.drivers if driver.inside is not None]
+        inside += [number for number, block in enumerate(self._stages.blocks) if block.resident]
         return any(driver.gradient_came for driver in self._open.drivers) or any(
-            parameter.grad is not None for block in inside for _, parameter in self._blocks[block].parameters
+            parameter.grad is not None for block in inside for _, parameter in self._stages.blocks[block].parameters
         )
 
     def finish(self) -> Dict[str, Any]:
@@ -254,8 +258,8 @@ class Runtime:
             if driver.trains:
                 self._end_backward(driver)
             else:
-                self._pass_by(driver, len(self._uses))
-        if self._open.trains and not self.gradient_came and any(any(flags) for flags in self._trains):
+                self._pass_by(driver, len(self._stages.uses))
+        if self._open.trains and not self.gradient_came and any(any(flags) for flags in self._stages.trained):
             raise PassFailed(
                 "step() without a gradient: backward has come to no weight that trains. Gradients of torch.autograd.grad are the caller's "
                 "alone: call engine.backward(loss)"
@@ -278,15 +282,15 @@ class Runtime:
             self.zeros_change = False  # told once
             block, number = min(missing)
             warnings.warn(
-                f"{self._blocks[block].parameters[number][0]} has a gradient in some steps and none in others (a layer that is dropped at "
+                f"{self._stages.blocks[block].parameters[number][0]} has a gradient in some steps and none in others (a layer that is dropped at "
                 "random, an expert without tokens): without one it is updated as by a gradient of zeros, as with DeepSpeed, where torch.optim "
                 "leaves it as it is. A model's layerdrop=0 drops none",
                 stacklevel=4,
             )
 
     def _end_residents(self) -> None:
-        if self._has_residents:
-            self._refuse_changes(self._uses[0].block)
+        if self._stages.has_residents:
+            self._refuse_changes(self._stages.uses[0].block)
             self._weights.end_pass()
 
     def give_up(self, why: str) -> Optional[BaseException]:
@@ -303,7 +307,7 @@ class Runtime:
         try:
             self._weights.hide_all()
         finally:  # also where the device has failed
-            for block in self._blocks:
+            for block in self._stages.blocks:
                 for _, parameter in block.parameters:
                     parameter.grad = None
             try:
@@ -344,23 +348,23 @@ class Runtime:
             self._refuse_lost_gradients(args, kwargs)
             driver.counts = counted(args, kwargs)
             return self._inside(args, without_cache(self._original, kwargs))
-        if torch.is_grad_enabled() and (self._model.training or self.trains):
+        if torch.is_grad_enabled() and (self._model.training or self._stages.trains):
             self._refuse_lost_gradients(args, kwargs)
-            if self.trains:
+            if self._stages.trains:
                 return self.on_training_forward(args, kwargs)
         return self.evaluate(args, kwargs)
 
     def _refuse_lost_gradients(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-        goes_all_the_way = self.trains and self.first_trained == 0
+        goes_all_the_way = self._stages.trains and self._stages.first_trained == 0
         if goes_all_the_way or not any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
             return
-        if not self.trains:
+        if not self._stages.trains:
             raise PassFailed(
                 "what goes into the model requires a gradient, and an engine of which nothing trains makes none: give it to the model as a "
                 "parameter, or detach it"
             )
         raise PassFailed(
-            f"what goes into the model requires a gradient, and backward ends at {self._uses[self.first_trained].name}, the first block "
+            f"what goes into the model requires a gradient, and backward ends at {self._stages.uses[self._stages.first_trained].name}, the first block "
             "that trains, since nothing that went into the first forward required one. Detach it, or make a new engine whose first "
             "forward has it so"
         )
@@ -379,7 +383,7 @@ class Runtime:
         with self._given_up_on_error():
             driver.remembers = self._forward_of(args, kwargs)
             out = self._inside(args, without_cache(self._original, kwargs))
-            self._note_changes(driver.remembers)
+            self._changing.note(driver.remembers)
             return driver.remembers.ended(out)
 
     def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
@@ -390,7 +394,7 @@ class Runtime:
     # Of a module that has blocks below it and is called without the model: an encoder, or what peft's model generates with.
     def _part_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            trains = self.trains and torch.is_grad_enabled() and self._model.training
+            trains = self._stages.trains and torch.is_grad_enabled() and self._model.training
             if trains or self._here.inside_model:
                 return original(*args, **kwargs)
             return self.evaluate(args, kwargs, original)
@@ -404,35 +408,13 @@ class Runtime:
         with self._evaluation() as driver, self._hooks_told():
             driver.forward = forward
             out = self._inside(forward.args, forward.kwargs)
-            self.changed_last = self._note_changes(forward)
+            self._changing.last = self._changing.note(forward)
             outputs = forward.outputs(out)
             forward.keep_attributes()
         return forward, outputs, driver.loss_gradient
 
-    # The modules whose attributes this forward, which is over, has changed.
-    def _note_changes(self, forward: Forward) -> List[nn.Module]:
-        changed = forward.attributes.changed()
-        self.changing = merged(self.changing, changed)
-        self._changes_in_place |= bool(changed) and forward.attributes.changed_in_place()
-        return changed
-
-    def settle_changing(self, changed: Sequence[nn.Module]) -> None:
-        """After the forwards of a step, of which these modules were changed by any: one that was not for many steps was filled once, as a cache."""
-        kept = []
-        for module in merged(self.changing, changed):
-            idle = 0 if any(module is each for each in changed) else self._idle_steps.get(id(module), 0) + 1
-            self._idle_steps[id(module)] = idle
-            if idle < _IDLE_STEPS:
-                kept.append(module)
-        self.changing = kept
-
     def _forward_of(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Forward:
-        return Forward(self._model, args, kwargs, AutogradSettings(), self._attributes())
-
-    # Of all modules. Large tensors are copied in the first passes, and later on those of modules whose attributes are known to change.
-    def _attributes(self) -> Attributes:
-        self._looks = max(0, self._looks - 1)
-        return Attributes(self._model.modules(), copies=None if self._looks else self.changing)
+        return Forward(self._model, args, kwargs, AutogradSettings(), self._changing.of_all())
 
     # Within, a forward that is computed again knows what hooks of modules are given: a loss may be made of it.
     @contextlib.contextmanager
@@ -467,7 +449,7 @@ class Runtime:
         return value
 
     def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
-        if self._has_residents:
+        if self._stages.has_residents:
             self._pass_by(self._here.driver, 1)  # type: ignore[arg-type]
         self._here.inside_model = True
         if self.dtype != torch.float32 or self.device.type != "cpu":
@@ -476,7 +458,7 @@ class Runtime:
             out = (part or self._original)(*args, **kwargs)
         finally:
             self._here.inside_model = False
-        return self._apart(0, out) if self._has_residents else out
+        return self._apart(0, out) if self._stages.has_residents else out
 
     # As DeepSpeed does with 16-bit weights: what comes in is of their type, and where they are.
     def _taken_in(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -490,18 +472,18 @@ class Runtime:
             driver = self._here.driver
             if driver is None:
                 return self._by_itself(original, key, name, args, kwargs)
-            stage = self._stage_of(driver, key, name)
+            stage = self._stages.of(driver, key, name)
             settings = AutogradSettings()
             if not driver.trains:
                 with self._entered_forward(driver, stage), self._buffers_noted(driver, stage), torch.no_grad():
                     return self._apart(stage, computed(original, settings, args, kwargs))
-            if stage != self._last and (stage < self.first_trained or not torch.is_grad_enabled()):
+            if stage != self._stages.last and (stage < self._stages.first_trained or not torch.is_grad_enabled()):
                 self._tell_of_lost_gradients(driver, stage, tensors_of((args, kwargs)))
                 with self._entered_forward(driver, stage), self._buffers_noted(driver, stage), self._as_before(driver, stage), torch.no_grad():
                     out = self._apart(stage, computed(original, settings, args, kwargs))
                 driver.made.update((id(tensor), weakref.ref(tensor)) for tensor in tensors_of(out))
                 return out
-            if stage == self._last:
+            if stage == self._stages.last:
                 self._enter_backward(driver, stage)
                 with self._buffers_noted(driver, stage), self._as_before(driver, stage), self._computing(driver, stage):
                     out = self._apart(stage, computed(original, settings, args, kwargs))
@@ -519,8 +501,8 @@ class Runtime:
             return
         self._told_of_lost_gradients = True
         warnings.warn(
-            f"{self._uses[stage].name} is given a tensor that requires a gradient, which the model's forward brings in: backward ends at "
-            f"{self._uses[self.first_trained].name}, the first block that trains, and makes none of it. Where it is wanted, make it a parameter "
+            f"{self._stages.uses[stage].name} is given a tensor that requires a gradient, which the model's forward brings in: backward ends at "
+            f"{self._stages.uses[self._stages.first_trained].name}, the first block that trains, and makes none of it. Where it is wanted, make it a parameter "
             "of the model, or give it to the model",
             stacklevel=4,
         )
@@ -540,7 +522,7 @@ class Runtime:
         if forward is None:
             yield
             return
-        buffers = forward.buffers[stage] = BlockBuffers(self._uses[stage].module, self._volatile.get(stage))
+        buffers = forward.buffers[stage] = BlockBuffers(self._stages.uses[stage].module, self._volatile.get(stage))
         yield
         self._volatile[stage] = buffers.keep_changed()
 
@@ -550,31 +532,15 @@ class Runtime:
             return contextlib.nullcontext()
         return driver.forward.buffers[stage].as_in_forward()
 
-    def _stage_of(self, driver: Driver, key: int, name: str) -> int:
-        places = self._places.get(key, [])
-        for place in places[driver.calls.get(key, 0) :]:
-            if place >= driver.forward_at:
-                driver.calls[key] = places.index(place) + 1
-                return place
-        if driver.loss is not None or driver.inside not in (None, self._last):
-            raise PassFailed(
-                f"{name} is computed once more in backward, by a torch.utils.checkpoint of the model's own around it: the engine computes "
-                "blocks again already, so leave it out"
-            )
-        raise PassFailed(
-            f"{name} is called more often, or later, than in the first forward: the order of blocks must be the same in every "
-            "pass (blocks may be left out). Give blocks=[...] with a module around those whose order changes"
-        )
-
     # A block that is called without the model (an encoder, in generate): an evaluation of its own.
     def _by_itself(self, original: Callable[..., Any], key: int, name: str, args: Any, kwargs: Any) -> Any:
-        if self.trains and torch.is_grad_enabled() and self._model.training:
+        if self._stages.trains and torch.is_grad_enabled() and self._model.training:
             raise RuntimeError(
                 f"{name} was called outside of the model's forward: gradients are known of whole forwards only; call the model, "
                 "or this under torch.no_grad()"
             )
         with self._evaluation() as driver:
-            stage = self._stage_of(driver, key, name)
+            stage = self._stages.of(driver, key, name)
             with self._entered_forward(driver, stage):
                 return self._apart(stage, computed(original, AutogradSettings(), args, kwargs))
 
@@ -601,12 +567,12 @@ class Runtime:
     def _refuse_changes(self, block: int) -> None:
         number = self._weights.changed(block)
         if number is not None:
-            self.spoiled = CHANGED.format(self._blocks[block].parameters[number][0])
+            self.spoiled = CHANGED.format(self._stages.blocks[block].parameters[number][0])
             raise PassFailed(self.spoiled)
 
     # Uses of forward before `stage` that the pass did not come to.
     def _pass_by(self, driver: Driver, stage: int) -> None:
-        while driver.forward_at < min(stage, len(self._uses) if not driver.trains else self._last):
+        while driver.forward_at < min(stage, len(self._stages.uses) if not driver.trains else self._stages.last):
             block = self._enter(driver, False, driver.forward_at)
             self._weights.hide(block)
             self._leave_forward(driver, block)
@@ -619,7 +585,7 @@ class Runtime:
         baton = self._open.baton
         if baton is not None:
             driver.random = RandomState.now()
-            driver.attributes = Attributes(self.changing, values=self._changes_in_place)
+            driver.attributes = self._changing.now()
             driver.came.set()
             baton.release()
         enter = functools.partial(self._core_enter, backward, stage, driver.number)
@@ -635,7 +601,7 @@ class Runtime:
         driver.loss_gradient = gradient * self.loss_factor
         for block, address in weights:
             self._weights.attach(block, address)
-        return self._uses[stage].block
+        return self._stages.uses[stage].block
 
     def _core_enter(self, backward: bool, stage: int, number: int) -> Any:
         streams = self._weights.streams
@@ -666,25 +632,25 @@ class Runtime:
         def check_inputs() -> None:
             if any(tensor._version != version for tensor, version in zip(given, versions)):
                 raise PassFailed(
-                    f"{self._uses[stage].name} changes one of its inputs in place, or it was changed after it: backward computes the "
+                    f"{self._stages.uses[stage].name} changes one of its inputs in place, or it was changed after it: backward computes the "
                     "block again and would be given the changed input. Work on a copy"
                 )
 
         def forward(a: Any) -> Any:
             with self._entered_forward(driver, stage), self._computing(driver, stage):
-                before.append(Before(self._uses[stage].module, None if compares else self.changing, objects_of((a, kwargs))))
+                before.append(Before(self._stages.uses[stage].module, None if compares else self._changing.modules, objects_of((a, kwargs))))
                 if buffers:
                     with buffers[0].as_in_forward():
                         out = self._apart(stage, computed(original, settings, a, kwargs))
                 else:
-                    buffers.append(BlockBuffers(self._uses[stage].module, self._volatile.get(stage)))
+                    buffers.append(BlockBuffers(self._stages.uses[stage].module, self._volatile.get(stage)))
                     out = self._apart(stage, computed(original, settings, a, kwargs))
                     self._volatile[stage] = buffers[0].keep_changed()
                     if driver.remembers is not None:
                         driver.remembers.buffers[stage] = buffers[0]
             if compares:
                 before[0].gave(out)
-            self.changing = merged(self.changing, before[0].changed())
+            self._changing.add(before[0].changed())
             check_inputs()
             return out
 
@@ -707,7 +673,7 @@ class Runtime:
                 out = self._apart(stage, computed(original, settings, a, kwargs))
             if compares and not before[0].same(out):
                 raise PassFailed(
-                    f"{self._uses[stage].name} gave something else when it was computed again for backward: it keeps something between calls, "
+                    f"{self._stages.uses[stage].name} gave something else when it was computed again for backward: it keeps something between calls, "
                     "something in it was switched between forward and backward, or it draws random numbers that are not torch's, Python's or numpy's"
                     + (", or a rank has made another call meanwhile (state_dict() alone), and its weights were not whole" if self.world > 1 else "")
                 )
@@ -726,7 +692,7 @@ class Runtime:
 
     # What a block returns of its weights themselves would be other weights soon.
     def _apart(self, stage: int, out: Any) -> Any:
-        block = self._uses[stage].block
+        block = self._stages.uses[stage].block
         if not any(self._weights.owned(block, tensor) for tensor in tensors_of(out)):
             return out
         return map_tensors(out, lambda tensor: tensor.clone() if self._weights.owned(block, tensor) else tensor)
@@ -743,13 +709,13 @@ class Runtime:
             return
         if driver not in self._open.drivers:
             raise PassFailed(ENDED)
-        self._pass_by(driver, self._last)
+        self._pass_by(driver, self._stages.last)
         self._leave_backward(driver)
         while driver.backward_at > stage:
             self._enter_now(driver, driver.backward_at)
             self._leave_backward(driver)
         if driver.backward_at != stage:
-            raise PassFailed(f"backward of {self._uses[stage].name} was over: a second backward needs a second forward")
+            raise PassFailed(f"backward of {self._stages.uses[stage].name} was over: a second backward needs a second forward")
         self._enter_now(driver, stage)
 
     def _enter_now(self, driver: Driver, stage: int) -> None:
@@ -760,12 +726,12 @@ class Runtime:
         stage = driver.inside
         if stage is None:
             return
-        block = self._uses[stage].block
+        block = self._stages.uses[stage].block
         self._refuse_changes(block)
-        if stage == self._last and driver.loss is None and driver.loss_gradient != 1.0:
+        if stage == self._stages.last and driver.loss is None and driver.loss_gradient != 1.0:
             raise PassFailed("backward was called on the loss itself: call engine.backward(loss), which scales it")
         loss = None
-        if stage == self.first_trained:
+        if stage == self._stages.first_trained:
             loss = float("nan") if driver.loss is None else driver.loss
         driver.inside = None
         driver.backward_at = stage - 1
@@ -774,10 +740,10 @@ class Runtime:
             return
         gradients: Optional[List[Tuple[int, int, str]]] = None
         held = []
-        if any(self._trains[block]):
+        if any(self._stages.trained[block]):
             numbers = []
-            for number, (_, parameter) in enumerate(self._blocks[block].parameters):
-                if parameter.grad is None or not self._trains[block][number]:
+            for number, (_, parameter) in enumerate(self._stages.blocks[block].parameters):
+                if parameter.grad is None or not self._stages.trained[block][number]:
                     continue
                 numbers.append(number)
                 held.append(_dense(parameter.grad.detach()).contiguous())
@@ -786,7 +752,7 @@ class Runtime:
             gradients = [(number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]) for number, gradient in zip(numbers, held)]
             driver.gradient_came |= bool(gradients)
             self._came.update((block, number) for number in numbers)
-        for _, parameter in self._blocks[block].parameters:
+        for _, parameter in self._stages.blocks[block].parameters:
             parameter.grad = None
         self._weights.hide(block)
         self._core_leave(driver.number, block, gradients, loss, held)
@@ -796,8 +762,8 @@ class Runtime:
 
     # To the last use, which stays entered until the pass is finished; another micro-batch may have to follow it there.
     def _end_backward(self, driver: Driver) -> None:
-        self._pass_by(driver, self._last)
-        first = self.first_trained
+        self._pass_by(driver, self._stages.last)
+        first = self._stages.first_trained
         while driver.backward_at > first or (driver.backward_at == first and driver.inside is None):
             self._leave_backward(driver)
             if driver.backward_at >= first:
@@ -809,8 +775,8 @@ class Runtime:
 
     # All but the last was left, so a gradient that is there came after its block was: it would be lost.
     def _refuse_late_gradients(self) -> None:
-        inside = {self._uses[driver.inside].block for driver in self._open.drivers if driver.inside is not None}
-        for number, block in enumerate(self._blocks):
+        inside = {self._stages.uses[driver.inside].block for driver in self._open.drivers if driver.inside is not None}
+        for number, block in enumerate(self._stages.blocks):
             if number in inside or block.resident:
                 continue
             for name, parameter in block.parameters:
@@ -832,10 +798,10 @@ class Runtime:
         """
         driver: Driver = self._here.driver  # type: ignore[assignment]
         wanted = {id(parameter) for parameter in parameters}
-        blocks = [number for number, block in enumerate(self._blocks) if any(id(each) in wanted for _, each in block.parameters)]
+        blocks = [number for number, block in enumerate(self._stages.blocks) if any(id(each) in wanted for _, each in block.parameters)]
         at = max(driver.forward_at, 0 if driver.inside is None else driver.inside)
-        stage = next((number for number, use in enumerate(self._uses) if number >= at and [use.block] == blocks), None)
-        if stage is not None and stage == self._last and driver.trains:
+        stage = next((number for number, use in enumerate(self._stages.uses) if number >= at and [use.block] == blocks), None)
+        if stage is not None and stage == self._stages.last and driver.trains:
             self._enter_backward(driver, stage)  # and it stays, until backward of the block is over
             yield
         elif stage is not None and not (driver.trains and torch.is_grad_enabled()):
@@ -852,7 +818,7 @@ class Runtime:
         """Whether backward of this block is being computed, by this thread where it is known."""
         known = self._here.driver
         drivers = self._open.drivers if known is None else [known]
-        return any(driver.inside is not None and self._uses[driver.inside].block == block for driver in drivers)
+        return any(driver.inside is not None and self._stages.uses[driver.inside].block == block for driver in drivers)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of the pass that is open, from the loss of its (only) micro-batch."""
@@ -868,9 +834,9 @@ class Runtime:
             raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
         value = float(loss.detach()) * self.loss_factor
         driver.loss = value
-        if driver.inside is None and driver.backward_at == self._last:
-            self._pass_by(driver, self._last)
-            self._enter_now(driver, self._last)
+        if driver.inside is None and driver.backward_at == self._stages.last:
+            self._pass_by(driver, self._stages.last)
+            self._enter_now(driver, self._stages.last)
         return [loss], [torch.full_like(loss, driver.loss_gradient)], value
 
     def _backward_of(self, driver: Driver, root: Root, retain_graph: bool = False) -> None:
@@ -894,7 +860,7 @@ class Runtime:
         """Each of `batches` computes a loss with the model. The pass has begun. ForwardsChange: it was given up, and nothing has changed."""
         settings = AutogradSettings()
         states = self.random_states(len(self._open.drivers))
-        before = self._attributes() if len(batches) > 1 else Attributes([])
+        before = self._changing.of_all() if len(batches) > 1 else Attributes([])
         buffers = held_by(self._model.modules()) if len(batches) > 1 else []
 
         def work(driver: Driver, batch: Callable[[], torch.Tensor]) -> Root:
@@ -905,7 +871,7 @@ class Runtime:
         losses = [float("nan") if driver.loss is None else driver.loss / self.loss_factor for driver in self._open.drivers[: len(batches)]]
         changed = before.changed()
         if changed:
-            self.changing = merged(self.changing, changed)
+            self._changing.add(changed)
             self.give_up("a forward changes attributes of modules")
             states[0].restore()
             put_back(buffers)
@@ -926,7 +892,7 @@ class Runtime:
             return tensors, gradients, loss
 
         work: List[Work] = [functools.partial(again, forward=forward) for forward in forwards]
-        outside, attributes = self._outside_buffers(), Attributes(self.changing)
+        outside, attributes = self._outside_buffers(), Attributes(self._changing.modules)
         for driver, forward in zip(self._open.drivers, forwards):
             driver.attributes = forward.attributes
         try:
@@ -939,7 +905,7 @@ class Runtime:
 
     # Buffers of no block, which each forward has changed once already.
     def _outside_buffers(self) -> List[Held]:
-        inside = {id(part) for block in self._blocks for _, module in block.modules for part in module.modules()}
+        inside = {id(part) for block in self._stages.blocks for _, module in block.modules for part in module.modules()}
         return held_by(module for module in self._model.modules() if id(module) not in inside)
 
     def _in_vertical_order(self, work: Sequence[Work], states: Sequence[RandomState], idle: float) -> None:
@@ -953,7 +919,7 @@ class Runtime:
         work = [*work, *[lambda _: ([], [], idle)] * missing]
         for driver, state in zip(drivers, [*states, *list(states[:1]) * missing]):
             driver.random = state
-            driver.attributes = Attributes(self.changing, values=self._changes_in_place) if driver.attributes is None else driver.attributes
+            driver.attributes = self._changing.now() if driver.attributes is None else driver.attributes
         baton = threading.Lock()
         errors: List[BaseException] = []
 
