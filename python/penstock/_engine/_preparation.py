@@ -286,8 +286,9 @@ class Preparation:
             if settings.state_dirs and run.ranks.rank == 0:
                 _parameters.write(self._places.own()[0], _parameters.with_buffers(run.layout, run.buffers))
             run.runtime = Runtime(
-                core, given.module, given.blocks, shown.uses, weights, trains, shown.input_gradients, shown.changing, settings.host_memory
-            )
+                core, given.module, given.blocks, shown.uses, weights, trains, shown.input_gradients, shown.changing, settings,
+                run.ranks.world,
+            )  # fmt: skip
         except BaseException:
             try:
                 if weights is not None:
@@ -326,15 +327,11 @@ class Preparation:
 
     # The runtime asks the other parts from here on, and they it. seconds: of each use of a block in the first forward.
     def _connect(self, runtime: Runtime, watch: Watch, seconds: Sequence[float]) -> None:
-        given, settings = self._given, self._given.settings
+        given = self._given
         runtime.on_training_forward = self._training.forward
         runtime.on_interrupted = self._training.interrupted
         runtime.before_pass = self._state.before_pass
-        runtime.dtype = DTYPES[settings.dtype]
-        runtime.device = settings.device
-        runtime.world = self._run.ranks.world
         runtime.zeros_change = zeros_change(given.described, given.optimizer.param_groups)
-        runtime.loss_factor = settings.forwards / settings.micro_batches
         runtime.flops_of = watch.flops
         self._state.patch_module()
         self._run.whole = Whole(given.module, given.blocks, runtime.replaced, self._state.value_of)

@@ -33,14 +33,14 @@ from ._block_buffers import BlockBuffers, Held, held_by, put_back
 from ._blocks import Block
 from ._changing import Changing
 from ._device import in_this_thread
-from ._heap import Heap
+from ._entering import Entering
 from ._interrupts import deferred, not_deferred
 from ._modules import Structure, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._open_pass import COMPARED, COMPARED_AGAIN, ENDED, Driver, ForwardsChange, OpenPass, PassFailed, Root, Together, Work
 from ._random import RandomState
-from ._settings import DTYPE_NAMES
+from ._settings import DTYPE_NAMES, DTYPES, Settings
 from ._stages import Stages
-from ._trace import CHANGED, Use
+from ._trace import Use
 from ._tree import counted, map_tensors, objects_of, tensors_of
 from ._weights import OUTSIDE, Weights
 
@@ -58,11 +58,12 @@ class Runtime:
         trains: Sequence[Sequence[bool]],
         input_gradients: bool,
         changing: Sequence[nn.Module],
-        host_memory: int,
+        settings: Settings,
+        world: int,
     ) -> None:
         """trains: of each parameter of each block, whether it is updated. input_gradients: what goes into the model may ask for them.
 
-        changing: modules whose attributes a forward changes. host_memory: the engine's budget in bytes; 0: no bound.
+        changing: modules whose attributes a forward changes. world: ranks.
         """
         self._core = core
         self._model = model
@@ -72,23 +73,18 @@ class Runtime:
         self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
         self._structure = Structure(model)
         self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-        self._heap = Heap(host_memory)
         self._open = OpenPass()
         self._here = self._open.here
+        self._loss_factor = settings.forwards / settings.micro_batches
+        self._entering = Entering(core, self._stages, weights, self._open, self._changing, self._loss_factor, settings.host_memory)
         #: Modules whose forward is another, and the forward of their own instance before.
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
-        self.dtype = torch.float32
-        #: Where the model is computed.
-        self.device = torch.device("cpu")
-        self.world = 1
-        #: Why the weights in memory are not the engine's any more; empty: they are.
-        self.spoiled = ""
+        self._several_ranks = world > 1
+        self._dtype, self._device = DTYPES[settings.dtype], settings.device
         #: Tokens and samples of the pass that was finished last, on all ranks; and what such a step computes, 0 where that is not known.
         self.counts = (0, 0)
         self.flops_of: Callable[[int, int], float] = lambda tokens, samples: 0.0
-        #: What the engine's share of a micro-batch in the loss is multiplied by.
-        self.loss_factor = 1.0
         self._told_of_lost_gradients = False
         #: Whether an update by zeros changes a weight (moments, weight decay); set by the engine.
         self.zeros_change = False
@@ -118,6 +114,11 @@ class Runtime:
     def values_were_here(self) -> None:
         """Parameters had their values for a while (engine.gathered), and may have been changed in place then."""
         self._weights.note_hidden()
+
+    @property
+    def spoiled(self) -> str:
+        """Why the weights in memory are not the engine's any more; empty: they are."""
+        return self._entering.spoiled
 
     @property
     def trains(self) -> bool:
@@ -258,7 +259,7 @@ class Runtime:
             if driver.trains:
                 self._end_backward(driver)
             else:
-                self._pass_by(driver, len(self._stages.uses))
+                self._entering.pass_by(driver, len(self._stages.uses))
         if self._open.trains and not self.gradient_came and any(any(flags) for flags in self._stages.trained):
             raise PassFailed(
                 "step() without a gradient: backward has come to no weight that trains. Gradients of torch.autograd.grad are the caller's "
@@ -290,7 +291,7 @@ class Runtime:
 
     def _end_residents(self) -> None:
         if self._stages.has_residents:
-            self._refuse_changes(self._stages.uses[0].block)
+            self._entering.refuse_changes(self._stages.uses[0].block)
             self._weights.end_pass()
 
     def give_up(self, why: str) -> Optional[BaseException]:
@@ -450,20 +451,20 @@ class Runtime:
 
     def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
         if self._stages.has_residents:
-            self._pass_by(self._here.driver, 1)  # type: ignore[arg-type]
+            self._entering.pass_by(self._here.driver, 1)  # type: ignore[arg-type]
         self._here.inside_model = True
-        if self.dtype != torch.float32 or self.device.type != "cpu":
+        if self._dtype != torch.float32 or self._device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), self._taken_in)
         try:
             out = (part or self._original)(*args, **kwargs)
         finally:
             self._here.inside_model = False
-        return self._apart(0, out) if self._stages.has_residents else out
+        return self._entering.apart(0, out) if self._stages.has_residents else out
 
     # As DeepSpeed does with 16-bit weights: what comes in is of their type, and where they are.
     def _taken_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        cast = tensor.is_floating_point() and self.dtype != torch.float32
-        return tensor.to(self.device, self.dtype if cast else tensor.dtype)
+        cast = tensor.is_floating_point() and self._dtype != torch.float32
+        return tensor.to(self._device, self._dtype if cast else tensor.dtype)
 
     # --- blocks
 
@@ -475,18 +476,18 @@ class Runtime:
             stage = self._stages.of(driver, key, name)
             settings = AutogradSettings()
             if not driver.trains:
-                with self._entered_forward(driver, stage), self._buffers_noted(driver, stage), torch.no_grad():
-                    return self._apart(stage, computed(original, settings, args, kwargs))
+                with self._entering.in_forward(driver, stage), self._buffers_noted(driver, stage), torch.no_grad():
+                    return self._entering.apart(stage, computed(original, settings, args, kwargs))
             if stage != self._stages.last and (stage < self._stages.first_trained or not torch.is_grad_enabled()):
                 self._tell_of_lost_gradients(driver, stage, tensors_of((args, kwargs)))
-                with self._entered_forward(driver, stage), self._buffers_noted(driver, stage), self._as_before(driver, stage), torch.no_grad():
-                    out = self._apart(stage, computed(original, settings, args, kwargs))
+                with self._entering.in_forward(driver, stage), self._buffers_noted(driver, stage), self._as_before(driver, stage), torch.no_grad():
+                    out = self._entering.apart(stage, computed(original, settings, args, kwargs))
                 driver.made.update((id(tensor), weakref.ref(tensor)) for tensor in tensors_of(out))
                 return out
             if stage == self._stages.last:
                 self._enter_backward(driver, stage)
                 with self._buffers_noted(driver, stage), self._as_before(driver, stage), self._computing(driver, stage):
-                    out = self._apart(stage, computed(original, settings, args, kwargs))
+                    out = self._entering.apart(stage, computed(original, settings, args, kwargs))
                 return out
             return self._checkpointed(driver, stage, original, args, kwargs)
 
@@ -541,80 +542,8 @@ class Runtime:
             )
         with self._evaluation() as driver:
             stage = self._stages.of(driver, key, name)
-            with self._entered_forward(driver, stage):
-                return self._apart(stage, computed(original, AutogradSettings(), args, kwargs))
-
-    @contextlib.contextmanager
-    def _entered_forward(self, driver: Driver, stage: int) -> Iterator[None]:
-        self._pass_by(driver, stage)
-        block = self._enter(driver, False, stage)
-        try:
-            yield
-            self._refuse_changes(block)
-        finally:
-            self._weights.hide(block)
-        driver.forward_at = stage + 1
-        self._leave_forward(driver, block)
-
-    def _leave_forward(self, driver: Driver, block: int) -> None:
-        if driver.together is None:
-            self._core_leave(driver.number, block, None, None)
-        elif driver.together.is_last():
-            self._core_leave(driver.number, block, None, None)
-            driver.together.leave()
-
-    # What was changed in memory may be on its way to the drive just now: nothing of it is to be trusted any more.
-    def _refuse_changes(self, block: int) -> None:
-        number = self._weights.changed(block)
-        if number is not None:
-            self.spoiled = CHANGED.format(self._stages.blocks[block].parameters[number][0])
-            raise PassFailed(self.spoiled)
-
-    # Uses of forward before `stage` that the pass did not come to.
-    def _pass_by(self, driver: Driver, stage: int) -> None:
-        while driver.forward_at < min(stage, len(self._stages.uses) if not driver.trains else self._stages.last):
-            block = self._enter(driver, False, driver.forward_at)
-            self._weights.hide(block)
-            self._leave_forward(driver, block)
-            driver.forward_at += 1
-
-    def _enter(self, driver: Driver, backward: bool, stage: int) -> int:
-        if self._open.trains is None:
-            raise PassFailed("this pass is over: its forward was given up")
-        self._heap.look()
-        baton = self._open.baton
-        if baton is not None:
-            driver.random = RandomState.now()
-            driver.attributes = self._changing.now()
-            driver.came.set()
-            baton.release()
-        enter = functools.partial(self._core_enter, backward, stage, driver.number)
-        try:
-            weights, gradient = enter() if driver.together is None else driver.together.enter((backward, stage), enter)
-        finally:
-            if baton is not None:
-                baton.acquire()
-                driver.random.restore()  # type: ignore[union-attr]
-                driver.attributes.restore()  # type: ignore[union-attr]
-        if self._weights.streams is not None:
-            self._weights.streams.entered((backward, stage, driver.number))
-        driver.loss_gradient = gradient * self.loss_factor
-        for block, address in weights:
-            self._weights.attach(block, address)
-        return self._stages.uses[stage].block
-
-    def _core_enter(self, backward: bool, stage: int, number: int) -> Any:
-        streams = self._weights.streams
-        return self._core.enter(backward, stage, number) if streams is None else self._core.enter(backward, stage, number, streams.here())
-
-    def _core_leave(
-        self, number: int, block: int, gradients: Optional[List[Tuple[int, int, str]]], loss: Optional[float], held: Sequence[torch.Tensor] = ()
-    ) -> None:
-        streams = self._weights.streams
-        if streams is None:
-            self._core.leave(number, block, gradients, loss)
-        else:
-            self._core.leave(number, block, gradients, loss, streams.left(held))
+            with self._entering.in_forward(driver, stage):
+                return self._entering.apart(stage, computed(original, AutogradSettings(), args, kwargs))
 
     def _checkpointed(self, driver: Driver, stage: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor)  # containers of our own: theirs may grow later
@@ -637,14 +566,14 @@ class Runtime:
                 )
 
         def forward(a: Any) -> Any:
-            with self._entered_forward(driver, stage), self._computing(driver, stage):
+            with self._entering.in_forward(driver, stage), self._computing(driver, stage):
                 before.append(Before(self._stages.uses[stage].module, None if compares else self._changing.modules, objects_of((a, kwargs))))
                 if buffers:
                     with buffers[0].as_in_forward():
-                        out = self._apart(stage, computed(original, settings, a, kwargs))
+                        out = self._entering.apart(stage, computed(original, settings, a, kwargs))
                 else:
                     buffers.append(BlockBuffers(self._stages.uses[stage].module, self._volatile.get(stage)))
-                    out = self._apart(stage, computed(original, settings, a, kwargs))
+                    out = self._entering.apart(stage, computed(original, settings, a, kwargs))
                     self._volatile[stage] = buffers[0].keep_changed()
                     if driver.remembers is not None:
                         driver.remembers.buffers[stage] = buffers[0]
@@ -670,12 +599,12 @@ class Runtime:
             self._enter_backward(driver, stage)
             check_inputs()
             with buffers[0].as_in_forward(), before[0].again():
-                out = self._apart(stage, computed(original, settings, a, kwargs))
+                out = self._entering.apart(stage, computed(original, settings, a, kwargs))
             if compares and not before[0].same(out):
                 raise PassFailed(
                     f"{self._stages.uses[stage].name} gave something else when it was computed again for backward: it keeps something between calls, "
                     "something in it was switched between forward and backward, or it draws random numbers that are not torch's, Python's or numpy's"
-                    + (", or a rank has made another call meanwhile (state_dict() alone), and its weights were not whole" if self.world > 1 else "")
+                    + (", or a rank has made another call meanwhile (state_dict() alone), and its weights were not whole" if self._several_ranks else "")
                 )
             return out
 
@@ -690,13 +619,6 @@ class Runtime:
                 tensor.register_hook(lambda gradient: self._gradient_at(driver, stage))
         return out
 
-    # What a block returns of its weights themselves would be other weights soon.
-    def _apart(self, stage: int, out: Any) -> Any:
-        block = self._stages.uses[stage].block
-        if not any(self._weights.owned(block, tensor) for tensor in tensors_of(out)):
-            return out
-        return map_tensors(out, lambda tensor: tensor.clone() if self._weights.owned(block, tensor) else tensor)
-
     # --- backward
 
     def _gradient_at(self, driver: Driver, stage: int) -> None:
@@ -709,7 +631,7 @@ class Runtime:
             return
         if driver not in self._open.drivers:
             raise PassFailed(ENDED)
-        self._pass_by(driver, self._stages.last)
+        self._entering.pass_by(driver, self._stages.last)
         self._leave_backward(driver)
         while driver.backward_at > stage:
             self._enter_now(driver, driver.backward_at)
@@ -719,7 +641,7 @@ class Runtime:
         self._enter_now(driver, stage)
 
     def _enter_now(self, driver: Driver, stage: int) -> None:
-        self._enter(driver, True, stage)
+        self._entering.enter(driver, True, stage)
         driver.inside = stage
 
     def _leave_backward(self, driver: Driver) -> None:
@@ -727,7 +649,7 @@ class Runtime:
         if stage is None:
             return
         block = self._stages.uses[stage].block
-        self._refuse_changes(block)
+        self._entering.refuse_changes(block)
         if stage == self._stages.last and driver.loss is None and driver.loss_gradient != 1.0:
             raise PassFailed("backward was called on the loss itself: call engine.backward(loss), which scales it")
         loss = None
@@ -755,14 +677,14 @@ class Runtime:
         for _, parameter in self._stages.blocks[block].parameters:
             parameter.grad = None
         self._weights.hide(block)
-        self._core_leave(driver.number, block, gradients, loss, held)
+        self._entering.leave(driver.number, block, gradients, loss, held)
         if driver.together is not None:
             driver.together.leave()
         del held
 
     # To the last use, which stays entered until the pass is finished; another micro-batch may have to follow it there.
     def _end_backward(self, driver: Driver) -> None:
-        self._pass_by(driver, self._stages.last)
+        self._entering.pass_by(driver, self._stages.last)
         first = self._stages.first_trained
         while driver.backward_at > first or (driver.backward_at == first and driver.inside is None):
             self._leave_backward(driver)
@@ -805,7 +727,7 @@ class Runtime:
             self._enter_backward(driver, stage)  # and it stays, until backward of the block is over
             yield
         elif stage is not None and not (driver.trains and torch.is_grad_enabled()):
-            with self._entered_forward(driver, stage):
+            with self._entering.in_forward(driver, stage):
                 yield
         else:
             raise RuntimeError(
@@ -832,17 +754,17 @@ class Runtime:
     def _root_of(self, driver: Driver, loss: torch.Tensor) -> Root:
         if loss.numel() != 1:
             raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
-        value = float(loss.detach()) * self.loss_factor
+        value = float(loss.detach()) * self._loss_factor
         driver.loss = value
         if driver.inside is None and driver.backward_at == self._stages.last:
-            self._pass_by(driver, self._stages.last)
+            self._entering.pass_by(driver, self._stages.last)
             self._enter_now(driver, self._stages.last)
         return [loss], [torch.full_like(loss, driver.loss_gradient)], value
 
     def _backward_of(self, driver: Driver, root: Root, retain_graph: bool = False) -> None:
         tensors, gradients, driver.loss = root
         if tensors:
-            with in_this_thread(self.device):
+            with in_this_thread(self._device):
                 torch.autograd.backward(tensors, gradients, retain_graph)
             self._weights.computed()  # the last block may be left on another stream, in step()
         self._end_backward(driver)
@@ -868,7 +790,7 @@ class Runtime:
                 return self._root_of(driver, batch())
 
         self._in_vertical_order([functools.partial(work, batch=batch) for batch in batches], states, idle=0.0)
-        losses = [float("nan") if driver.loss is None else driver.loss / self.loss_factor for driver in self._open.drivers[: len(batches)]]
+        losses = [float("nan") if driver.loss is None else driver.loss / self._loss_factor for driver in self._open.drivers[: len(batches)]]
         changed = before.changed()
         if changed:
             self._changing.add(changed)
@@ -928,7 +850,7 @@ class Runtime:
                 if driver.together is not None:
                     driver.together.end()
 
-        here = contextlib.nullcontext if self.device.type == "cpu" else functools.partial(torch.cuda.stream, torch.cuda.current_stream(self.device))
+        here = contextlib.nullcontext if self._device.type == "cpu" else functools.partial(torch.cuda.stream, torch.cuda.current_stream(self._device))
 
         def run(before: Optional[Driver], driver: Driver, begin: Work) -> None:
             if before is not None:
@@ -981,9 +903,9 @@ class Runtime:
         """What a report says of the device beside the engine's own; None: nothing."""
         if self._weights.on_device is not None:
             return self._weights.on_device.report()
-        if self._weights.streams is None or self.device.type != "cuda":
+        if self._weights.streams is None or self._device.type != "cuda":
             return None
-        return {"tensors_peak_bytes": torch.cuda.max_memory_reserved(self.device)}
+        return {"tensors_peak_bytes": torch.cuda.max_memory_reserved(self._device)}
 
     def let_go(self) -> None:
         """The engine's memory is not read any more; the parameters are in host memory, without values."""
