@@ -328,11 +328,13 @@ class Preparation:
     # The runtime asks the other parts from here on, and they it. seconds: of each use of a block in the first forward.
     def _connect(self, runtime: Runtime, watch: Watch, seconds: Sequence[float]) -> None:
         given = self._given
-        runtime.on_training_forward = self._training.forward
-        runtime.on_interrupted = self._training.interrupted
-        runtime.before_pass = self._state.before_pass
-        runtime.zeros_change = zeros_change(given.described, given.optimizer.param_groups)
-        runtime.flops_of = watch.flops
+        runtime.connect(
+            before_pass=self._state.before_pass,
+            on_interrupted=self._training.interrupted,
+            on_training_forward=self._training.forward,
+            flops_of=watch.flops,
+            zeros_change=zeros_change(given.described, given.optimizer.param_groups),
+        )
         self._state.patch_module()
         self._run.whole = Whole(given.module, given.blocks, runtime.replaced, self._state.value_of)
         watch.again(self._record.watched)

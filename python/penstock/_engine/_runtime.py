@@ -19,30 +19,31 @@ import functools
 import threading
 import warnings
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ._accumulation import CREATES_GRAPH, Forward, reached
+from ._accumulation import Forward, reached
 from ._attributes import Attributes
 from ._autograd_settings import AutogradSettings, computed
+from ._backward_pass import BackwardPass
 from ._before import Before
 from ._block_buffers import BlockBuffers, Held, held_by, put_back
 from ._blocks import Block
 from ._changing import Changing
-from ._device import in_this_thread
 from ._entering import Entering
 from ._interrupts import deferred, not_deferred
-from ._modules import Structure, replace_forward, restore_forward, switch_off_checkpointing, without_cache
-from ._open_pass import COMPARED, COMPARED_AGAIN, ENDED, Driver, ForwardsChange, OpenPass, PassFailed, Root, Together, Work
+from ._modules import replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._open_pass import Driver, ForwardsChange, OpenPass, PassFailed, Root, Work
+from ._passes import Passes
 from ._random import RandomState
-from ._settings import DTYPE_NAMES, DTYPES, Settings
+from ._settings import DTYPES, Settings
 from ._stages import Stages
 from ._trace import Use
 from ._tree import counted, map_tensors, objects_of, tensors_of
-from ._weights import OUTSIDE, Weights
+from ._weights import Weights
 
 
 class Runtime:
@@ -70,9 +71,6 @@ class Runtime:
         self._stages = Stages(blocks, uses, trains, input_gradients)
         self._changing = Changing(model, changing)
         self._weights = weights
-        self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
-        self._structure = Structure(model)
-        self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._open = OpenPass()
         self._here = self._open.here
         self._loss_factor = settings.forwards / settings.micro_batches
@@ -82,15 +80,11 @@ class Runtime:
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self._several_ranks = world > 1
         self._dtype, self._device = DTYPES[settings.dtype], settings.device
-        #: Tokens and samples of the pass that was finished last, on all ranks; and what such a step computes, 0 where that is not known.
-        self.counts = (0, 0)
-        self.flops_of: Callable[[int, int], float] = lambda tokens, samples: 0.0
         self._told_of_lost_gradients = False
-        #: Whether an update by zeros changes a weight (moments, weight decay); set by the engine.
-        self.zeros_change = False
-        self._came: Set[Tuple[int, int]] = set()  # in this pass a gradient: to which weight of which block
-        self._had: Set[Tuple[int, int]] = set()  # the same of all passes
-        self._trained = 0  # passes
+        self._backward = BackwardPass(self._stages, weights, self._open, self._entering, self._device, self._loss_factor)
+        self._passes = passes = Passes(core, model, self._stages, weights, self._open, self._entering, self._backward)
+        self.begin, self.finish, self.give_up, self.backward = passes.begin, passes.finish, passes.give_up, passes.backward
+        self.check_trains, self.are_here, self.take_forward = passes.check_trains, passes.are_here, passes.take_forward
         self._random_after: Optional[RandomState] = None  # of the first micro-batch, at its end
         for block in blocks:
             for name, module in block.modules:
@@ -101,12 +95,7 @@ class Runtime:
                 self._replace(part, self._part_forward(part.forward))
         self._original = model.forward
         self._replace(model, self._model_forward)
-        self._gradient_hooks = [
-            parameter.register_hook(_refuses_outside(weakref.ref(self), number, name))
-            for number, block in enumerate(blocks)
-            for name, parameter in block.parameters
-            if parameter.requires_grad and not block.resident
-        ]
+        self._backward.refuse_outside()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.replaced.append((module, replace_forward(module, forward)))
@@ -114,6 +103,39 @@ class Runtime:
     def values_were_here(self) -> None:
         """Parameters had their values for a while (engine.gathered), and may have been changed in place then."""
         self._weights.note_hidden()
+
+    def connect(
+        self,
+        before_pass: Callable[[], None],
+        on_interrupted: Callable[[], Any],
+        on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any]], Any],
+        flops_of: Callable[[int, int], float],
+        zeros_change: bool,
+    ) -> None:
+        """The engine's part, before the first pass.
+
+        before_pass: called before a pass begins. on_interrupted: a pass is open, and another is to begin. on_training_forward: begins the
+        pass, then calls train_forward. flops_of: what a step computes, from tokens and samples on all ranks; 0 where that is not known.
+        zeros_change: whether an update by zeros changes a weight (moments, weight decay).
+        """
+        self._passes.before_pass, self._passes.on_interrupted, self._passes.flops_of = before_pass, on_interrupted, flops_of
+        self.on_training_forward = on_training_forward
+        self._backward.zeros_change = zeros_change
+
+    @property
+    def backward_came(self) -> bool:
+        """Whether any gradient has come to the pass that is open."""
+        return self._passes.backward_came
+
+    @property
+    def gradient_came(self) -> bool:
+        """Whether backward has left a gradient at any weight that trains, in the pass that is open."""
+        return self._passes.gradient_came
+
+    @property
+    def counts(self) -> Tuple[int, int]:
+        """Tokens and samples of the pass that was finished last, on all ranks."""
+        return self._passes.counts
 
     @property
     def spoiled(self) -> str:
@@ -149,194 +171,10 @@ class Runtime:
     def is_open(self) -> bool:
         return self._open.is_open
 
-    def begin(
-        self, trains: bool, rates: Sequence[Any] = (), micro_batches: int = 1, reads_ahead: bool = True, forwards: int = 1
-    ) -> None:
-        """A pass begins. One that is open (a forward whose backward is to come, or never does) is given up, after on_interrupted.
-
-        reads_ahead: for a training pass that follows this one. forwards: those above `micro_batches` are computed with the last one's.
-        """
-        if self._open.is_open:
-            self.on_interrupted()
-            self.give_up("another forward began before its backward was over")
-        self.before_pass()
-        other = self._structure.changed()
-        if other is not None:
-            raise RuntimeError(
-                f"{other} is not what it was in the first forward, when the engine took the model's parameters: change a model (tie, replace, "
-                "remove) before that, or make a new engine"
-            )
-        self._weights.check_hidden(self._stages.blocks)
-        if trains:
-            self._check_requires_grad()
-            for block in self._stages.blocks:
-                for _, parameter in block.parameters:
-                    parameter.grad = None  # of a graph whose pass was given up
-            switch_off_checkpointing(self._checkpointing)
-        with deferred():
-            if trains:
-                self._core.begin(reads_ahead, list(rates))
-            else:
-                self._core.begin_evaluation()
-            self._open.trains = trains
-            self._weights.begin_pass()
-            if trains:
-                self._trained += 1
-                self._came.clear()
-                self._open.compares = self._trained <= COMPARED or self._trained % COMPARED_AGAIN == 0
-            self._open.drivers = [Driver(min(number, micro_batches - 1), len(self._stages.uses), trains) for number in range(max(micro_batches, forwards))]
-            if forwards > micro_batches:
-                together = Together(1 + forwards - micro_batches)
-                for driver in self._open.drivers[micro_batches - 1 :]:
-                    driver.together = together
-            self._here.driver = self._open.drivers[0]
-
-    def take_forward(self, with_gradients: bool) -> Optional[Tuple[Forward, float]]:
-        """Gives up the training pass that is open. Its forward, to be computed again, and the scale of gradients.
-
-        None, and the pass is as it was, where it cannot be: with_gradients says whether those that have come are wanted.
-        """
-        driver = self._open.drivers[0] if self._open.trains else None
-        forward = None if driver is None else driver.remembers
-        if driver is None or forward is None or not forward.ends:
-            return None
-        came = self.gradient_came
-        if came and not with_gradients:
-            return None
-        if not came:
-            forward.forget_gradients()
-        elif any(tensor.requires_grad for tensor in tensors_of((forward.args, forward.kwargs))):
-            forward.detach_inputs()
-        self.give_up("another forward began before its backward was over")
-        return forward, driver.loss_gradient
-
-    def check_trains(self) -> None:
-        """RuntimeError where every forward is an evaluation."""
-        if not self._stages.trains:
-            raise RuntimeError(
-                "this engine only evaluates: no parameter required a gradient in its first forward. Close it, call requires_grad_() on what is "
-                "to be trained, and make another, with a state_dir of its own"
-            )
-
-    def _check_requires_grad(self) -> None:
-        for block, flags in zip(self._stages.blocks, self._requires_grad):
-            for (name, parameter), flag in zip(block.parameters, flags):
-                if parameter.requires_grad != flag:
-                    raise RuntimeError(
-                        f"requires_grad of {name} has changed since the first forward, when it was decided what has states. Set it "
-                        "before penstock.initialize, and make a new engine for another choice"
-                    )
-
     @property
     def is_inside(self) -> bool:
         """Whether this thread is in the model's forward."""
         return self._here.inside_model
-
-    @property
-    def backward_came(self) -> bool:
-        """Whether any gradient has come to the pass that is open."""
-        for driver in self._open.drivers:
-            if driver.loss is not None or driver.backward_at != self._stages.last:
-                return True
-            if any(parameter.grad is not None for _, parameter in self._stages.blocks[self._stages.uses[self._stages.last].block].parameters):
-                return True
-        return False
-
-    @property
-    def gradient_came(self) -> bool:
-        """Whether backward has left a gradient at any weight that trains, in the pass that is open."""
-        inside = [self._stages.uses[driver.inside].block for driver in self._open.drivers if driver.inside is not None]
-        inside += [number for number, block in enumerate(self._stages.blocks) if block.resident]
-        return any(driver.gradient_came for driver in self._open.drivers) or any(
-            parameter.grad is not None for block in inside for _, parameter in self._stages.blocks[block].parameters
-        )
-
-    def finish(self) -> Dict[str, Any]:
-        """The pass is over: what it has not come to is passed by. Returns the engine's result."""
-        if not self._open.is_open:
-            raise RuntimeError("no forward of a training step is open: call the engine on a batch first")
-        for driver in self._open.drivers:
-            if driver.trains:
-                self._end_backward(driver)
-            else:
-                self._entering.pass_by(driver, len(self._stages.uses))
-        if self._open.trains and not self.gradient_came and any(any(flags) for flags in self._stages.trained):
-            raise PassFailed(
-                "step() without a gradient: backward has come to no weight that trains. Gradients of torch.autograd.grad are the caller's "
-                "alone: call engine.backward(loss)"
-            )
-        # The last use of a training pass is left here and not before: what was not finished is never applied.
-        for driver in self._open.drivers:
-            self._leave_backward(driver)
-        self._end_residents()
-        self._tell_of_missing_gradients()
-        self.counts = (sum(driver.counts[0] for driver in self._open.drivers), sum(driver.counts[1] for driver in self._open.drivers))
-        self._open.end()
-        result = self._core.finish(*self.counts, self.flops_of(*self.counts))
-        self.counts = (result["tokens"], result["samples"])
-        return result
-
-    def _tell_of_missing_gradients(self) -> None:
-        missing = self._had ^ self._came if self._had else set()
-        self._had |= self._came
-        if missing and self.zeros_change:
-            self.zeros_change = False  # told once
-            block, number = min(missing)
-            warnings.warn(
-                f"{self._stages.blocks[block].parameters[number][0]} has a gradient in some steps and none in others (a layer that is dropped at "
-                "random, an expert without tokens): without one it is updated as by a gradient of zeros, as with DeepSpeed, where torch.optim "
-                "leaves it as it is. A model's layerdrop=0 drops none",
-                stacklevel=4,
-            )
-
-    def _end_residents(self) -> None:
-        if self._stages.has_residents:
-            self._entering.refuse_changes(self._stages.uses[0].block)
-            self._weights.end_pass()
-
-    def give_up(self, why: str) -> Optional[BaseException]:
-        """The pass that is open fails; the engine is as it was before it. Returns what the engine says of it."""
-        if not self._open.is_open:
-            return None
-        with deferred():
-            return self._give_up(why)
-
-    # Returns what the engine says of it: its own error, where that came first.
-    def _give_up(self, why: str) -> Optional[BaseException]:
-        self._open.end()
-        self._core.fail(why)
-        try:
-            self._weights.hide_all()
-        finally:  # also where the device has failed
-            for block in self._stages.blocks:
-                for _, parameter in block.parameters:
-                    parameter.grad = None
-            try:
-                self._core.finish()
-                cause: Optional[BaseException] = None
-            except (OSError, RuntimeError, ValueError) as error:
-                cause = error  # the next pass says whether the engine can go on
-        return cause
-
-    @contextlib.contextmanager
-    def _given_up_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            cause = self.give_up(f"{type(error).__name__}: {error}")
-            # Where the engine had failed, a block may have seen weights that were not whole: that is the cause.
-            if isinstance(error, PassFailed) and isinstance(cause, OSError):
-                raise cause from error
-            raise
-
-    @contextlib.contextmanager
-    def _evaluation(self) -> Iterator[Driver]:
-        """A pass by itself, without gradients."""
-        self.begin(trains=False)
-        with self._given_up_on_error():
-            with torch.no_grad():
-                yield self._open.drivers[0]
-            self.finish()
 
     # --- the model's forward
 
@@ -370,10 +208,6 @@ class Runtime:
             "forward has it so"
         )
 
-    # Set by the engine: called before a pass begins.
-    before_pass: Callable[[], None]
-    # Set by the engine: a pass is open, and another is to begin.
-    on_interrupted: Callable[[], Any]
     # Set by the engine: begins the pass, then calls train_forward.
     on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any]], Any]
 
@@ -381,7 +215,7 @@ class Runtime:
         """The model's forward of the training pass that has begun."""
         driver = self._open.drivers[0]
         driver.counts = counted(args, kwargs)
-        with self._given_up_on_error():
+        with self._passes.given_up_on_error():
             driver.remembers = self._forward_of(args, kwargs)
             out = self._inside(args, without_cache(self._original, kwargs))
             self._changing.note(driver.remembers)
@@ -389,7 +223,7 @@ class Runtime:
 
     def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
         """A forward by itself, without gradients. part: instead of the model's."""
-        with self._evaluation():
+        with self._passes.evaluation():
             return self._inside(args, kwargs, part)
 
     # Of a module that has blocks below it and is called without the model: an encoder, or what peft's model generates with.
@@ -405,8 +239,8 @@ class Runtime:
     def forward_of_accumulation(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Forward, Any, float]:
         """A training forward whose backward is made by ``repeat``: (it, its outputs, the scale of gradients)."""
         forward = self._forward_of(args, without_cache(self._original, kwargs) if self._model.training else kwargs)
-        switch_off_checkpointing(self._checkpointing)
-        with self._evaluation() as driver, self._hooks_told():
+        switch_off_checkpointing(self._passes.checkpointing)
+        with self._passes.evaluation() as driver, self._hooks_told():
             driver.forward = forward
             out = self._inside(forward.args, forward.kwargs)
             self._changing.last = self._changing.note(forward)
@@ -446,7 +280,7 @@ class Runtime:
             if driver.forward.wants(key):
                 driver.forward.found[key] = tensor
                 if tensor.requires_grad and driver.at is not None:
-                    tensor.register_hook(lambda _, stage=driver.at: self._enter_backward(driver, stage))
+                    tensor.register_hook(lambda _, stage=driver.at: self._backward.enter(driver, stage))
         return value
 
     def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
@@ -485,7 +319,7 @@ class Runtime:
                 driver.made.update((id(tensor), weakref.ref(tensor)) for tensor in tensors_of(out))
                 return out
             if stage == self._stages.last:
-                self._enter_backward(driver, stage)
+                self._backward.enter(driver, stage)
                 with self._buffers_noted(driver, stage), self._as_before(driver, stage), self._computing(driver, stage):
                     out = self._entering.apart(stage, computed(original, settings, args, kwargs))
                 return out
@@ -540,7 +374,7 @@ class Runtime:
                 f"{name} was called outside of the model's forward: gradients are known of whole forwards only; call the model, "
                 "or this under torch.no_grad()"
             )
-        with self._evaluation() as driver:
+        with self._passes.evaluation() as driver:
             stage = self._stages.of(driver, key, name)
             with self._entering.in_forward(driver, stage):
                 return self._entering.apart(stage, computed(original, AutogradSettings(), args, kwargs))
@@ -596,7 +430,7 @@ class Runtime:
                 except BaseException as error:  # noqa: B902
                     errors.append(error)
                     return ()
-            self._enter_backward(driver, stage)
+            self._backward.enter(driver, stage)
             check_inputs()
             with buffers[0].as_in_forward(), before[0].again():
                 out = self._entering.apart(stage, computed(original, settings, a, kwargs))
@@ -616,101 +450,10 @@ class Runtime:
         for tensor in tensors_of(out):
             # A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that.
             if tensor.requires_grad and id(tensor) not in passed:
-                tensor.register_hook(lambda gradient: self._gradient_at(driver, stage))
+                tensor.register_hook(lambda gradient: self._backward.gradient_at(driver, stage))
         return out
 
     # --- backward
-
-    def _gradient_at(self, driver: Driver, stage: int) -> None:
-        if torch.is_grad_enabled():
-            raise PassFailed(CREATES_GRAPH)
-        self._enter_backward(driver, stage)
-
-    def _enter_backward(self, driver: Driver, stage: int) -> None:
-        if driver.inside == stage:
-            return
-        if driver not in self._open.drivers:
-            raise PassFailed(ENDED)
-        self._entering.pass_by(driver, self._stages.last)
-        self._leave_backward(driver)
-        while driver.backward_at > stage:
-            self._enter_now(driver, driver.backward_at)
-            self._leave_backward(driver)
-        if driver.backward_at != stage:
-            raise PassFailed(f"backward of {self._stages.uses[stage].name} was over: a second backward needs a second forward")
-        self._enter_now(driver, stage)
-
-    def _enter_now(self, driver: Driver, stage: int) -> None:
-        self._entering.enter(driver, True, stage)
-        driver.inside = stage
-
-    def _leave_backward(self, driver: Driver) -> None:
-        stage = driver.inside
-        if stage is None:
-            return
-        block = self._stages.uses[stage].block
-        self._entering.refuse_changes(block)
-        if stage == self._stages.last and driver.loss is None and driver.loss_gradient != 1.0:
-            raise PassFailed("backward was called on the loss itself: call engine.backward(loss), which scales it")
-        loss = None
-        if stage == self._stages.first_trained:
-            loss = float("nan") if driver.loss is None else driver.loss
-        driver.inside = None
-        driver.backward_at = stage - 1
-        if driver.together is not None and not driver.together.is_last():
-            self._weights.hide(block)
-            return
-        gradients: Optional[List[Tuple[int, int, str]]] = None
-        held = []
-        if any(self._stages.trained[block]):
-            numbers = []
-            for number, (_, parameter) in enumerate(self._stages.blocks[block].parameters):
-                if parameter.grad is None or not self._stages.trained[block][number]:
-                    continue
-                numbers.append(number)
-                held.append(_dense(parameter.grad.detach()).contiguous())
-            if self._weights.on_device is not None:
-                held = self._weights.on_device.take(held)
-            gradients = [(number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]) for number, gradient in zip(numbers, held)]
-            driver.gradient_came |= bool(gradients)
-            self._came.update((block, number) for number in numbers)
-        for _, parameter in self._stages.blocks[block].parameters:
-            parameter.grad = None
-        self._weights.hide(block)
-        self._entering.leave(driver.number, block, gradients, loss, held)
-        if driver.together is not None:
-            driver.together.leave()
-        del held
-
-    # To the last use, which stays entered until the pass is finished; another micro-batch may have to follow it there.
-    def _end_backward(self, driver: Driver) -> None:
-        self._entering.pass_by(driver, self._stages.last)
-        first = self._stages.first_trained
-        while driver.backward_at > first or (driver.backward_at == first and driver.inside is None):
-            self._leave_backward(driver)
-            if driver.backward_at >= first:
-                self._enter_now(driver, driver.backward_at)
-        if driver is not self._open.drivers[-1]:
-            self._leave_backward(driver)
-        if self._open.baton is None:
-            self._refuse_late_gradients()
-
-    # All but the last was left, so a gradient that is there came after its block was: it would be lost.
-    def _refuse_late_gradients(self) -> None:
-        inside = {self._stages.uses[driver.inside].block for driver in self._open.drivers if driver.inside is not None}
-        for number, block in enumerate(self._stages.blocks):
-            if number in inside or block.resident:
-                continue
-            for name, parameter in block.parameters:
-                if parameter.grad is not None:
-                    raise PassFailed(
-                        f"the gradient of {name} came after its block's backward was over: the model uses it outside of the forward "
-                        "of its module. Give blocks=[...] with a module around all its uses"
-                    )
-
-    def are_here(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether these parameters have their values in the pass that is open: as long as it lasts, or as their own block is computed."""
-        return self._open.is_open and not any(self._weights.is_hidden(parameter) for parameter in parameters)
 
     @contextlib.contextmanager
     def fetched(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -724,7 +467,7 @@ class Runtime:
         at = max(driver.forward_at, 0 if driver.inside is None else driver.inside)
         stage = next((number for number, use in enumerate(self._stages.uses) if number >= at and [use.block] == blocks), None)
         if stage is not None and stage == self._stages.last and driver.trains:
-            self._enter_backward(driver, stage)  # and it stays, until backward of the block is over
+            self._backward.enter(driver, stage)  # and it stays, until backward of the block is over
             yield
         elif stage is not None and not (driver.trains and torch.is_grad_enabled()):
             with self._entering.in_forward(driver, stage):
@@ -735,39 +478,6 @@ class Runtime:
                 "fetched with their module: name the others as blocks=[...] (or \"penstock\": {\"blocks\": [...]}); parameters of no block are in "
                 "memory for a whole pass"
             )
-
-    def computes(self, block: int) -> bool:
-        """Whether backward of this block is being computed, by this thread where it is known."""
-        known = self._here.driver
-        drivers = self._open.drivers if known is None else [known]
-        return any(driver.inside is not None and self._stages.uses[driver.inside].block == block for driver in drivers)
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Backward of the pass that is open, from the loss of its (only) micro-batch."""
-        if not self._open.trains:
-            raise RuntimeError("no training forward is open: its loss was of an evaluation, or its pass was given up")
-        driver = self._open.drivers[0]
-        with self._given_up_on_error():
-            self._backward_of(driver, self._root_of(driver, loss), retain_graph)
-
-    # Where backward of a micro-batch begins, and what is known of its loss.
-    def _root_of(self, driver: Driver, loss: torch.Tensor) -> Root:
-        if loss.numel() != 1:
-            raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
-        value = float(loss.detach()) * self._loss_factor
-        driver.loss = value
-        if driver.inside is None and driver.backward_at == self._stages.last:
-            self._entering.pass_by(driver, self._stages.last)
-            self._enter_now(driver, self._stages.last)
-        return [loss], [torch.full_like(loss, driver.loss_gradient)], value
-
-    def _backward_of(self, driver: Driver, root: Root, retain_graph: bool = False) -> None:
-        tensors, gradients, driver.loss = root
-        if tensors:
-            with in_this_thread(self._device):
-                torch.autograd.backward(tensors, gradients, retain_graph)
-            self._weights.computed()  # the last block may be left on another stream, in step()
-        self._end_backward(driver)
 
     # --- several micro-batches, block by block
 
@@ -787,14 +497,14 @@ class Runtime:
 
         def work(driver: Driver, batch: Callable[[], torch.Tensor]) -> Root:
             with settings.applied():
-                return self._root_of(driver, batch())
+                return self._backward.root_of(driver, batch())
 
         self._in_vertical_order([functools.partial(work, batch=batch) for batch in batches], states, idle=0.0)
         losses = [float("nan") if driver.loss is None else driver.loss / self._loss_factor for driver in self._open.drivers[: len(batches)]]
         changed = before.changed()
         if changed:
             self._changing.add(changed)
-            self.give_up("a forward changes attributes of modules")
+            self._passes.give_up("a forward changes attributes of modules")
             states[0].restore()
             put_back(buffers)
             before.restore()
@@ -860,7 +570,7 @@ class Runtime:
                     driver.random.restore()  # type: ignore[union-attr]
                     driver.attributes.restore()  # type: ignore[union-attr]
                     self._here.driver, self._here.awaited = driver, True
-                    self._backward_of(driver, begin(driver))
+                    self._backward.run(driver, begin(driver))
                 except BaseException as error:  # noqa: B902
                     errors.append(error)
                     if len(errors) == 1:
@@ -886,17 +596,17 @@ class Runtime:
                     if thread.ident is not None:
                         thread.join()
                 self._open.baton = None
-            self.give_up(f"{type(error).__name__}: {error}")
+            self._passes.give_up(f"{type(error).__name__}: {error}")
             raise
         self._open.baton = None
         self._random_after = drivers[0].random or states[0]
         if not errors:
             try:
-                self._refuse_late_gradients()
+                self._backward.refuse_late_gradients()
             except PassFailed as error:
                 errors.append(error)
         if errors:
-            self.give_up(f"{type(errors[0]).__name__}: {errors[0]}")
+            self._passes.give_up(f"{type(errors[0]).__name__}: {errors[0]}")
             raise errors[0]
 
     def device_report(self) -> Optional[Dict[str, Any]]:
@@ -913,16 +623,10 @@ class Runtime:
 
     def close(self) -> None:
         """The modules' forwards are their own again."""
-        self.give_up("the engine was closed")
+        self._passes.give_up("the engine was closed")
         for module, previous in reversed(self.replaced):
             restore_forward(module, previous)
-        for handle in self._gradient_hooks:
-            handle.remove()
-
-
-# Of nn.Embedding(sparse=True): an update by whole tiles takes the zeros too.
-def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.layout == torch.strided else gradient.to_dense()
+        self._backward.close()
 
 
 def _to_its_end(wanted: bool) -> Any:
@@ -934,13 +638,3 @@ def _to_its_end(wanted: bool) -> Any:
 def _leaves_of(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
     own = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
     return own + reached(tensors, {})[1]
-
-
-# A gradient that comes to a weight while its block is not computed would be of a value that is none, and lost.
-def _refuses_outside(runtime: "weakref.ref[Runtime]", block: int, name: str) -> Callable[[torch.Tensor], None]:
-    def hook(_: torch.Tensor) -> None:
-        known = runtime()
-        if known is not None and not known.computes(block):
-            raise PassFailed(OUTSIDE.format(name) if known.is_open else ENDED)
-
-    return hook
