@@ -17,24 +17,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
-import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ._accumulation import Forward, reached
+from ._accumulation import Forward
 from ._attributes import Attributes
-from ._autograd_settings import AutogradSettings, computed
+from ._autograd_settings import AutogradSettings
 from ._backward_pass import BackwardPass
-from ._before import Before
-from ._block_buffers import BlockBuffers, Held, held_by, put_back
+from ._block_buffers import Held, held_by, put_back
+from ._block_forwards import BlockForwards
 from ._blocks import Block
 from ._changing import Changing
 from ._entering import Entering
-from ._interrupts import deferred, not_deferred
+from ._interrupts import deferred
 from ._modules import replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._open_pass import Driver, ForwardsChange, OpenPass, PassFailed, Root, Work
 from ._passes import Passes
@@ -42,7 +40,7 @@ from ._random import RandomState
 from ._settings import DTYPES, Settings
 from ._stages import Stages
 from ._trace import Use
-from ._tree import counted, map_tensors, objects_of, tensors_of
+from ._tree import counted, map_tensors, tensors_of
 from ._weights import Weights
 
 
@@ -77,18 +75,17 @@ class Runtime:
         self._entering = Entering(core, self._stages, weights, self._open, self._changing, self._loss_factor, settings.host_memory)
         #: Modules whose forward is another, and the forward of their own instance before.
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
-        self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
-        self._several_ranks = world > 1
         self._dtype, self._device = DTYPES[settings.dtype], settings.device
-        self._told_of_lost_gradients = False
         self._backward = BackwardPass(self._stages, weights, self._open, self._entering, self._device, self._loss_factor)
         self._passes = passes = Passes(core, model, self._stages, weights, self._open, self._entering, self._backward)
         self.begin, self.finish, self.give_up, self.backward = passes.begin, passes.finish, passes.give_up, passes.backward
         self.check_trains, self.are_here, self.take_forward = passes.check_trains, passes.are_here, passes.take_forward
         self._random_after: Optional[RandomState] = None  # of the first micro-batch, at its end
+        forwards = BlockForwards(model, self._stages, self._open, self._entering, self._backward, passes, self._changing, world > 1)
+        self.fetched = forwards.fetched
         for block in blocks:
             for name, module in block.modules:
-                self._replace(module, self._block_forward(name, module.forward, id(module)))
+                self._replace(module, forwards.of(name, module))
         modules = {id(module) for block in blocks for _, module in block.modules}
         for part in model.modules():
             if part is not model and any(id(each) in modules for each in part.modules()) and id(part) not in modules:
@@ -300,185 +297,6 @@ class Runtime:
         cast = tensor.is_floating_point() and self._dtype != torch.float32
         return tensor.to(self._device, self._dtype if cast else tensor.dtype)
 
-    # --- blocks
-
-    def _block_forward(self, name: str, original: Callable[..., Any], key: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            driver = self._here.driver
-            if driver is None:
-                return self._by_itself(original, key, name, args, kwargs)
-            stage = self._stages.of(driver, key, name)
-            settings = AutogradSettings()
-            if not driver.trains:
-                with self._entering.in_forward(driver, stage), self._buffers_noted(driver, stage), torch.no_grad():
-                    return self._entering.apart(stage, computed(original, settings, args, kwargs))
-            if stage != self._stages.last and (stage < self._stages.first_trained or not torch.is_grad_enabled()):
-                self._tell_of_lost_gradients(driver, stage, tensors_of((args, kwargs)))
-                with self._entering.in_forward(driver, stage), self._buffers_noted(driver, stage), self._as_before(driver, stage), torch.no_grad():
-                    out = self._entering.apart(stage, computed(original, settings, args, kwargs))
-                driver.made.update((id(tensor), weakref.ref(tensor)) for tensor in tensors_of(out))
-                return out
-            if stage == self._stages.last:
-                self._backward.enter(driver, stage)
-                with self._buffers_noted(driver, stage), self._as_before(driver, stage), self._computing(driver, stage):
-                    out = self._entering.apart(stage, computed(original, settings, args, kwargs))
-                return out
-            return self._checkpointed(driver, stage, original, args, kwargs)
-
-        return forward
-
-    # Of a use that backward does not come to. What such uses give may be said to require a gradient, as transformers does for
-    # checkpointing (enable_input_require_grads): nobody reads that one.
-    def _tell_of_lost_gradients(self, driver: Driver, stage: int, given: Sequence[torch.Tensor]) -> None:
-        if self._told_of_lost_gradients or not torch.is_grad_enabled():
-            return
-        if all(leaf is driver.made.get(id(leaf), lambda: None)() for leaf in _leaves_of(given)):
-            return
-        self._told_of_lost_gradients = True
-        warnings.warn(
-            f"{self._stages.uses[stage].name} is given a tensor that requires a gradient, which the model's forward brings in: backward ends at "
-            f"{self._stages.uses[self._stages.first_trained].name}, the first block that trains, and makes none of it. Where it is wanted, make it a parameter "
-            "of the model, or give it to the model",
-            stacklevel=4,
-        )
-
-    @contextlib.contextmanager
-    def _computing(self, driver: Driver, stage: int) -> Iterator[None]:
-        driver.at = stage
-        try:
-            yield
-        finally:
-            driver.at = None
-
-    # A forward that will be computed again: its buffers as they are before it.
-    @contextlib.contextmanager
-    def _buffers_noted(self, driver: Driver, stage: int) -> Iterator[None]:
-        forward = driver.remembers if driver.trains else driver.forward
-        if forward is None:
-            yield
-            return
-        buffers = forward.buffers[stage] = BlockBuffers(self._stages.uses[stage].module, self._volatile.get(stage))
-        yield
-        self._volatile[stage] = buffers.keep_changed()
-
-    # And as they were, when it is.
-    def _as_before(self, driver: Driver, stage: int) -> Any:
-        if driver.forward is None or stage not in driver.forward.buffers:
-            return contextlib.nullcontext()
-        return driver.forward.buffers[stage].as_in_forward()
-
-    # A block that is called without the model (an encoder, in generate): an evaluation of its own.
-    def _by_itself(self, original: Callable[..., Any], key: int, name: str, args: Any, kwargs: Any) -> Any:
-        if self._stages.trains and torch.is_grad_enabled() and self._model.training:
-            raise RuntimeError(
-                f"{name} was called outside of the model's forward: gradients are known of whole forwards only; call the model, "
-                "or this under torch.no_grad()"
-            )
-        with self._passes.evaluation() as driver:
-            stage = self._stages.of(driver, key, name)
-            with self._entering.in_forward(driver, stage):
-                return self._entering.apart(stage, computed(original, AutogradSettings(), args, kwargs))
-
-    def _checkpointed(self, driver: Driver, stage: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor)  # containers of our own: theirs may grow later
-        given = tensors_of((args, kwargs))
-        versions = [tensor._version for tensor in given]
-        first = [True]
-        settings = AutogradSettings()
-        # Noted when the use is entered: until then other micro-batches change them.
-        buffers: List[BlockBuffers] = []
-        before: List[Before] = []
-        compares = self._open.compares
-        if driver.forward is not None and stage in driver.forward.buffers:
-            buffers.append(driver.forward.buffers[stage])
-
-        def check_inputs() -> None:
-            if any(tensor._version != version for tensor, version in zip(given, versions)):
-                raise PassFailed(
-                    f"{self._stages.uses[stage].name} changes one of its inputs in place, or it was changed after it: backward computes the "
-                    "block again and would be given the changed input. Work on a copy"
-                )
-
-        def forward(a: Any) -> Any:
-            with self._entering.in_forward(driver, stage), self._computing(driver, stage):
-                before.append(Before(self._stages.uses[stage].module, None if compares else self._changing.modules, objects_of((a, kwargs))))
-                if buffers:
-                    with buffers[0].as_in_forward():
-                        out = self._entering.apart(stage, computed(original, settings, a, kwargs))
-                else:
-                    buffers.append(BlockBuffers(self._stages.uses[stage].module, self._volatile.get(stage)))
-                    out = self._entering.apart(stage, computed(original, settings, a, kwargs))
-                    self._volatile[stage] = buffers[0].keep_changed()
-                    if driver.remembers is not None:
-                        driver.remembers.buffers[stage] = buffers[0]
-            if compares:
-                before[0].gave(out)
-            self._changing.add(before[0].changed())
-            check_inputs()
-            return out
-
-        # An error, or an interrupt, would leave torch's checkpoint (2.11's) in the middle, whose hooks then keep what later forwards
-        # save: it comes to its end first.
-        errors: List[BaseException] = []
-
-        def compute(*a: Any) -> Any:
-            if first[0]:
-                first[0] = False
-                try:
-                    with not_deferred():
-                        return forward(a)
-                except BaseException as error:  # noqa: B902
-                    errors.append(error)
-                    return ()
-            self._backward.enter(driver, stage)
-            check_inputs()
-            with buffers[0].as_in_forward(), before[0].again():
-                out = self._entering.apart(stage, computed(original, settings, a, kwargs))
-            if compares and not before[0].same(out):
-                raise PassFailed(
-                    f"{self._stages.uses[stage].name} gave something else when it was computed again for backward: it keeps something between calls, "
-                    "something in it was switched between forward and backward, or it draws random numbers that are not torch's, Python's or numpy's"
-                    + (", or a rank has made another call meanwhile (state_dict() alone), and its weights were not whole" if self._several_ranks else "")
-                )
-            return out
-
-        with _to_its_end(compares), deferred():
-            out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
-        if errors:
-            raise errors.pop()
-        passed = set(map(id, given))  # an input that is handed on belongs to the block that made it
-        for tensor in tensors_of(out):
-            # A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that.
-            if tensor.requires_grad and id(tensor) not in passed:
-                tensor.register_hook(lambda gradient: self._backward.gradient_at(driver, stage))
-        return out
-
-    # --- backward
-
-    @contextlib.contextmanager
-    def fetched(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within the model's forward these parameters, of one block, have their values, as if a module of the block were called.
-
-        RuntimeError: they are of several blocks, the pass has been there, or backward would have to compute again what is made of them.
-        """
-        driver: Driver = self._here.driver  # type: ignore[assignment]
-        wanted = {id(parameter) for parameter in parameters}
-        blocks = [number for number, block in enumerate(self._stages.blocks) if any(id(each) in wanted for _, each in block.parameters)]
-        at = max(driver.forward_at, 0 if driver.inside is None else driver.inside)
-        stage = next((number for number, use in enumerate(self._stages.uses) if number >= at and [use.block] == blocks), None)
-        if stage is not None and stage == self._stages.last and driver.trains:
-            self._backward.enter(driver, stage)  # and it stays, until backward of the block is over
-            yield
-        elif stage is not None and not (driver.trains and torch.is_grad_enabled()):
-            with self._entering.in_forward(driver, stage):
-                yield
-        else:
-            raise RuntimeError(
-                "weights are gathered within a forward, and the first forward did not gather them (generate() comes first, say), so that they are "
-                "fetched with their module: name the others as blocks=[...] (or \"penstock\": {\"blocks\": [...]}); parameters of no block are in "
-                "memory for a whole pass"
-            )
-
     # --- several micro-batches, block by block
 
     def random_states(self, count: int) -> List[RandomState]:
@@ -627,14 +445,3 @@ class Runtime:
         for module, previous in reversed(self.replaced):
             restore_forward(module, previous)
         self._backward.close()
-
-
-def _to_its_end(wanted: bool) -> Any:
-    early_stop = getattr(torch.utils.checkpoint, "set_checkpoint_early_stop", None)  # since torch 2.1, which stops early
-    return contextlib.nullcontext() if early_stop is None or not wanted else early_stop(False)
-
-
-# Tensors without a history that gradients of these lead to.
-def _leaves_of(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
-    own = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad_fn is None]
-    return own + reached(tensors, {})[1]
