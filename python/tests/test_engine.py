@@ -1160,7 +1160,7 @@ runtime = engine._run.runtime
 runtime.begin(True, engine.optimizer.rates(), 2)
 threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 try:
-    runtime._core.enter(False, 0, 1)  # the first micro-batch comes first
+    engine._run.core.enter(False, 0, 1)  # the first micro-batch comes first
 except KeyboardInterrupt:
     print("heard")
 runtime.give_up("interrupted")

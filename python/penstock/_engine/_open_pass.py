@@ -33,10 +33,6 @@ class PassFailed(RuntimeError):
     """The pass was given up; nothing of it counts, and the next one may begin."""
 
 
-class ForwardsChange(Exception):
-    """Several forwards that change attributes were computed side by side, where each may have seen those of another."""
-
-
 class Driver:
     """One micro-batch on its way through the model."""
 

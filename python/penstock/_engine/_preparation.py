@@ -286,9 +286,17 @@ class Preparation:
             if settings.state_dirs and run.ranks.rank == 0:
                 _parameters.write(self._places.own()[0], _parameters.with_buffers(run.layout, run.buffers))
             run.runtime = Runtime(
-                core, given.module, given.blocks, shown.uses, weights, trains, shown.input_gradients, shown.changing, settings,
+                core,
+                given.module,
+                given.blocks,
+                shown.uses,
+                weights,
+                trains,
+                shown.input_gradients,
+                shown.changing,
+                settings,
                 run.ranks.world,
-            )  # fmt: skip
+            )
         except BaseException:
             try:
                 if weights is not None:

@@ -17,8 +17,9 @@ from ._interrupts import deferred
 from ._random import RandomState
 from ._record import Record
 from ._run import Run
-from ._runtime import ForwardsChange, Runtime
+from ._runtime import Runtime
 from ._tree import tensors_of
+from ._vertical_order import ForwardsChange, random_states
 from ._wear import WearBudget
 
 
@@ -296,7 +297,7 @@ class Training:
         losses, after = [], RandomState.now()
         changed: List[nn.Module] = []
         try:
-            for number, (batch, state) in enumerate(zip(given, runtime.random_states(len(given)))):
+            for number, (batch, state) in enumerate(zip(given, random_states(len(given)))):
                 state.restore()
                 loss = of(self._given.module, batch)
                 changed = merged(changed, runtime.changed_last)
