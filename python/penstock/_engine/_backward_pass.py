@@ -20,9 +20,7 @@ from ._weights import OUTSIDE, Weights
 class BackwardPass:
     """Where backward of each micro-batch is, and which weights have had a gradient."""
 
-    def __init__(
-        self, stages: Stages, weights: Weights, open_pass: OpenPass, entering: Entering, device: torch.device, loss_factor: float
-    ) -> None:
+    def __init__(self, stages: Stages, weights: Weights, open_pass: OpenPass, entering: Entering, device: torch.device, loss_factor: float) -> None:
         """loss_factor: as for Entering."""
         self._blocks, self._uses, self._trained = stages.blocks, stages.uses, stages.trained
         self._last, self._first_trained = stages.last, stages.first_trained

@@ -21,9 +21,7 @@ from ._weights import Weights
 class Entering:
     """The one way to a block's weights, in forward and in backward. Where micro-batches have threads, they change places here."""
 
-    def __init__(
-        self, core: Any, stages: Stages, weights: Weights, open_pass: OpenPass, changing: Changing, loss_factor: float, host_memory: int
-    ) -> None:
+    def __init__(self, core: Any, stages: Stages, weights: Weights, open_pass: OpenPass, changing: Changing, loss_factor: float, host_memory: int) -> None:
         """loss_factor: what the engine's share of a micro-batch in the loss is multiplied by. host_memory: the engine's budget in bytes; 0: no bound."""
         self._core = core
         self._blocks, self._uses, self._last = stages.blocks, stages.uses, stages.last

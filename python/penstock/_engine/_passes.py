@@ -29,9 +29,7 @@ class Passes:
     # Set by the engine: what a step computes, from its tokens and samples on all ranks; 0 where that is not known.
     flops_of: Callable[[int, int], float]
 
-    def __init__(
-        self, core: Any, model: nn.Module, stages: Stages, weights: Weights, open_pass: OpenPass, entering: Entering, backward: BackwardPass
-    ) -> None:
+    def __init__(self, core: Any, model: nn.Module, stages: Stages, weights: Weights, open_pass: OpenPass, entering: Entering, backward: BackwardPass) -> None:
         self._core = core
         self._stages = stages
         self._blocks, self._uses, self._last = stages.blocks, stages.uses, stages.last
@@ -41,7 +39,7 @@ class Passes:
         self._backward = backward
         self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in stages.blocks]
         self._structure = Structure(model)
-        #: Modules that can be told to compute their parts again, as the engine does it already.
+        #: Modules with transformers' switch for computing blocks again, which the engine does already.
         self.checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         #: Tokens and samples of the pass that was finished last, on all ranks.
         self.counts = (0, 0)
