@@ -52,6 +52,8 @@ class Entering:
                 baton.acquire()
                 driver.random.restore()  # type: ignore[union-attr]
                 driver.attributes.restore()  # type: ignore[union-attr]
+        if self._weights.streams is not None:
+            self._weights.streams.entered((backward, stage, driver.number))
         driver.loss_gradient = gradient * self._loss_factor
         for block, address in weights:
             self._weights.attach(block, address)
@@ -59,7 +61,7 @@ class Entering:
 
     def _core_enter(self, backward: bool, stage: int, number: int) -> Any:
         streams = self._weights.streams
-        return self._core.enter(backward, stage, number) if streams is None else self._core.enter(backward, stage, number, streams.entered())
+        return self._core.enter(backward, stage, number) if streams is None else self._core.enter(backward, stage, number, streams.here())
 
     def leave(
         self, number: int, block: int, gradients: Optional[List[Tuple[int, int, str]]], loss: Optional[float], held: Sequence[torch.Tensor] = ()
