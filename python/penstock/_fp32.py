@@ -27,7 +27,7 @@ from ._files import NewFile, commit_together, open_new, save_into, whole_file
 from ._small_files import exists, is_directory, make_directory, read_json
 
 # What checkpoints, DeepSpeed's and ours, are made of.
-_MOST_INDEX = 64 << 20  # bytes of an index, of 400,000 tensors
+_MOST_INDEX, _MOST_INDEXED = 64 << 20, 900_000  # bytes, and values with names, of an index: of 400,000 tensors
 _IS_READ = re.compile(r"(_states\.pt|/zero/.*\.pt|/penstock\.store|/parameters\.json)$")
 _SAFE_NAMES = {
     torch.float64: "F64",
@@ -238,7 +238,7 @@ def _write_torch(new: NewFile, weights: _Weights, names: Sequence[str]) -> None:
 # That the index of an older one names, as they are named here; none where it cannot be read.
 def _shards_of(index: str, base: str, ending: str) -> List[str]:
     try:
-        places = set(read_json(index, _MOST_INDEX)["weight_map"].values())
+        places = set(read_json(index, _MOST_INDEX, _MOST_INDEXED)["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     ours = re.compile(rf"{base}-\d+-of-\d+{re.escape(ending)}")

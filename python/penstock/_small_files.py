@@ -7,39 +7,65 @@ import errno
 import json
 import os
 import stat
-from typing import Any, List, Optional, Union
+from typing import Any, Optional, Union
 
 SMALL = 16 << 20
+#: Values and names of a text of JSON: each takes up to 150 bytes of memory and as little as two of the text. base/json.h has the same bound.
+VALUES = 400_000
 _PIECE = 1 << 20
 
 
-def read_text(path: Union[str, "os.PathLike[str]"], most: int = SMALL) -> str:
-    """The text of a regular file in UTF-8. OSError: it cannot be read, or is none. ValueError: longer than most bytes, or no UTF-8."""
+def open_regular(path: Union[str, "os.PathLike[str]"], flags: int) -> int:
+    """Opens a regular file, by a descriptor that the caller closes. flags: os.open's. OSError: it cannot be opened, or is none.
+
+    Never waits for another process, as a pipe's other end.
+    """
     name = os.fspath(path)
-    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
+        descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a pipe that nobody reads, a socket
+            raise
+        raise OSError(errno.EINVAL, "not a regular file", name) from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", name)
-        pieces: List[bytes] = []
-        left = most + 1 if status.st_size <= most else 0
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_bytes(path: Union[str, "os.PathLike[str]"], most: int = SMALL) -> bytes:
+    """What a regular file holds. OSError: it cannot be read, or is none. ValueError: longer than most bytes."""
+    name = os.fspath(path)
+    data = bytearray()
+    descriptor = open_regular(name, os.O_RDONLY)
+    try:
+        left = most + 1 if os.fstat(descriptor).st_size <= most else 0
         while left > 0:
             piece = os.read(descriptor, min(left, _PIECE))
             if not piece:
                 break
-            pieces.append(piece)
+            data += piece
             left -= len(piece)
     finally:
         os.close(descriptor)
     if left <= 0:
         raise ValueError(f"{name} is longer than the {most} bytes that a file of its kind may have: is it the right file?")
+    return bytes(data)
+
+
+def read_text(path: Union[str, "os.PathLike[str]"], most: int = SMALL) -> str:
+    """The text of a regular file in UTF-8: errors of read_bytes. ValueError: no UTF-8."""
     try:
         # As Python's open() has it: every kind of line end is "\n".
-        return b"".join(pieces).decode().replace("\r\n", "\n").replace("\r", "\n")
+        return read_bytes(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{os.fspath(path)} is no text in UTF-8: {error}") from error
 
 
 def exists(path: Union[str, "os.PathLike[str]"], follow: bool = True) -> bool:
@@ -95,8 +121,10 @@ def _mode(path: Union[str, "os.PathLike[str]"], follow: bool = True) -> Optional
         return None
 
 
-def parse_json(text: str, name: str) -> Any:
-    """The value that a text spells. ValueError, which begins with name: malformed, or nested too deep."""
+def parse_json(text: str, name: str, most: int = VALUES) -> Any:
+    """The value that a text spells. ValueError, which begins with name: malformed, nested too deep, or of more than so many values and names."""
+    if _may_have(text, most) and not _has_at_most(text, most):
+        raise ValueError(f"{name}: the JSON has more than the {most} values and names that one of its kind may have: is it the right one?")
     try:
         return json.loads(text)
     except RecursionError:
@@ -105,6 +133,30 @@ def parse_json(text: str, name: str) -> Any:
         raise ValueError(f"{name} is no JSON: {error}") from error
 
 
-def read_json(path: Union[str, "os.PathLike[str]"], most: int = SMALL) -> Any:
+def read_json(path: Union[str, "os.PathLike[str]"], most: int = SMALL, most_values: int = VALUES) -> Any:
     """The value in a file: errors of read_text and parse_json."""
-    return parse_json(read_text(path, most), os.fspath(path))
+    return parse_json(read_text(path, most), os.fspath(path), most_values)
+
+
+# Each begins a value or a name, but for the first of a text; within strings they mean nothing.
+_BEGIN = "[{,:"
+
+
+# Whether there may be more than most, where some of them may stand within strings.
+def _may_have(text: str, most: int) -> bool:
+    return sum(map(text.count, _BEGIN)) > most
+
+
+# Without memory for each: that is why it is looked at before it is parsed. Where the text is no JSON at all the parser says so.
+def _has_at_most(text: str, most: int) -> bool:
+    plain = text.replace("\\\\", "").replace('\\"', "")  # every quotation mark that is left begins a string or ends one
+    if plain.count('"') > 2 * (most + 1):
+        return False
+    left, at = most, 0
+    while left >= 0:
+        begin = plain.find('"', at)
+        left -= sum(plain.count(each, at, len(plain) if begin < 0 else begin) for each in _BEGIN)
+        at = plain.find('"', begin + 1) + 1
+        if begin < 0 or at == 0:
+            return left >= 0
+    return False

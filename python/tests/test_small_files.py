@@ -2,10 +2,11 @@
 
 import json
 import os
+import tracemalloc
 
 import pytest
 
-from penstock._small_files import SMALL, exists, is_directory, is_regular_file, parse_json, read_json, read_text
+from penstock._small_files import SMALL, VALUES, exists, is_directory, is_regular_file, parse_json, read_json, read_text
 
 
 def test_a_file_is_read_as_it_is(tmp_path):
@@ -61,3 +62,46 @@ def test_what_cannot_be_looked_at_is_no_absence(tmp_path):
     for look in (exists, is_directory, is_regular_file):
         with pytest.raises(OSError, match="symbolic links"):
             look(tmp_path / "loop")
+
+
+def test_text_of_many_small_values_is_refused_before_it_takes_memory(tmp_path):
+    """Each takes up to 150 bytes, and two of the text: 16 MiB of them would be a gigabyte."""
+    path = tmp_path / "config.json"
+    for value in ("[]", "{}", '{"a":1}', '["a"]', "[[]]", '""', "300", '{"a":{}}'):
+        path.write_text("[" + (value + ",") * (SMALL // (len(value) + 1) - 1) + "0]")
+        refused, least = peak_of(path)
+        assert "more than the 400000 values and names that one of its kind may have" in refused and "\n" not in refused
+        assert least < 40 << 20, (value, least)  # the text, twice while it is read
+        # And the most that is accepted.
+        count = VALUES // sum(map((value + ",").count, "[{,:")) - 2
+        path.write_text("[" + (value + ",") * count + "0]")
+        refused, least = peak_of(path)
+        assert refused == "" and least < 64 << 20, (value, least)
+
+
+def test_what_stands_within_strings_is_no_value(tmp_path):
+    """A chat template has thousands of commas, and is one value."""
+    text = json.dumps({"chat_template": '{"[\\",:' * VALUES, "list": list(range(VALUES - 5))})
+    assert len(parse_json(text, "x")["list"]) == VALUES - 5
+    with pytest.raises(ValueError, match="^x: the JSON has more than the 400000 values"):
+        parse_json(json.dumps({"chat_template": '{"[\\",:' * VALUES, "list": list(range(VALUES + 5))}), "x")
+    assert parse_json("[1, 2, 3]", "x", 3) == [1, 2, 3]
+    with pytest.raises(ValueError, match="more than the 2 values"):
+        parse_json("[1, 2, 3]", "x", 2)
+    for broken in ('"' * 100, '"a' * 100, '",' * 100, '["' + "," * 100, "\\" * 101 + '"' + "," * 100):
+        with pytest.raises(ValueError, match="^x( is no JSON|: the JSON has more than)"):
+            parse_json(broken, "x", 10)
+
+
+def peak_of(path):
+    """What read_json says of the file, and the most bytes that it took meanwhile."""
+    tracemalloc.start()
+    try:
+        read_json(path)
+        told = ""
+    except ValueError as error:
+        told = str(error)
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return told, peak

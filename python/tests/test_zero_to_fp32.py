@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import tracemalloc
 
 import pytest
 
@@ -217,6 +218,19 @@ def test_of_two_conversions_into_one_directory_at_once_the_later_one_stands_alon
     assert sorted(os.listdir(tmp_path / "out")) == sorted(map(os.path.basename, written))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) >= set(expected) and {*index["weight_map"].values()} == {os.path.basename(path) for path in written[:-1]}
+
+
+def test_an_index_is_read_as_far_as_real_ones_go(tmp_path):
+    """Of 400,000 tensors; one of 16 MiB of brackets is none, and takes no memory."""
+    index, shard = tmp_path / "model.safetensors.index.json", "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {f"layers.{number}.weight": shard for number in range(400_000)}}))
+    assert penstock._fp32._shards_of(str(index), "model", ".safetensors") == [str(tmp_path / shard)]
+    index.write_text('{"weight_map": {"a": "%s"}, "b": [%s0]}' % (shard, "{}," * 5_000_000))
+    tracemalloc.start()
+    assert penstock._fp32._shards_of(str(index), "model", ".safetensors") == []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
 
 
 def test_a_checkpoint_is_not_written_over(tmp_path):

@@ -17,6 +17,7 @@ from ._json import encode
 FILE = "parameters.json"
 _MOST_BUFFERS = 16 << 20  # bytes, of all together
 _MOST_BYTES = 64 << 20  # of the file: the buffers in base64, and the names of 100,000 parameters
+_MOST_VALUES = 1_200_000  # of these, with their shapes and places
 
 
 def describe(
@@ -62,7 +63,7 @@ def read(directory: str, identity: Mapping[str, Any]) -> Optional[Dict[str, Any]
     """What was written for that very model; None: nothing was. ValueError: the file is damaged."""
     path = os.path.join(directory, FILE)
     try:
-        described = read_json(path, _MOST_BYTES)
+        described = read_json(path, _MOST_BYTES, _MOST_VALUES)
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -95,7 +95,7 @@ def read(body: bytes, chat: bool, served: str, context: int, most_texts: int, vo
     if body.count(b",") > most:
         raise Refused(413, f"the body has more than {most} values or commas: send fewer texts at once")
     try:
-        given = parse_json(body.decode(), "the body")
+        given = parse_json(body.decode(), "the body", 2 * most)  # of a mapping each comma has a name before it
     except ValueError as error:
         raise Refused(400, str(error)) from None
     if not isinstance(given, dict):
