@@ -193,11 +193,13 @@ class NewFile:
     """A new file in the directory of ``path``, open for writing as ``descriptor``. It has no name until it is committed where the file
     system can do that, so that a kill leaves nothing; elsewhere a random one. Links are not followed: one at ``path`` is itself replaced,
     and the mode of a regular file there is handed on. Without ``commit`` or ``commit_together``, ``discard`` leaves ``path`` as it was.
+    OSError: it cannot be made, or what is at ``path`` is a directory, a device, a pipe or a socket, whose place no file takes.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._name: Optional[str] = None
+        mode = self._mode_there()
         try:
             self.descriptor = os.open(os.path.dirname(path) or ".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
             self._is_ours()
@@ -206,15 +208,24 @@ class NewFile:
                 error.filename = path
                 raise
             self._create()
+        if mode is not None:
+            try:
+                os.fchmod(self.descriptor, mode)
+            except BaseException:
+                self.discard()
+                raise
+
+    # That the new file gets; None: its own.
+    def _mode_there(self) -> Optional[int]:
         try:
-            mode = os.lstat(path).st_mode
-            if stat.S_ISREG(mode):
-                os.fchmod(self.descriptor, stat.S_IMODE(mode))
+            mode = os.lstat(self.path).st_mode
         except FileNotFoundError:
-            pass
-        except BaseException:
-            self.discard()
-            raise
+            return None
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise OSError(errno.EINVAL, "it is no regular file, and a new one would take its place: remove it, or give another name", self.path)
+        return stat.S_IMODE(mode) if stat.S_ISREG(mode) else None
 
     # Where there are no files without a name.
     def _create(self) -> None:

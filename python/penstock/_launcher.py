@@ -191,7 +191,7 @@ def _end(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 def launch(arguments: Sequence[str]) -> int:
     """Runs the command. Returns its exit status: 0, that of the first rank that failed, 128 + N for a signal, 2 for wrong options."""
-    from ._small_files import make_directory
+    from ._small_files import make_directory, open_regular
 
     given = _parser().parse_args(list(arguments))
     logs = None if given.enable_each_rank_log == "None" else given.enable_each_rank_log
@@ -214,7 +214,8 @@ def launch(arguments: Sequence[str]) -> int:
     processes: List["subprocess.Popen[bytes]"] = []
     try:
         for rank in range(len(gpus)):
-            output = open(os.path.join(logs, f"rank_{rank}.log"), "wb") if logs is not None else None
+            log = os.path.join(logs, f"rank_{rank}.log") if logs is not None else None
+            output = os.fdopen(open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") if log is not None else None
             try:
                 processes.append(subprocess.Popen(_command(given, rank), env=_environment(given, gpus, rank), stdout=output, stderr=output))
             finally:

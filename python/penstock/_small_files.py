@@ -18,7 +18,7 @@ _PIECE = 1 << 20
 def open_regular(path: Union[str, "os.PathLike[str]"], flags: int) -> int:
     """Opens a regular file, by a descriptor that the caller closes. flags: os.open's. OSError: it cannot be opened, or is none.
 
-    Never waits for another process, as a pipe's other end.
+    Never waits for another process, as it would for a pipe's other end.
     """
     name = os.fspath(path)
     try:
@@ -33,6 +33,7 @@ def open_regular(path: Union[str, "os.PathLike[str]"], flags: int) -> int:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, "not a regular file", name)
+        os.set_blocking(descriptor, True)  # for who inherits it
     except BaseException:
         os.close(descriptor)
         raise
@@ -105,9 +106,11 @@ def make_directory(path: Union[str, "os.PathLike[str]"], what: str) -> None:
 
 
 def check_output(path: Union[str, "os.PathLike[str]"], what: str) -> None:
-    """OSError: no file can be written at the path, which is a directory, or whose directory is not there."""
+    """OSError: no file can be written at the path, which is a directory, a device, a pipe or a socket, or whose directory is not there."""
     if is_directory(path):
         raise IsADirectoryError(errno.EISDIR, f"{what} is a directory: give a file", os.fspath(path))
+    if exists(path) and not is_regular_file(path):
+        raise OSError(errno.EINVAL, f"{what} is no regular file: give another name", os.fspath(path))
     parent = os.path.dirname(os.path.abspath(path))
     check_directory(parent, f"{what}: what it is to be in")
     if not exists(parent):

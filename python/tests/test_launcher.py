@@ -57,6 +57,10 @@ def test_a_module_and_a_program_are_started_as_they_are(tmp_path):
     ran = run(tmp_path, "--no_python", "--num_gpus", 2, "--enable_each_rank_log", logs, "/bin/echo", "hello")
     assert ran.returncode == 0 and ran.stdout == "", ran.stderr
     assert [(logs / f"rank_{rank}.log").read_text() for rank in range(2)] == [f"--local_rank={rank} hello\n" for rank in range(2)]
+    (logs / "rank_1.log").unlink()
+    os.mkfifo(logs / "rank_1.log")
+    ran = run(tmp_path, "--no_python", "--num_gpus", 2, "--enable_each_rank_log", logs, "/bin/echo", "hello")
+    assert ran.returncode == 2 and "not a regular file" in ran.stderr and "rank_1.log" in ran.stderr and len(ran.stderr.splitlines()) == 1
 
 
 def test_a_rank_that_fails_ends_the_others_and_is_the_commands_status(tmp_path):

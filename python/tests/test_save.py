@@ -163,6 +163,18 @@ def test_what_is_no_regular_file_is_not_replaced(directory):
     assert stat.S_ISFIFO(os.stat(directory / "pipe").st_mode) and os.listdir(directory) == ["pipe"]
 
 
+def test_no_writer_of_whole_files_takes_the_place_of_a_pipe(directory, never_waits):
+    os.mkfifo(directory / "pipe")
+    (directory / "below").mkdir()
+    with pytest.raises(OSError, match="no regular file"):
+        with _files.whole_file(str(directory / "pipe")):
+            pass
+    with pytest.raises(IsADirectoryError):
+        with _files.whole_file(str(directory / "below")):
+            pass
+    assert stat.S_ISFIFO(os.stat(directory / "pipe").st_mode) and sorted(os.listdir(directory)) == ["below", "pipe"]
+
+
 def test_a_small_file_needs_no_more_room_than_it_has(directory, in_child):
     text = """
         import resource, sys

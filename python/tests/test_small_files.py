@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from penstock._small_files import SMALL, VALUES, exists, is_directory, is_regular_file, parse_json, read_json, read_text
+from penstock._small_files import SMALL, VALUES, exists, is_directory, is_regular_file, open_regular, parse_json, read_bytes, read_json, read_text
 
 
 def test_a_file_is_read_as_it_is(tmp_path):
@@ -34,6 +34,27 @@ def test_special_files_and_long_ones_are_refused_without_being_read(tmp_path):
     os.truncate(path, 1 << 40)
     with pytest.raises(ValueError, match=f"config.json is longer than the {SMALL} bytes"):
         read_text(path)
+
+
+def test_no_file_is_opened_for_writing_that_is_none(tmp_path, never_waits):
+    pipe, file = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    reader = None
+    for _ in range(2):
+        for flags in (os.O_WRONLY | os.O_CREAT | os.O_TRUNC, os.O_WRONLY | os.O_CREAT | os.O_APPEND, os.O_RDONLY):
+            with pytest.raises(OSError, match="not a regular file") as refused:
+                open_regular(pipe, flags)
+            assert refused.value.filename == str(pipe)
+        reader = reader or os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # and one that somebody reads
+    os.close(reader)
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path, os.O_RDONLY)
+    for text in (b"first", b"second"):
+        descriptor = open_regular(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        assert os.get_blocking(descriptor)
+        os.write(descriptor, text)
+        os.close(descriptor)
+    assert read_bytes(file) == b"firstsecond"
 
 
 def test_nested_and_malformed_text_is_an_error_in_a_line(tmp_path):

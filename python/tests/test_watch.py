@@ -375,6 +375,21 @@ def test_who_looks_on_and_fails_costs_no_step(tmp_path, monkeypatch):
     assert len(lines(tmp_path)) - 1 == 5  # each step once
 
 
+def test_a_profile_waits_for_nobody(tmp_path, capsys, never_waits):
+    """A pipe in the place of its file is refused at the call; one that is put there later costs no step, and the profile is on stderr."""
+    pytest.importorskip("torch.utils.flop_counter")
+    path = tmp_path / "profile"
+    config = {"train_micro_batch_size_per_gpu": 4, "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(path)}}
+    engine = make(net(), tmp_path / "run", config=config)
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="flops_profiler.output_file is no regular file"):
+        make(net(), tmp_path / "other", config=config)
+    with pytest.warns(UserWarning, match="flops_profiler: .*not a regular file"):
+        run(engine, batches(1))
+    engine.close()
+    assert "flops_profiler: step 1: " in capsys.readouterr().err
+
+
 def test_the_breakdown_of_each_step(tmp_path, capfd):
     config = {"train_micro_batch_size_per_gpu": 4, "wall_clock_breakdown": True}
     with make(net(), tmp_path, config=config) as engine:

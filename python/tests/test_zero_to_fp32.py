@@ -233,6 +233,25 @@ def test_an_index_is_read_as_far_as_real_ones_go(tmp_path):
     assert peak < 64 << 20
 
 
+def test_the_script_beside_checkpoints_is_put_there_whole_and_waits_for_nobody(tmp_path, never_waits):
+    path = tmp_path / penstock._fp32.SCRIPT
+    penstock._fp32.place_script(tmp_path)
+    right, mode = path.read_bytes(), path.stat().st_mode
+    assert mode & 0o777 == 0o755
+    for other in (b"", b"another", right + b"more"):
+        path.write_bytes(other)
+        penstock._fp32.place_script(tmp_path)
+        assert path.read_bytes() == right and path.stat().st_mode == mode
+    before = path.stat().st_ino
+    penstock._fp32.place_script(tmp_path)
+    assert path.stat().st_ino == before, "a right one is written anew"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="no regular file") as refused:
+        penstock._fp32.place_script(tmp_path)
+    assert refused.value.filename == str(path) and os.listdir(tmp_path) == [path.name]
+
+
 def test_a_checkpoint_is_not_written_over(tmp_path):
     with make(net(), tmp_path / "run") as engine:
         step(engine, batches(1)[0])

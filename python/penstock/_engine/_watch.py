@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -13,6 +14,7 @@ from typing import Any, Deque, Dict, List, Optional, Sequence
 import torch
 
 from .. import _core
+from .._small_files import open_regular
 from ._progress import Progress, count
 from ._ranks import Alone
 from ._settings import DTYPES, Settings
@@ -159,7 +161,7 @@ class Watch:
         )
         try:
             if wanted["output_file"]:
-                with open(wanted["output_file"], "a", encoding="utf-8") as file:
+                with os.fdopen(open_regular(wanted["output_file"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
                     file.write(text)
                 return
         except OSError as error:
