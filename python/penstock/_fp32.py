@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -90,10 +90,11 @@ class _OfPenstock(_Weights):
     def __init__(self, directories: List[str]) -> None:
         super().__init__()
         self._core = _core.StateMasters(directories)
-        path, model = self._core.path, json.loads(self._core.identity).get("model", {})
-        if model.get("architecture") != "driven":
+        path, identity = self._core.path, json.loads(self._core.identity)
+        model = identity.get("model")
+        if not isinstance(model, dict) or model.get("architecture") != "driven":
             raise ValueError(f"{path} is a run of `penstock train`: `penstock export`, of a penstock that is built from source, writes its weights")
-        described = next((found for found in (_parameters.read(directory, model) for directory in (path, *directories)) if found), None)
+        described = next((found for found in (_parameters.read(directory, identity) for directory in (path, *directories)) if found), None)
         if described is None:
             raise ValueError(
                 f"{path} has no {_parameters.FILE} that names its parameters, as an older Penstock wrote it: load it "
@@ -103,10 +104,10 @@ class _OfPenstock(_Weights):
         self.kinds = {name: (shape, torch.float32) for name, shape, _, _, _ in described["parameters"]}
         self.frozen = [name for name, _, _, _, trains in described["parameters"] if not trains]
         self.tied = described["tied"]
-        step = decode((json.loads(self._core.payload) or {}).get("step")) or {}
+        step, changed = self._step(path, self._places)
         if step.get("partly_written"):
             raise RuntimeError(f"{path} holds values of two states: its process ended within load_state_dict. Take a checkpoint of before")
-        self._buffers = {**decode(described["buffers"]), **step.get("buffers", {})}
+        self._buffers = {**described["buffers"], **changed}
         self._buffers = {name: value.float() if value.is_floating_point() else value for name, value in self._buffers.items()}
         self.kinds.update({name: (list(value.shape), value.dtype) for name, value in self._buffers.items()})
         told = [f"{name} is too large" for name in described["large_buffers"]]
@@ -115,9 +116,20 @@ class _OfPenstock(_Weights):
         if told:
             warnings.warn(f"{path}: of its buffers {', '.join(told)}: model.state_dict() has all of them", stacklevel=5)
 
+    # What the last commit says of its step, and the buffers that training had changed.
+    def _step(self, path: str, parameters: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[str, torch.Tensor]]:
+        payload = json.loads(self._core.payload)
+        try:
+            step = decode(payload.get("step") if isinstance(payload, dict) else None) or {}
+            if not isinstance(step, dict):
+                raise ValueError("its step is no mapping")
+            return step, _parameters.buffers_of(step.get("buffers", {}), parameters)
+        except ValueError as error:
+            raise ValueError(f"{path}: the record of its last commit is none of Penstock's: {error}: take another checkpoint, with tag=") from None
+
     def read(self, name: str) -> torch.Tensor:
         if name in self._buffers:
-            return self._buffers[name]  # type: ignore[no-any-return]
+            return self._buffers[name]
         value = torch.empty(self.kinds[name][0], dtype=torch.float32)
         block, offset = self._places[name]
         self._core.read(block, offset, value.numel(), value.data_ptr())

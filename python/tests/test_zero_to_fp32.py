@@ -21,6 +21,8 @@ from deepspeed.utils.zero_to_fp32 import (  # noqa: E402
 )
 from engine_models import batches, make, net, step  # noqa: E402
 from penstock import _programs  # noqa: E402
+from penstock._engine import _parameters  # noqa: E402
+from penstock._engine._json import decode, encode  # noqa: E402
 from torch import nn  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -294,7 +296,9 @@ def test_what_is_no_checkpoint_names_the_way_out(tmp_path):
     with pytest.raises(ValueError, match="parameters.json is damaged"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")
     # Of a run that was there before.
-    named.write_text(text.replace('"fingerprint": "', '"fingerprint": "0'))
+    described = without_digest(text)
+    described["model"]["fingerprint"] += "0"
+    named.write_text(_parameters.text_of(described))
     with pytest.raises(ValueError, match=r"no parameters.json that names its parameters.*model.state_dict\(\)"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")
     named.unlink()
@@ -304,6 +308,127 @@ def test_what_is_no_checkpoint_names_the_way_out(tmp_path):
         engine.load_checkpoint(tmp_path / "kept")
         step(engine, batches(1)[0])
         assert engine.global_steps == 2
+
+
+def without_digest(text):
+    """What parameters.json says, as an older Penstock wrote it."""
+    described = json.loads(text)
+    assert len(described.pop("sha256")) == 64
+    return described
+
+
+def kept_with_all(tmp_path):
+    """A checkpoint with a frozen layer, a tied name and buffers, and its parameters.json."""
+    torch.manual_seed(0)
+    model = Normed()
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+    with make(model, tmp_path / "run", optimizer=optimizer) as engine:
+        step(engine, normed_batch(0))
+        path = engine.save_checkpoint(tmp_path / "kept")
+    return os.path.join(path, "parameters.json")
+
+
+def test_no_changed_digit_of_the_description_shifts_a_weight(tmp_path):
+    """Blocks, places, shapes and buffers stand there as digits of a text: each other one of them is another text of JSON."""
+    path = kept_with_all(tmp_path)
+    with open(path, encoding="ascii") as file:
+        text = file.read()
+    assert get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")
+    digits = [at for at, character in enumerate(text) if character.isdigit() or character in "AQgw"]
+    assert len(digits) > 100
+    for at in digits:
+        other = text[:at] + ("1" if text[at] != "1" else "2") + text[at + 1 :]
+        with open(path, "w", encoding="ascii") as file:
+            file.write(other)
+        with pytest.raises(ValueError, match="parameters.json is damaged: .*: load the checkpoint itself") as refused:
+            get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")
+        assert "\n" not in str(refused.value)
+    with make(net(), tmp_path / "second") as engine:
+        with pytest.raises(ValueError, match="parameters.json is damaged"):
+            engine.load_checkpoint(tmp_path / "kept", load_module_only=True)
+
+
+def places_of(described):
+    return {each[0]: each for each in described["parameters"]}
+
+
+WRONG = {
+    "shifted": lambda d: places_of(d)["last.bias"].__setitem__(3, places_of(d)["last.bias"][3] + 1),
+    "over another": lambda d: places_of(d)["last.bias"].__setitem__(3, 0),
+    "behind the end": lambda d: places_of(d)["last.bias"].__setitem__(3, 1 << 40),
+    "below 0": lambda d: places_of(d)["last.weight"].__setitem__(3, -64),
+    "a larger shape": lambda d: places_of(d)["last.weight"][1].append(3),
+    "a smaller shape": lambda d: places_of(d)["first.weight"].__setitem__(1, []) or places_of(d)["first.bias"].__setitem__(3, 128),
+    "a shape that is none": lambda d: places_of(d)["last.weight"].__setitem__(1, "many"),
+    "sizes without end": lambda d: places_of(d)["last.weight"].__setitem__(1, [1 << 60] * 1000),
+    "another block": lambda d: places_of(d)["last.weight"].__setitem__(2, 0),
+    "no block": lambda d: places_of(d)["last.weight"].__setitem__(2, 99),
+    "no number": lambda d: places_of(d)["last.weight"].__setitem__(2, True),
+    "one less": lambda d: d["parameters"].remove(places_of(d)["norm.weight"]),
+    "one twice": lambda d: d["parameters"].append(d["parameters"][0]),
+    "a name that is none": lambda d: d["parameters"][0].__setitem__(0, ["x"]),
+    "trains perhaps": lambda d: d["parameters"][0].__setitem__(4, 1),
+    "no parameter": lambda d: d["parameters"].__setitem__(0, {"name": "x"}),
+    "parameters by name": lambda d: d.update(parameters=places_of(d)),
+    "no parameters": lambda d: d.pop("parameters"),
+    "an empty list of them": lambda d: d["parameters"].clear(),
+    "no buffers": lambda d: d.pop("buffers"),
+    "buffers in a list": lambda d: d.update(buffers=[]),
+    "a buffer of a parameter's name": lambda d: d["buffers"].update({"last.bias": d["buffers"]["scale"]}),
+    "a buffer that is no tensor": lambda d: d["buffers"].update(scale=1.0),
+    "a buffer of another type": lambda d: d["buffers"]["scale"].update(dtype="save"),
+    "a buffer of another shape": lambda d: d["buffers"]["scale"].update(shape=[1000]),
+    "a buffer without bytes": lambda d: d["buffers"]["scale"].pop("value"),
+    "a buffer with odd bytes": lambda d: d["buffers"]["scale"].update(value="AAA!AAAA"),
+    "another tag": lambda d: d["buffers"]["scale"].update(__penstock__="pickle"),
+    "a tag that is a list": lambda d: d["buffers"]["scale"].update(__penstock__=[]),
+    "tied in a list": lambda d: d.update(tied=["x"]),
+    "tied to nothing": lambda d: d.update(tied={"x": "nothing"}),
+    "tied to a list": lambda d: d.update(tied={"x": []}),
+    "a large buffer that is no name": lambda d: d.update(large_buffers=[3]),
+    "another key": lambda d: d.update({"sha257": "0"}),
+    "a digest that is none": lambda d: d.update({"sha256": "0"}),
+}
+
+
+def test_a_description_without_a_digest_is_of_this_state_or_refused(tmp_path, capsys):
+    """As an older Penstock wrote it: what it says is looked at all the same."""
+    path = kept_with_all(tmp_path)
+    expected = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")
+    with open(path, encoding="ascii") as file:
+        text = file.read()
+    for name, change in {"as it was": lambda d: None, **WRONG}.items():
+        described = without_digest(text)
+        change(described)
+        with open(path, "w", encoding="ascii") as file:
+            json.dump(described, file)
+        if name == "as it was":
+            found = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")
+            assert set(found) == set(expected) and all(torch.equal(found[each], expected[each]) for each in found)
+            continue
+        with pytest.raises(ValueError, match="parameters.json is damaged: .*: load the checkpoint itself") as refused:
+            pytest.fail(f"{name}: {get_fp32_state_dict_from_zero_checkpoint(tmp_path / 'kept')}")
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000, name
+        with pytest.raises(SystemExit) as ended:
+            penstock._fp32.main([str(tmp_path / "kept"), str(tmp_path / "out")])
+        assert str(ended.value.code).startswith("zero_to_fp32.py: ") and not (tmp_path / "out").exists(), name
+
+
+def test_values_that_encode_does_not_return_are_a_line():
+    for right in ({"a": (1, float("inf"))}, {1: [None, True]}, torch.ones(2, 3), torch.empty(0), torch.ones((), dtype=torch.bool)):
+        again = decode(json.loads(json.dumps(encode(right))))
+        assert torch.equal(again, right) and again.dtype == right.dtype if isinstance(right, torch.Tensor) else again == right
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    tensor = encode(torch.ones(2))
+    for wrong in (
+        {"__penstock__": "tuple"}, {"__penstock__": "float", "value": []}, {"__penstock__": "dict", "value": [1]}, {"__penstock__": "dict", "value": [[[], 1]]},
+        {"__penstock__": "x", "value": []}, {"__penstock__": 1}, {**tensor, "dtype": "qint8"}, {**tensor, "dtype": 3}, {**tensor, "shape": [-2]}, nested,
+    ):  # fmt: skip
+        with pytest.raises(ValueError) as refused:
+            decode(wrong)
+        assert "\n" not in str(refused.value)
 
 
 def test_a_checkpoint_that_was_about_to_be_replaced(tmp_path):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import math
+import reprlib
 from collections import Counter
 from typing import Any
 
 import torch
 
 _TAG = "__penstock__"
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = 120
 
 
 def encode(value: Any) -> Any:
@@ -40,22 +43,55 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What encode was given."""
+    """What encode was given. ValueError: it is nothing that encode returns."""
+    try:
+        return _decoded(value)
+    except (KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"a value is not as it was written ({type(error).__name__})") from None
+
+
+def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [_decoded(each) for each in value]
     if not isinstance(value, dict):
         return value
     kind = value.get(_TAG)
     if kind is None:
-        return {key: decode(each) for key, each in value.items()}
+        return {key: _decoded(each) for key, each in value.items()}
     if kind == "float":
         return float(value["value"])
     if kind == "tuple":
-        return tuple(decode(each) for each in value["value"])
+        return tuple(_decoded(each) for each in value["value"])
     if kind == "tensor":
-        data = bytearray(base64.b64decode(value["value"]))
-        dtype = getattr(torch, value["dtype"])
-        flat = torch.frombuffer(data, dtype=torch.uint8).clone().view(dtype) if data else torch.empty(0, dtype=dtype)
-        return flat.view(value["shape"])
-    pairs = [(decode(key), decode(each)) for key, each in value["value"]]
+        return _tensor_of(value)
+    if kind not in ("dict", "counter"):
+        raise ValueError(f"a value has the kind {in_brief(kind)}, which is none")
+    pairs = [(_decoded(key), _decoded(each)) for key, each in value["value"]]
     return Counter(dict(pairs)) if kind == "counter" else dict(pairs)
+
+
+def _tensor_of(value: Any) -> torch.Tensor:
+    data = bytearray(base64.b64decode(value["value"], validate=True))
+    name, shape = value["dtype"], value["shape"]
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype) or not is_shape(shape):
+        raise ValueError(f"a tensor has the type {name} and the shape {shape}")
+    if math.prod(shape) * torch.empty(0, dtype=dtype).element_size() != len(data):
+        raise ValueError(f"a tensor of the type {name} and the shape {shape} has {len(data)} bytes")
+    flat = torch.frombuffer(data, dtype=torch.uint8).clone().view(dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.view(shape)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a whole number from 0 on, as places and sizes are."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def is_shape(value: Any) -> bool:
+    """Whether it is a tensor's, as JSON has it."""
+    return isinstance(value, list) and len(value) <= 64 and all(map(is_number, value))
+
+
+def in_brief(value: Any) -> str:
+    """A value of a file for an error's line, whatever a stranger has put there."""
+    return _BRIEF.repr(value)

@@ -100,7 +100,7 @@ class Saving:
     def _begin_checkpoint(self, parent: str, tag: str, latest: bool, replaces_others: bool) -> str:
         name = _STEP % self._record.steps
         old, aside = os.path.join(parent, name), os.path.join(parent, checkpoint_names.REPLACED % name)
-        description = json.dumps(_parameters.with_buffers(self._run.layout, self._run.buffers), allow_nan=False)
+        description = _parameters.text_of(_parameters.with_buffers(self._run.layout, self._run.buffers))
 
         def begin() -> None:
             # From here on what has its name is this engine's, however the copy ends.
