@@ -86,6 +86,12 @@ def is_regular_file(path: Union[str, "os.PathLike[str]"]) -> bool:
     return mode is not None and stat.S_ISREG(mode)
 
 
+def is_link(path: Union[str, "os.PathLike[str]"]) -> bool:
+    """Whether a path names a symbolic link. OSError as for exists."""
+    mode = _mode(path, follow=False)
+    return mode is not None and stat.S_ISLNK(mode)
+
+
 def check_directory(path: Union[str, "os.PathLike[str]"], what: str) -> None:
     """NotADirectoryError: what the path names, or would have to be made in, is no directory. OSError as for exists."""
     at = os.path.abspath(path)

@@ -36,13 +36,22 @@ def _hand_on_accelerates_paths() -> None:
     accelerate.utils.prepare_deepspeed_cmd_env = prepare_with_paths
 
 
+def _is_there(script: str) -> bool:
+    from ._small_files import exists
+
+    try:
+        return exists(script)
+    except (OSError, ValueError) as error:
+        sys.exit(f"penstock.run: {error}")
+
+
 def main() -> None:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         forms = ("SCRIPT [ARGUMENTS]", "-m MODULE [ARGUMENTS]", "deepspeed [OPTIONS] SCRIPT [ARGUMENTS]")
         print("usage: " + "\n       ".join(f"python -m penstock.run {form}" for form in forms) + "\n\n" + (__doc__ or ""))
         sys.exit(0 if arguments else 2)
-    if arguments[0] == "deepspeed" and not os.path.exists(arguments[0]):
+    if arguments[0] == "deepspeed" and not _is_there(arguments[0]):
         from ._launcher import launch
 
         sys.exit(launch(arguments[1:]))
@@ -61,7 +70,7 @@ def main() -> None:
             _hand_on_accelerates_paths()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
-    if not os.path.exists(arguments[0]):
+    if not _is_there(arguments[0]):
         sys.exit(f"penstock.run: no script {arguments[0]}")
     sys.argv = arguments
     sys.path.insert(1, os.path.dirname(os.path.abspath(arguments[0])))

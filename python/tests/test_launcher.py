@@ -185,3 +185,10 @@ def test_the_wheels_command_is_deepspeeds_where_that_is_installed(tmp_path, inst
     start = [sys.executable, "-c", program, "--num_gpus", "1", "script.py"]
     ran = subprocess.run(start, env=dict(os.environ, OUT=str(tmp_path)), capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, "its own\n" if installed else "script.py\n"), ran.stderr
+
+
+def test_a_script_that_cannot_be_looked_at_is_no_absent_one(tmp_path):
+    (tmp_path / "loop.py").symlink_to("loop.py")
+    for name, told in (("none.py", "no script none.py"), ("loop.py", "symbolic links: 'loop.py'")):
+        ran = subprocess.run([sys.executable, "-m", "penstock.run", name], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 1 and told in ran.stderr and len(ran.stderr.splitlines()) == 1, ran.stderr

@@ -6,7 +6,7 @@ import tracemalloc
 
 import pytest
 
-from penstock._small_files import SMALL, VALUES, exists, is_directory, is_regular_file, open_regular, parse_json, read_bytes, read_json, read_text
+from penstock._small_files import SMALL, VALUES, exists, is_directory, is_link, is_regular_file, open_regular, parse_json, read_bytes, read_json, read_text
 
 
 def test_a_file_is_read_as_it_is(tmp_path):
@@ -80,6 +80,7 @@ def test_what_cannot_be_looked_at_is_no_absence(tmp_path):
     assert exists(tmp_path / "gone", follow=False)
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert not os.path.exists(tmp_path / "loop")
+    assert is_link(tmp_path / "loop") and is_link(tmp_path / "gone") and not is_link(tmp_path / "file") and not is_link(tmp_path / "none")
     for look in (exists, is_directory, is_regular_file):
         with pytest.raises(OSError, match="symbolic links"):
             look(tmp_path / "loop")

@@ -17,6 +17,7 @@ from torch import nn
 from .. import _core
 from .._buffers import whole_number
 from .._files import write_text
+from .._small_files import exists
 from ._blocks import Block, find_blocks
 from ._handed_over import check_types, described_blocks, described_stages, options_of, resident_bytes
 from ._device import choose_devices, tell_of_unused_settings
@@ -215,7 +216,7 @@ def _of_transformers(given: Any) -> Tuple[nn.Module, str]:
         given = transformers.AutoConfig.for_model(**described)
     elif isinstance(given, (str, os.PathLike)):
         title = os.fspath(given)
-        given = transformers.AutoConfig.from_pretrained(title, local_files_only=os.path.exists(title))
+        given = transformers.AutoConfig.from_pretrained(title, local_files_only=exists(title))
     with torch.device("meta") if hasattr(torch, "get_default_device") else _initialized_nowhere():
         model = transformers.AutoModelForCausalLM.from_config(given)
     return model, title or type(model).__name__

@@ -11,7 +11,7 @@ from typing import Any, List, Mapping, Optional, Set
 
 from .. import _core
 from .._buffers import truth
-from .._small_files import exists
+from .._small_files import exists, is_link
 from . import _checkpoint_names as checkpoint_names
 from . import _parameters
 from ._checkpoint_copy import CheckpointCopy
@@ -79,7 +79,7 @@ class Saving:
         if own or not checkpoint_names.is_tag(tag):
             raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot, that no other checkpoint has or will have")
         link = os.path.join(save_dir, tag)
-        if exists(link, follow=False) and not os.path.islink(link) and tag != _STEP % self._record.steps:
+        if exists(link, follow=False) and not is_link(link) and tag != _STEP % self._record.steps:
             raise FileExistsError(errno.EEXIST, "something else than a checkpoint's tag has this name", link)
 
     # What a kill has left of a replacement is whole, and this engine may put its own in its place if the run is the same.
