@@ -18,6 +18,7 @@ import socket
 import stat
 import sys
 import time
+import warnings
 import weakref
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union, cast
 
@@ -62,13 +63,19 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """torch.distributed's process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; over Gloo, whatever is asked for."""
+    """torch.distributed's process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, where there is none yet.
+
+    timeout: of its operations, a datetime.timedelta. dist_init_required: False makes none. dist_backend changes nothing, the group is
+    Gloo's; nor do auto_mpi_discovery and distributed_port, which are for processes that mpirun starts, config and verbose. init_method,
+    rank and world_size are refused.
+    """
     if init_method is not None or rank != -1 or world_size != -1:
         raise NotImplementedError(
             "init_method, rank and world_size are not served: torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or call "
             "torch.distributed.init_process_group yourself before"
         )
-    make_group()
+    if dist_init_required is None or truth(dist_init_required, "dist_init_required"):
+        make_group(timeout)
 
 
 def world_group() -> Any:
@@ -231,7 +238,7 @@ class DeepSpeedEngine(nn.Module):
         return contextlib.nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: as DeepSpeed's, which keeps what was accumulated apart from the parameters' grad."""
+        """Nothing to do, set_to_none or not: as DeepSpeed's, which keeps what was accumulated apart from the parameters' grad."""
 
     def get_global_grad_norm(self) -> Optional[float]:
         return self.engine.get_global_grad_norm()
@@ -303,10 +310,10 @@ class DeepSpeedEngine(nn.Module):
         """Nothing to do: between steps no block is in memory but those that the plan keeps."""
 
     def offload_states(self, include: Any = None, device: Any = None, pin_memory: bool = True, non_blocking: bool = False) -> None:
-        """Nothing to do: states are on the drive, or in the host memory of the plan."""
+        """Nothing to do: states are on the drive, or in the host memory of the plan, whatever include, device, pin_memory and non_blocking say."""
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Nothing to do, as for offload_states."""
+        """Nothing to do, non_blocking or not, as for offload_states."""
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> Mapping[str, torch.Tensor]:
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
@@ -352,7 +359,7 @@ class DeepSpeedEngine(nn.Module):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Mapping[str, torch.Tensor]:
         state = self.module.state_dict()
-        if exclude_frozen_parameters:
+        if truth(exclude_frozen_parameters, "exclude_frozen_parameters"):
             frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
             state = {name: value for name, value in state.items() if name not in frozen}
         return state  # type: ignore[no-any-return]
@@ -553,6 +560,8 @@ def initialize(
 
     Without an optimizer, here and in the configuration, the engine evaluates only, as DeepSpeed's: there are no states. A model that has
     an engine gets another one: the first one ends, and its values go on. training_data: a dataset; the third that is returned is its loader.
+    args: its deepspeed_config is the configuration where none is given. distributed_port and dist_init_required change nothing: ranks are
+    the processes of torch.distributed's group. mpu and mesh_param are refused.
     """
     given = config if config is not None else config_params
     if given is None and args is not None:
@@ -566,6 +575,8 @@ def initialize(
         if not earlier.engine.closed and any(earlier.engine.has(parameter) for parameter in model.parameters()):
             earlier.destroy()
     has_optimizer = optimizer is not None or bool(described.get("optimizer"))
+    if lr_scheduler is not None and not has_optimizer:
+        warnings.warn("lr_scheduler: accepted and ignored: there is no optimizer, here or in the configuration, and the engine evaluates only", stacklevel=2)
     device = _accelerates_device()
     scratch: List[str] = []
     config_of_engine = _with_scratch(described, scratch)
@@ -653,7 +664,7 @@ def GatheredParameters(  # noqa: N802
     """deepspeed.zero.GatheredParameters: the values are there within; with a modifier_rank its changes are written back.
 
     Without one, values that would take more than half of the memory that is available stay on the drive: each is read when it is looked at.
-    A forward within fetches its own.
+    A forward within fetches its own, so fwd_module changes nothing.
     """
     wanted = [params] if isinstance(params, nn.Parameter) else list(params)
     by_engine: Dict[int, Tuple[Engine, List[nn.Parameter]]] = {}
@@ -794,7 +805,10 @@ class LRRangeTest(_Scheduler):
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """DeepSpeed's groups and values of AdamW, or Adam, for an engine: its updates are the engine's."""
+    """DeepSpeed's groups and values of AdamW, or Adam (adam_w_mode False), for an engine: its updates are the engine's.
+
+    set_grad_none changes nothing: the engine's gradients are apart from the parameters'. The engine refuses amsgrad, and bias_correction False.
+    """
 
     def __init__(
         self,
@@ -832,7 +846,10 @@ def elasticity_enabled(ds_config: Any) -> bool:
 
 
 def compute_elastic_config(ds_config: Any, target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False) -> Tuple[Any, ...]:
-    """DeepSpeed's: (the batch, the numbers of ranks that can share it), and with a world_size or return_microbatch the micro-batch."""
+    """DeepSpeed's: (the batch, the numbers of ranks that can share it), and with a world_size or return_microbatch the micro-batch.
+
+    target_deepspeed_version changes nothing: there is one way to choose.
+    """
     described = _core.config_of(ds_config)
     if not isinstance(described.get("elasticity"), dict):
         raise ElasticityConfigError("'elasticity' is missing from the configuration")

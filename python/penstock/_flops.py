@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -21,10 +22,18 @@ def _counter() -> Any:
     return FlopCounterMode(display=False)
 
 
+_WHOLE = "accepted and ignored: the profile is one line, of the whole model"
+
+
 class FlopsProfiler:
-    """Counts what is computed between start_profile and stop_profile. A multiply-add is one MAC and two FLOPs."""
+    """Counts what is computed between start_profile and stop_profile. A multiply-add is one MAC and two FLOPs.
+
+    ds_engine changes nothing: the model says what is computed. recompute_fwd_factor and ignore_list are refused.
+    """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        if recompute_fwd_factor:
+            raise NotImplementedError("recompute_fwd_factor is not served: what is computed again is counted where it is computed; multiply by it yourself")
         self.model = model
         self.started = False
         self._counting: Any = None
@@ -32,6 +41,8 @@ class FlopsProfiler:
         self._flops = 0
 
     def start_profile(self, ignore_list: Any = None) -> None:
+        if ignore_list:
+            raise NotImplementedError("ignore_list is not served: all that the model computes is counted")
         self._counting = _counter()
         self._counting.__enter__()
         self._begin = time.perf_counter()
@@ -68,7 +79,10 @@ class FlopsProfiler:
     def print_model_profile(
         self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True, output_file: Optional[str] = None
     ) -> None:
-        """One line, of the whole model."""
+        """One line, of the whole model: module_depth, top_modules and detailed change nothing, and the first two warn."""
+        for name, value, default in (("module_depth", module_depth, -1), ("top_modules", top_modules, 1)):
+            if value != default:
+                warnings.warn(f"{name}: {_WHOLE}", stacklevel=2)
         rate = self._flops / self._seconds if self._seconds else 0.0
         line = (
             f"flops_profiler: step {profile_step}: {self.get_total_params(True)} parameters, {self.get_total_flops(True)} in matrix products "
@@ -98,8 +112,11 @@ def get_model_profile(
     """DeepSpeed's: (FLOPs, MACs, parameters) of one forward, or with mode "generate" of model.generate.
 
     input_shape: of a tensor of ones; else args and kwargs are the model's. Counted are matrix products and convolutions, no activations.
+    print_profile, detailed, module_depth, top_modules, output_file: as for FlopsProfiler.print_model_profile. ignore_modules is refused.
     ValueError: neither is given.
     """
+    if ignore_modules:
+        raise NotImplementedError("ignore_modules is not served: all that the model computes is counted")
     if mode not in ("forward", "generate"):
         raise ValueError(f"mode is {mode!r}: forward or generate")
     given = list(args)

@@ -464,7 +464,7 @@ def _options(defaults: Mapping[str, Any], vocabulary: int, **given: Any) -> Dict
         return defaults.get(name, otherwise) if asked is None else asked
 
     stop = value("stop", [])
-    stops = [stop] if isinstance(stop, str) else list(stop)
+    stops = [stop] if isinstance(stop, str) else list(stop) if hasattr(stop, "__iter__") else [stop]
     if not all(isinstance(each, str) for each in stops):
         raise TypeError("stop is a text, or a list of texts")
     if not all(stops):

@@ -1,8 +1,7 @@
-"""Options that a call takes are obeyed or refused: none is lost in silence, and none that does not exist is taken."""
+"""Options that a call takes are obeyed or refused: none is lost in silence. That each has such a test, test_keywords.py holds."""
 
 import base64
 import errno
-import importlib
 import importlib.util
 import inspect
 import os
@@ -17,106 +16,6 @@ import penstock.deepspeed as deepspeed  # noqa: E402
 from penstock._launcher import launch  # noqa: E402
 from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
 from torch import nn  # noqa: E402
-
-MODULES = [
-    "penstock",
-    "penstock.optim",
-    "penstock.ops.adam",
-    "penstock.ops.adagrad",
-    "penstock.ops.lamb",
-    "penstock.ops.aio",
-    "penstock.ops.lion",
-    "deepspeed",
-    "deepspeed.comm",
-    "deepspeed.utils",
-    "deepspeed.utils.zero_to_fp32",
-    "deepspeed.zero",
-    "deepspeed.runtime.activation_checkpointing.checkpointing",
-    "deepspeed.runtime.lr_schedules",
-    "deepspeed.profiling.flops_profiler",
-    "deepspeed.elasticity",
-]
-CLASSES = [
-    (penstock, "Engine"),
-    (deepspeed, "DeepSpeedEngine"),
-]
-
-
-def public(module):
-    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
-    for name in [*names, *(("Engine", "init_on_disk", "initialize", "load", "save") if module is penstock else ())]:
-        found = getattr(module, name)
-        if callable(found) and str(getattr(found, "__module__", "")).split(".")[0] in ("penstock", "deepspeed"):
-            yield name, found
-
-
-def calls():
-    for name in MODULES:
-        module = importlib.import_module(name)
-        for known, found in public(module):
-            if isinstance(found, type) and issubclass(found, Exception):
-                continue
-            yield f"{name}.{known}", found
-    for module, name in CLASSES:
-        kind = getattr(module, name)
-        for known, method in vars(kind).items():
-            # What is the model's has the model's arguments.
-            if inspect.isfunction(method) and not known.startswith("_") and known not in ("forward", "generate", "state_dict"):
-                yield f"{name}.{known}", inspect.unwrap(method)  # an engine's are its parts'
-
-
-FOUND = dict(calls())
-# Refused whatever is given: NotImplementedError with what to do instead.
-REFUSE = ("deepspeed.tp_model_init", "deepspeed.elasticity.DSElasticAgent")
-
-
-def test_every_call_is_found():
-    for name in (
-        "penstock.initialize", "penstock.optim.AdamW", "penstock.ops.aio.aio_handle", "deepspeed.initialize", "deepspeed.zero.Init",
-        "deepspeed.zero.GatheredParameters", "Engine.save_checkpoint", "Engine.load_checkpoint", "DeepSpeedEngine.save_checkpoint",
-        "DeepSpeedEngine.load_checkpoint", "DeepSpeedEngine.step", "DeepSpeedEngine.backward", "deepspeed.runtime.activation_checkpointing.checkpointing.configure",
-    ):  # fmt: skip
-        assert name in FOUND, name
-    assert len(FOUND) > 90
-
-
-@pytest.mark.parametrize("name", sorted(FOUND))
-def test_a_keyword_that_does_not_exist_is_refused(tmp_path, name):
-    expected = NotImplementedError if name in REFUSE else (TypeError, ValueError, NotImplementedError)
-    parameters = inspect.signature(FOUND[name]).parameters.values()
-    takes_any = [each for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD]
-    # Python refuses it before the body runs; a body that takes any names it must say so itself, and needs arguments that are right.
-    torch.save({}, tmp_path / "there.pt")
-    given = ARGUMENTS.get(name, lambda _: ())(tmp_path) if takes_any or name == "DeepSpeedEngine.load_checkpoint" else ()
-    with pytest.raises(expected) as raised:
-        FOUND[name](*given, no_such_option=1)
-    if isinstance(raised.value, NotImplementedError):
-        assert "not served" in str(raised.value) or name in REFUSE, str(raised.value)
-    else:
-        assert "no_such_option" in str(raised.value) or "takes no arguments" in str(raised.value), str(raised.value)
-
-
-class _Stub:
-    """An engine whose calls must not be reached."""
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: penstock.Engine.__dict__[name](self, *args, **kwargs)
-
-
-class _Wrapper:
-    engine = _Stub()
-
-
-ARGUMENTS = {
-    "penstock.initialize": lambda _: (nn.Linear(2, 2),),
-    "penstock.save": lambda directory: (1, directory / "new.pt"),
-    "penstock.load": lambda directory: (directory / "there.pt",),
-    "DeepSpeedEngine.save_checkpoint": lambda _: (_Wrapper(), "none"),
-    "DeepSpeedEngine.load_checkpoint": lambda _: (_Wrapper(), "none"),
-    "DeepSpeedEngine.export_checkpoint": lambda _: (_Wrapper(), "none"),
-    **{f"deepspeed.runtime.lr_schedules.{name}": lambda _: (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1),) for name in
-       ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")},
-}  # fmt: skip
 
 
 def kept(tmp_path):

@@ -103,7 +103,7 @@ def initialize(
         raise TypeError(f"initialize has no argument {misspelt!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     if not rank_timeout >= 1:
         raise ValueError(f"rank_timeout is {rank_timeout}: a second, or more")
-    world = world_size(ranks)
+    world = world_size(None if ranks is None else truth(ranks, "ranks"))
     keywords = {
         "state_dir": state_dir,
         "host_memory": host_memory,

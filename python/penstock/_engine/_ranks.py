@@ -101,13 +101,13 @@ def _world_of_environment() -> int:
 _used_in = 0  # the process whose process group of torch's is used here; 0: none
 
 
-def make_group() -> None:
-    """torch.distributed's process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, where there is none."""
+def make_group(timeout: Any = None) -> None:
+    """torch.distributed's process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say, where there is none. timeout: torch's; None: its default."""
     global _used_in
     import torch.distributed as dist
 
     if dist.is_available() and not dist.is_initialized():
-        dist.init_process_group(backend="gloo")
+        dist.init_process_group(backend="gloo", **({} if timeout is None else {"timeout": timeout}))
         _used_in = os.getpid()
 
 

@@ -312,7 +312,10 @@ class Training:
         return losses
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Backwards since the last step count for nothing. After a step there is nothing to do: its gradients end with it."""
+        """Backwards since the last step count for nothing. After a step there is nothing to do: its gradients end with it.
+
+        set_to_none changes nothing: gradients are the engine's.
+        """
         self._refuse_early()
         self._accumulation.drop_gradients()
         self.micro_steps = 0

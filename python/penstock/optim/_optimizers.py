@@ -102,7 +102,10 @@ class AdamW(Adam):
 
 
 class Adagrad(OnDrive):
-    """torch.optim.Adagrad with its sums on a drive; see penstock.optim for state_dir and host_memory."""
+    """torch.optim.Adagrad with its sums on a drive; see penstock.optim for state_dir and host_memory.
+
+    foreach and fused are taken, and change nothing; differentiable is refused.
+    """
 
     _kind = "adagrad"
     _state_from_the_start = True
@@ -185,7 +188,8 @@ class Lion(OnDrive):
 class SGD(OnDrive):
     """torch.optim.SGD with its momentum on a drive; see penstock.optim for state_dir and host_memory.
 
-    A group that begins without momentum has no state, and cannot be given momentum later (ValueError).
+    A group that begins without momentum has no state, and cannot be given momentum later (ValueError). foreach and fused are taken, and
+    change nothing; differentiable is refused.
     """
 
     _kind = "sgd"

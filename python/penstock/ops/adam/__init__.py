@@ -141,7 +141,7 @@ class CPUAdamBuilder:
     NAME = "cpu_adam"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """True."""
+        """True, verbose or not: that changes nothing."""
         return True
 
     def load(self, verbose: bool = False) -> Any:

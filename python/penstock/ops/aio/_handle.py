@@ -280,9 +280,7 @@ class aio_handle:
         it any more. Raises ValueError, TypeError, MemoryError.
         """
         self._check_here()
-        example = keywords.pop("example_tenosr", example_tensor)  # DeepSpeed's spelling
-        if keywords:
-            raise TypeError(f"new_cpu_locked_tensor() got an unexpected keyword argument {next(iter(keywords))!r}")
+        example = _either_name("new_cpu_locked_tensor", "example_tensor", example_tensor, "example_tenosr", keywords)  # DeepSpeed's spelling
         return _new_locked_tensor(num_elem, example)
 
     def free_cpu_locked_tensor(self, locked_tensor: Any = None, **keywords: Any) -> bool:
@@ -291,9 +289,7 @@ class aio_handle:
         The memory itself stays for as long as a tensor refers to it: none is ever left dangling.
         """
         self._check_here()
-        tensor = keywords.pop("tensor", locked_tensor)
-        if keywords:
-            raise TypeError(f"free_cpu_locked_tensor() got an unexpected keyword argument {next(iter(keywords))!r}")
+        tensor = _either_name("free_cpu_locked_tensor", "locked_tensor", locked_tensor, "tensor", keywords)
         return _give_up_locked(memory_of(tensor, "locked_tensor").address)
 
     def is_pinned(self, tensor: Any) -> bool:
@@ -367,6 +363,16 @@ class aio_handle:
             self._start(write, buffer, file, file_offset, validate)
             return 0
         return self._sync(write, buffer, file, file_offset, validate)
+
+
+def _either_name(call: str, name: str, value: Any, other: str, keywords: Dict[str, Any]) -> Any:
+    """The value, by its name or another one in keywords. TypeError: by both, or keywords has what the call does not."""
+    if other in keywords and value is not None:
+        raise TypeError(f"{call}() got {name} and {other}, which are the same: give one of them")
+    found = keywords.pop(other, value)
+    if keywords:
+        raise TypeError(f"{call}() got an unexpected keyword argument {next(iter(keywords))!r}")
+    return found
 
 
 def _one_file(filename: Union[PathLike, int, None], fd: Optional[int]) -> Union[PathLike, int]:
@@ -497,11 +503,11 @@ class PinMemoryBuilder:
     NAME = "pin_memory"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """True."""
+        """True, verbose or not: that changes nothing."""
         return True
 
     def load(self, verbose: bool = False) -> Any:
-        """The module with pin_handle."""
+        """The module with pin_handle. verbose changes nothing."""
         import penstock.ops.aio as module
 
         return module
@@ -513,11 +519,11 @@ class AsyncIOBuilder:
     NAME = "async_io"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """True: the engine falls back to what the kernel has."""
+        """True: the engine falls back to what the kernel has. verbose changes nothing."""
         return True
 
     def load(self, verbose: bool = False) -> Any:
-        """The module with aio_handle, aio_read and aio_write."""
+        """The module with aio_handle, aio_read and aio_write. verbose changes nothing."""
         import penstock.ops.aio as module
 
         return module
