@@ -566,7 +566,9 @@ def _json_of(path: str) -> Dict[str, Any]:
         value = read_json(path)
     except FileNotFoundError:
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is no object of JSON: bring the model's own file back, or remove it")
+    return value
 
 
 def _spelling(token: Any) -> Optional[str]:

@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from penstock import llm
 from penstock._small_files import SMALL, VALUES, exists, is_directory, is_link, is_regular_file, open_regular, parse_json, read_bytes, read_json, read_text
 
 
@@ -68,6 +69,16 @@ def test_nested_and_malformed_text_is_an_error_in_a_line(tmp_path):
     with pytest.raises(ValueError, match="no text in UTF-8"):
         read_json(path)
     assert parse_json(json.dumps([1, None]), "x") == [1, None]
+
+
+def test_a_file_of_a_model_that_is_no_object_is_no_absent_one(tmp_path):
+    """Its chat template would be another one, or none, without a word."""
+    (tmp_path / "chat_template.jinja").write_text("text")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(ValueError, match=f"{name} is no object of JSON"):
+            llm._ChatTemplate(str(tmp_path))
+        (tmp_path / name).unlink()
 
 
 def test_what_cannot_be_looked_at_is_no_absence(tmp_path):
