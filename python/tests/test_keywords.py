@@ -88,9 +88,10 @@ CALLS = calls()
 # What is the model's has the model's arguments; and these are made by Penstock alone.
 MODELS = ("Engine.forward", "Engine.generate", "Engine.state_dict", "DeepSpeedEngine.forward")
 RESULTS = ("Report.of", "deepspeed.DeepSpeedEngine", "penstock.llm.Text", "penstock.llm.TextStream", "penstock.llm.TokenLogprob")
+SCALER_CALLS = ("backward", "scale_gradient", "scale_loss", "update_scale")
 # Refused whatever is given: NotImplementedError with what to do instead.
 REFUSE = {name for name, call in CALLS.items() if str(call.__doc__).startswith("Not served")} | {
-    "deepspeed.init_inference", "deepspeed.tp_model_init", "deepspeed.runtime.utils.clip_grad_norm_",
+    "deepspeed.tp_model_init", "deepspeed.runtime.utils.clip_grad_norm_", *(f"LossScalerBase.{each}" for each in SCALER_CALLS),
 }  # fmt: skip
 
 
@@ -138,6 +139,8 @@ ARGUMENTS = {
     "aio_handle.free_cpu_locked_tensor": lambda _: (penstock.ops.aio.aio_handle(), torch.zeros(4)),
     "DeepSpeedEngine.save_checkpoint": lambda _: (_Wrapper(), "none"),
     "DeepSpeedEngine.export_checkpoint": lambda _: (_Wrapper(), "none"),
+    "deepspeed.init_inference": lambda _: (net(),),
+    **{f"LossScalerBase.{name}": lambda _: (scaler(),) for name in SCALER_CALLS},
     **{f"deepspeed.runtime.lr_schedules.{name}": lambda _: (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1),) for name in SCHEDULES},
 }
 
@@ -156,6 +159,19 @@ def test_a_keyword_that_does_not_exist_is_refused(tmp_path, name):
 
 
 # --- a keyword that does
+
+
+def scaler(kind="LossScaler", *args, **keywords):
+    return getattr(importlib.import_module("deepspeed.runtime.fp16.loss_scaler"), kind)(*args, **keywords)
+
+
+def scaler_of_a_scale(_):
+    assert scaler(scale=4.0).loss_scale == 4.0
+
+
+def dynamic_scaler(_):
+    made = scaler("DynamicLossScaler", 8.0, 10, 1.0, 2, False, raise_error_at_min_scale=False, dtype=torch.bfloat16)
+    assert (made.raise_error_at_min_scale, made.dtype) == (False, torch.bfloat16)
 
 
 class Nothing:
@@ -603,6 +619,15 @@ def passed_to_torch(name, call, **keywords):
     return look
 
 
+def ranks_of_a_group(_):
+    import torch.distributed as dist
+
+    comm = importlib.import_module("deepspeed.comm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_process_group_ranks", lambda group: [group, 7])
+        assert comm.get_all_ranks_from_group(group=1) == [1, 7]
+
+
 def logged(directory):
     heard = []
     with pytest.MonkeyPatch.context() as patch:
@@ -801,6 +826,8 @@ HIDDEN = {
 }  # fmt: skip
 SCHEDULE = {"last_batch_iteration": held("test_deepspeed_name.py: test_schedules_are_those_of_the_configuration")}
 
+LEAVES = "test_deepspeed_names.py: test_marks_of_leaf_modules_are_kept"
+INFERENCE = "test_deepspeed_names.py: test_inference_with_zero_evaluates_and_generates"
 KEYWORDS = {
     "penstock.initialize": {
         **of(held("test_training_data.py: test_collate_fn_and_the_last_batch"), "collate_fn", "training_data", "config"),
@@ -973,7 +1000,9 @@ KEYWORDS = {
         "lr": 0.3, "betas": (0.5, 0.6), "eps": 0.5, "weight_decay": 0.3, "maximize": True, "bias_correction": False, "max_coeff": 0.05, "min_coeff": 9.0,
     }),
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": of(Nothing(), "device"),
-    "deepspeed.comm.barrier": of(passed_to_torch("barrier", "barrier", group=1, async_op=True, device_ids=[2]), "group", "async_op", "device_ids"),
+    "deepspeed.comm.barrier": of(passed_to_torch("barrier", "barrier", group=1, async_op=True, device_ids=[2]), "group", "async_op", "device_ids")
+    | of(Nothing(), "prof", "log_name", "debug"),
+    "deepspeed.utils.groups.get_all_ranks_from_group": {"group": ranks_of_a_group},
     "deepspeed.comm.get_rank": {"group": passed_to_torch("get_rank", "get_rank", group=1)},
     "deepspeed.comm.get_world_size": {"group": passed_to_torch("get_world_size", "get_world_size", group=1)},
     "deepspeed.elasticity.compute_elastic_config": {
@@ -1035,8 +1064,13 @@ KEYWORDS = {
     "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold": estimates("estimate_zero2_model_states_mem_needs_all_cold"),
     "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live": estimates("estimate_zero2_model_states_mem_needs_all_live"),
     "deepspeed.utils.log_dist": of(logged, "ranks", "level"),
-    "deepspeed.utils.set_z3_leaf_modules": of(Nothing(), "raise_if_not_found"),
-    "deepspeed.utils.unset_z3_leaf_modules": of(Nothing("deepspeed.utils.set_z3_leaf_modules"), "raise_if_not_found"),
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": of(dynamic_scaler, "raise_error_at_min_scale", "dtype"),
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": {"scale": scaler_of_a_scale},
+    "deepspeed.init_inference": {"model": held(INFERENCE), "config": held(INFERENCE)},
+    "deepspeed.utils.set_z3_leaf_modules": {"raise_if_not_found": held(LEAVES)},
+    "deepspeed.utils.set_z3_leaf_modules_by_name": of(held(LEAVES), "flag", "raise_if_not_found"),
+    "deepspeed.utils.set_z3_leaf_modules_by_suffix": of(held(LEAVES), "flag", "raise_if_not_found"),
+    "deepspeed.utils.unset_z3_leaf_modules": {"raise_if_not_found": held(LEAVES)},
     "deepspeed.utils.groups.initialize": of(elastic_group, "ep_size", "mpu"),
     "deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict": {
         **of(held("test_zero_to_fp32.py: test_files_are_what_transformers_loads"), "max_shard_size", "safe_serialization"),
@@ -1105,7 +1139,7 @@ def test_what_the_source_has_changed_within_gathered_is_written_on_all(tmp_path,
     assert [(status, out.strip()) for status, out, _ in told] == [(0, "[6.0]")] * 2, told
 
 
-@pytest.mark.parametrize("name, keyword", ROWS)
+@pytest.mark.parametrize("name, keyword", sorted(ROWS))
 def test_a_keyword_is_obeyed_refused_or_said_to_change_nothing(tmp_path, name, keyword):
     row = KEYWORDS[name][keyword]
     if isinstance(row, tuple):
