@@ -1,9 +1,10 @@
-// A library to be loaded before the C library's (LD_PRELOAD): one call of one function fails with EIO.
+// A library to be loaded before the C library's (LD_PRELOAD): one call of one function fails.
 //
 //   FAIL_CALL   readdir (an entry of a directory), stat, or open
 //   FAIL_PATH   of the directory or file
 //   FAIL_WHEN   which of the calls of it, from 1
 //   FAIL_NOTE   a file that is made when the call fails
+//   FAIL_ERROR  the number of its error [EIO]
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -39,7 +40,8 @@ bool Fails(const char* call, const char* path) {
   if (++calls != std::atoi(fail_when)) return false;
   static const auto open = Next<Open>("open");
   ::close(open(fail_note, O_CREAT | O_WRONLY | O_CLOEXEC, 0600));
-  errno = EIO;
+  static const char* const fail_error = ::getenv("FAIL_ERROR");
+  errno = fail_error == nullptr ? EIO : std::atoi(fail_error);
   return true;
 }
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <set>
 
 #include "base/file_lock.h"
@@ -74,6 +75,35 @@ TEST_F(KeepingTest, AResumeThatCannotSeeTheCheckpointsRemovesNone) {
   }
   EXPECT_EQ(Run(arguments + Arguments{"--resume", "--steps", "4"}).code, 0);
   EXPECT_EQ(Inspect(kept)["step"], 4);
+}
+
+// Nor is one while a rank's part of a checkpoint is looked for, whichever error it is.
+TEST_F(KeepingTest, AResumeThatCannotSeeARanksPartDoesNotStartOver) {
+  const std::string state = dir_ + "/state", kept = dir_ + "/kept", note = dir_ + "/note",
+                    part = kept + "/rank-1", store = part + "/penstock.store";
+  ASSERT_EQ(Run(Small(state, {"--steps", "1"})).code, 0);
+  std::filesystem::create_directories(part);
+  std::filesystem::rename(state + "/penstock.store", store);
+  std::filesystem::remove_all(state);
+  const Arguments arguments =
+      Small(state, {"--offload", "cpu", "--checkpoint-dir", kept, "--resume", "--steps", "1"});
+  const Ran missing = Run(arguments);
+  EXPECT_EQ(missing.code, 1) << missing.err;
+  EXPECT_THAT(missing.err, HasSubstr("the part of rank 0"));
+  for (const int error : {EIO, ENOMEM, EMFILE, EINTR}) {
+    std::filesystem::remove(note);
+    Program program(
+        dir_, arguments,
+        {"env", std::string("LD_PRELOAD=") + PENSTOCK_FAILING_CALLS, "FAIL_CALL=open", "FAIL_PATH=" + store,
+         "FAIL_WHEN=1", "FAIL_NOTE=" + note, "FAIL_ERROR=" + std::to_string(error)});
+    const Ran ran = program.Wait();
+    SCOPED_TRACE(error);
+    ASSERT_TRUE(std::filesystem::exists(note)) << "the call was never made: " << ran.err;
+    EXPECT_THAT(ran.err, AllOf(HasSubstr(store), Not(HasSubstr("starting over"))));
+    EXPECT_TRUE(ran.code == 1 || ran.code == 2) << ran.code << ran.err;
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    EXPECT_EQ(Names(kept), (std::set<std::string>{"rank-1"}));
+  }
 }
 
 // Both want to replace what was there when they were started. The later one waits for the lock, and finds

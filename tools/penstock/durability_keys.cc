@@ -1,7 +1,10 @@
 #include "tools/penstock/durability_keys.h"
 
+#include <cstdint>
+#include <optional>
 #include <string>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "swap/inspect.h"
@@ -19,25 +22,26 @@ void SetDurability(const std::string& sync, const std::string& durability, zero:
       durability == kAtCheckpoints ? zero::Durability::kCheckpoint : zero::Durability::kStep;
 }
 
-bool HasOneVersion(const zero::EngineOptions& engine) {
-  if (engine.storage.offload != zero::OffloadDevice::kNvme) return false;
+// How many versions of everything the state on the drive was made for; none where there is no state.
+absl::StatusOr<std::optional<uint32_t>> VersionsThere(const zero::EngineOptions& engine) {
+  if (engine.storage.offload != zero::OffloadDevice::kNvme) return std::nullopt;
   const auto shards = zero::FindShards(engine.storage.state_dirs);
-  if (!shards.ok()) return false;
+  if (absl::IsNotFound(shards.status()) || absl::IsFailedPrecondition(shards.status())) return std::nullopt;
+  RETURN_IF_ERROR(shards.status());
   const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(shards->front());
-  return inspection.ok() && inspection->shape.slots == 1;
+  if (absl::IsNotFound(inspection.status())) return std::nullopt;
+  RETURN_IF_ERROR(inspection.status());
+  return inspection->shape.slots;
 }
 
 // A store keeps as many versions as it was made for.
-absl::Status CheckVersions(const run::Config& config, const zero::EngineOptions& engine) {
-  if (!config.penstock.versions.has_value() || engine.storage.offload != zero::OffloadDevice::kNvme)
+absl::Status CheckVersions(const run::Config& config, const zero::EngineOptions& engine,
+                           std::optional<uint32_t> there) {
+  if (!config.penstock.versions.has_value() || !there.has_value() || *config.penstock.versions == *there)
     return absl::OkStatus();
-  const auto shards = zero::FindShards(engine.storage.state_dirs);
-  if (!shards.ok()) return absl::OkStatus();
-  const absl::StatusOr<swap::Inspection> found = swap::Inspect(shards->front());
-  if (!found.ok() || *config.penstock.versions == found->shape.slots) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
       "--config: penstock.versions ", *config.penstock.versions, ": ", engine.storage.state_dirs.front(),
-      " was made for ", found->shape.slots, found->shape.slots == 1 ? " version" : " versions",
+      " was made for ", *there, *there == 1 ? " version" : " versions",
       " of everything; leave it as it was, or go on from a checkpoint with another --state-dir"));
 }
 
@@ -66,12 +70,14 @@ void RestoreDurability(const run::Config& config, const nlohmann::json& run, zer
 
 absl::Status ResolveDurability(const run::Config& config, const run::RecordedOptions& recorded,
                                TrainSettings* settings) {
+  std::optional<uint32_t> versions;
   if (settings->resumes) {
-    RETURN_IF_ERROR(CheckVersions(config, settings->engine));
+    ASSIGN_OR_RETURN(versions, VersionsThere(settings->engine));
   }
+  RETURN_IF_ERROR(CheckVersions(config, settings->engine, versions));
   ASSIGN_OR_RETURN(const std::string sync, recorded.Of<std::string>("sync", SyncSaid(config), kSyncProcess));
   // A store of one version commits with its checkpoints only, whatever the config says by now.
-  const bool one_version = settings->resumes && HasOneVersion(settings->engine);
+  const bool one_version = versions == 1u;
   if (one_version && config.penstock.durability == zero::Durability::kStep) {
     return absl::FailedPreconditionError(absl::StrCat(
         "--config: penstock.durability \"step\": ", settings->engine.storage.state_dirs.front(),

@@ -161,8 +161,10 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const ru
   if (!checkpoints.empty()) newest = swap::FindCheckpoint(checkpoints);
   if (!newest.ok() && !absl::IsNotFound(newest.status())) return newest.status();
   if (!newest.ok() && !checkpoints.empty()) {
-    // Of several ranks, without the part of the first.
-    if (absl::Status parts = zero::FindShards({checkpoints}).status(); absl::IsDataLoss(parts)) return parts;
+    // Of several ranks, without the part of the first; or it is not known whether parts are there.
+    if (absl::Status parts = zero::FindShards({checkpoints}).status();
+        !absl::IsNotFound(parts) && !absl::IsFailedPrecondition(parts))
+      RETURN_IF_ERROR(parts);
   }
   if (newest.ok()) KeepBeside(*newest, settings);
   return settings->engine.storage.offload == zero::OffloadDevice::kNvme

@@ -68,7 +68,9 @@ absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& dire
         " is missing", there.holding == swap::Holding::kForeign ? absl::StrCat(" (", there.text, ")") : "",
         ": bring all parts together"));
   };
-  if (const swap::Finding of_first = swap::Probe(first); !HoldsAnything(of_first)) {
+  const swap::Finding of_first = swap::Probe(first);
+  RETURN_IF_ERROR(of_first.unread);
+  if (!HoldsAnything(of_first)) {
     // Other ranks' parts may still be there.
     for (int rank = 1; rank < kMostRanksLookedFor; ++rank) {
       const std::vector<std::string> other = RankDirectories(directories, rank);
