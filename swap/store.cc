@@ -51,6 +51,7 @@ absl::Status TileIo::status() const {
 Store::~Store() {
   if (!made_in_.here()) return;  // what is in flight is the parent's, and ends there
   AwaitAll();
+  NoteOwnCommit();
 }
 
 void Store::AwaitAll() {

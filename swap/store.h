@@ -97,8 +97,9 @@ struct CommitSeen {
 };
 
 // Returns the newest commits of the stores in `directories`; of what is damaged or cannot be read something
-// that no commit equals, and CheckSeen finds again. `until_ns`: without those of a store whose file was
-// modified later, in nanoseconds since the epoch.
+// that no commit equals, and CheckSeen finds again. `until_ns`: without those of a store whose file another
+// process has modified later, in nanoseconds since the epoch; what a store of this process ended with is
+// among them whenever that was.
 std::vector<CommitSeen> SeeCommits(const std::vector<std::string>& directories,
                                    std::optional<int64_t> until_ns = std::nullopt);
 // kFailedPrecondition: a store in `directories` has a newest commit that is not among `seen`.
@@ -395,6 +396,7 @@ class Store {
   absl::Status Scratch(TileIo* io, TileIo::Kind kind, uint32_t tile, uint64_t offset, void* data,
                        uint64_t bytes, aio::Priority priority);
   void AwaitAll();  // what is pending
+  void NoteOwnCommit() const;
   absl::Status Recover();
   absl::Status MakeDurable();
   absl::Status RewriteTakenBack();

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <map>
+#include <mutex>
 #include <set>
 #include <utility>
 
@@ -155,6 +156,27 @@ std::optional<NewestCommit> NewestCommitIn(const PlainFile& file) {
   return NewestCommit{{super->shape.uuid, found->record.sequence}, found->record.step};
 }
 
+// What the stores of this process ended with. While one was open nobody else wrote to its files.
+class OwnCommits {
+ public:
+  static OwnCommits& Get() {
+    static auto* const all = new OwnCommits();  // stores may outlive what main() ends
+    return *all;
+  }
+  void Add(const CommitSeen& commit) {
+    const std::lock_guard lock(mutex_);
+    commits_.emplace(commit.uuid, commit.sequence);
+  }
+  bool Have(const CommitSeen& commit) const {
+    const std::lock_guard lock(mutex_);
+    return commits_.contains({commit.uuid, commit.sequence});
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::set<std::pair<Uuid, uint64_t>> commits_;
+};
+
 absl::Status CheckSeenIn(const PlainFile& file, std::span<const CommitSeen> seen) {
   const std::optional<NewestCommit> newest = NewestCommitIn(file);
   if (!newest.has_value() || std::find(seen.begin(), seen.end(), newest->seen) != seen.end())
@@ -162,12 +184,12 @@ absl::Status CheckSeenIn(const PlainFile& file, std::span<const CommitSeen> seen
   if (newest->seen.sequence == kUnknownSequence) {
     return absl::FailedPreconditionError(
         absl::StrCat(file.path(),
-                     " was changed by another process while this one started, or cannot be read "
-                     "any more: it is not overwritten: start this one again"));
+                     " was changed by another process since this one was started, or cannot be read "
+                     "any more: it is not overwritten: start this one again, or move it away"));
   }
   return absl::FailedPreconditionError(absl::StrCat(
-      file.path(), ": another process has trained there while this one started, and has come to step ",
-      newest->step, ", which is not overwritten: start this one again"));
+      file.path(), ": another process has trained there since this one was started, and has come to step ",
+      newest->step, ", which is not overwritten: start this one again, or move it away"));
 }
 
 // Removes the store files of an old run: only what is ours, and only if nobody uses any of them.
@@ -247,8 +269,10 @@ std::vector<CommitSeen> SeeCommits(const std::vector<std::string>& directories,
   std::vector<CommitSeen> seen;
   for (const std::string& directory : directories) {
     const auto file = PlainFile::Open(StorePath(directory));
-    if (!file.ok() || file->ModifiedAfter(until_ns)) continue;
-    if (const auto newest = NewestCommitIn(*file); newest.has_value()) seen.push_back(newest->seen);
+    if (!file.ok()) continue;
+    const std::optional<NewestCommit> newest = NewestCommitIn(*file);
+    if (!newest.has_value()) continue;
+    if (!file->ModifiedAfter(until_ns) || OwnCommits::Get().Have(newest->seen)) seen.push_back(newest->seen);
   }
   return seen;
 }
@@ -328,6 +352,13 @@ std::string RoomText(const std::vector<std::string>& directories) {
   }
   return absl::StrCat(of, aio::FormatBytes(bytes - there), " are missing, and ", aio::FormatBytes(free),
                       " are free");
+}
+
+void Store::NoteOwnCommit() const {
+  if (options_.read_only || engine_.options().sim != nullptr) return;
+  OwnCommits::Get().Add({shape_.uuid, record_.sequence});
+  // One that failed may have come to the disk.
+  if (health_ != Health::kGood) OwnCommits::Get().Add({shape_.uuid, record_.sequence + 1});
 }
 
 Store::Store(aio::Engine& engine, const StoreOptions& options, StoreShape shape, Geometry geometry)

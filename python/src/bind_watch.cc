@@ -1,5 +1,6 @@
 // What trainings leave for people, for Python: pages, DeepSpeed's monitors, whose run a directory holds.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -17,6 +18,7 @@
 #include "run/watch/monitors.h"
 #include "settings.h"
 #include "swap/inspect.h"
+#include "tools/base/process_start.h"
 #include "tools/pages/report_page.h"
 #include "tools/pages/run_files.h"
 #include "zero/ranks/sharded_state.h"
@@ -84,6 +86,8 @@ void BindWatch(nb::module_& module) {
       "committed_step_of", &CommittedStepOf, nb::arg("directories"),
       "The step of the last commit of the run in state directories, or of a checkpoint. OSError, ValueError: "
       "there is none, or none that can be read.");
+  module.def("process_start_ns", &tools::ProcessStartNs,
+             "When this process was started, in nanoseconds since the epoch; None: the kernel does not say.");
   nb::class_<PyMonitors>(module, "Monitors", "csv_monitor and tensorboard of a DeepSpeed configuration.")
       .def(nb::init<const PySettings&, const std::string&, bool, const std::vector<std::string>&, bool>(),
            nb::arg("settings"), nb::arg("run_id"), nb::arg("resumes"), nb::arg("replaces"),

@@ -219,7 +219,7 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
   state.store.weights = zero::ChooseStripes(options.storage, options.memory.host_memory_budget_bytes).weights;
   state.store.sync = options.storage.sync;
   state.store.overwrite = true;  // Python has asked
-  state.store.overwrites_only = swap::SeeCommits(options.storage.state_dirs);
+  state.store.overwrites_only = options.storage.overwrites_only;
   if (options.storage.versions > 0) state.store.slots = static_cast<uint32_t>(options.storage.versions);
   if (given.is_read_once) state.store.slots = 1;
   const auto read = [&](zero::StateKind kind, int block, int64_t first, int64_t elements, float* to) {

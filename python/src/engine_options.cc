@@ -18,6 +18,7 @@
 #include "run/config.h"
 #include "run/config_options.h"
 #include "run/optimizer_options.h"
+#include "swap/store.h"
 #include "zero/compute/test_device.h"
 #include "zero/compute/tile_format.h"
 #include "zero/memory/host_memory.h"
@@ -204,6 +205,8 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   given.Take("resident_bytes", &made.resident_bytes);
   given.Take("state_dirs", &options.storage.state_dirs);
   given.Take("overwrite", &options.storage.overwrite);
+  int64_t overwrites_until_ns = -1;
+  given.Take("overwrites_until", &overwrites_until_ns);
   given.Take("resume", &options.resume.enabled);
   given.Take("trains", &options.trains);
   given.Take("new_weights", &options.new_weights);
@@ -221,6 +224,8 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   given.Take("import", &imported);
   if (imported.is_object()) made.imported = MakeImport(imported);
   RETURN_IF_ERROR(given.Done());
+  if (overwrites_until_ns >= 0)
+    options.storage.overwrites_only = swap::SeeCommits(options.storage.state_dirs, overwrites_until_ns);
 
   const run::Config& config = settings.config;
   ASSIGN_OR_RETURN(options.optimizer.algorithm, OptimizerOf(optimizer));

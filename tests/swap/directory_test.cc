@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -221,6 +222,31 @@ TEST_F(DirectoryTest, ProbeTellsWhatADirectoryHolds) {
   EXPECT_TRUE(absl::IsDataLoss(Store::Open(*engine_, options_).status()));
 }
 
+// What was modified after a time is news, unless this process did it.
+TEST_F(DirectoryTest, WhatAStoreOfThisProcessEndedWithIsNoNews) {
+  FakeModel model(layout_, 1);
+  auto store = CreateCommitted(&model);
+  EXPECT_TRUE(SeeCommits(options_.directories, 0).empty());
+  Step(*store, &model, 1);
+  store.reset();
+  const std::vector<CommitSeen> seen = SeeCommits(options_.directories, 0);
+  EXPECT_EQ(seen, SeeCommits(options_.directories));
+  EXPECT_EQ(seen.size(), 1u);
+  const pid_t other = ::fork();  // another process goes on with it
+  if (other == 0) {
+    auto engine = aio::Engine::Create({});
+    auto resumed = Store::Open(**engine, options_);
+    Step(**resumed, &model, 2);
+    resumed->reset();
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(other, &status, 0), other);
+  ASSERT_EQ(status, 0);
+  EXPECT_TRUE(SeeCommits(options_.directories, 0).empty());
+  EXPECT_TRUE(absl::IsFailedPrecondition(CheckSeen(options_.directories, seen)));
+}
+
 TEST_F(DirectoryTest, ACutOffFileIsNamed) {
   FakeModel model(layout_, 1);
   CreateCommitted(&model).reset();
@@ -276,9 +302,10 @@ TEST_F(StripedStoreTest, LostSwappedAndSurplusDirectoriesAreNamed) {
   CreateCommitted(&model).reset();
   StoreOptions others = options_;
   others.directories = {scratch_.Sub("x0"), scratch_.Sub("x1"), scratch_.Sub("x2")};
-  std::swap(options_, others);
+  const StoreOptions own = options_;
+  options_ = others;
   CreateCommitted(&model).reset();
-  std::swap(options_, others);
+  options_ = own;
   const auto message = [&](std::vector<std::string> directories) {
     StoreOptions options = options_;
     options.directories = std::move(directories);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -13,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <span>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/escaping.h"
@@ -146,6 +148,28 @@ TEST_F(DeepSpeedCheckpointTest, ARunGoesOnWithTheLossesOfDeepSpeed) {
     EXPECT_GE(compared, 4);
     EXPECT_EQ(losses.size(), static_cast<size_t>(compared));
   }
+}
+
+// --overwrite is for what was there when the process was started, however late it comes to it.
+TEST_F(DeepSpeedCheckpointTest, WhatWasTrainedSinceAnImportWasStartedStays) {
+  const std::string checkpoint = Checkpoint(Golden()["cases"].begin().key()), state = dir_ + "/state",
+                    gate = dir_ + "/gate";
+  ASSERT_EQ(Run(Import(checkpoint, state)).code, 0);
+  const auto step = [&] { return json::parse(Run({"inspect", state, "--json"}).out)["step"].get<int>(); };
+  const int imported = step();
+  testing_support::Program second(
+      dir_, Import(checkpoint, state, {"--overwrite"}),
+      {"sh", "-c", "until [ -e \"$0\" ]; do sleep 0.01; done; exec \"$@\"", gate});
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // past the kernel's tick
+  GoOn(state, imported + 1);
+  WriteFile(gate, "");
+  const Ran refused = second.Wait();
+  EXPECT_EQ(refused.code, 2) << refused.err;
+  EXPECT_EQ(Lines(refused.err).size(), 1u) << refused.err;
+  EXPECT_THAT(refused.err, HasSubstr("another process has trained there since this one was started"));
+  EXPECT_EQ(step(), imported + 1);
+  EXPECT_EQ(Run(Import(checkpoint, state, {"--overwrite"})).code, 0);
+  EXPECT_EQ(step(), imported);
 }
 
 TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {

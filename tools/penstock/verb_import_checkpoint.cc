@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -17,7 +18,9 @@
 #include "models/families/family.h"
 #include "models/families/stages.h"
 #include "run/record/recorded_config.h"
+#include "swap/store.h"
 #include "tools/base/cli.h"
+#include "tools/base/process_start.h"
 #include "tools/base/verbs.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
@@ -37,6 +40,7 @@ constexpr const char* kTheirConfig = "the checkpoint's ds_config";
 struct ImportCheckpointFlags {
   TrainOptions train;
   std::string checkpoint, names;
+  std::vector<swap::CommitSeen> replaces;  // what --state-dir held when this process was started
 };
 
 // The config that the run was made with, as one for a single rank: the global batch stays.
@@ -171,6 +175,7 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
   if (flags.train.resume) return absl::InvalidArgumentError("--resume: an import begins a run");
   if (flags.train.lora_rank.has_value())
     return absl::InvalidArgumentError("--lora-rank: an imported run trains all of its weights: leave it out");
+  if (flags.train.overwrite) RETURN_IF_ERROR(swap::CheckSeen(flags.train.state_dirs, flags.replaces));
   ASSIGN_OR_RETURN(std::shared_ptr<const models::LanguageModel> model, models::OpenModel(*flags.train.model));
   if (flags.train.vocab.has_value()) model = model->WithVocabulary(*flags.train.vocab);
   ASSIGN_OR_RETURN(model, InTiles(std::move(model), flags.train));  // as Settings has it
@@ -215,14 +220,13 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
   state.store.weights = zero::ChooseStripes(options.storage, options.memory.host_memory_budget_bytes).weights;
   state.store.sync = options.storage.sync;
   state.store.overwrite = flags.train.overwrite;
-  if (flags.train.overwrite) state.store.overwrites_only = swap::SeeCommits(options.storage.state_dirs);
+  state.store.overwrites_only = flags.replaces;
   if (options.storage.versions > 0) state.store.slots = static_cast<uint32_t>(options.storage.versions);
   const auto read = [&](zero::StateKind kind, int block, int64_t first, int64_t elements, float* to) {
     return checkpoint->Read(kind, block, first, elements, to);
   };
   // A run that is replaced is as it was until all of the checkpoint has been read and checked.
-  if (!state.store.overwrites_only.value_or(std::vector<swap::CommitSeen>()).empty())
-    RETURN_IF_ERROR(zero::ReadWhole(state, read));
+  if (!flags.replaces.empty()) RETURN_IF_ERROR(zero::ReadWhole(state, read));
   {
     ByteProgress shown("importing", flags.train.quiet);
     RETURN_IF_ERROR(
@@ -250,6 +254,7 @@ int RunImportCheckpoint(int argc, const char* const* argv, std::ostream& out, st
   DeclareTrainOptions(app, flags.train, /*plans=*/true);
   app.add_flag("--quiet", flags.train.quiet, "No progress, no notes, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
+  if (flags.train.overwrite) flags.replaces = swap::SeeCommits(flags.train.state_dirs, ProcessStartNs());
   const absl::Status status = Import(flags, out, err);
   return status.ok() ? kExitOk : Fail(kImportCheckpointName, status, err);
 }

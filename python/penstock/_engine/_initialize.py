@@ -79,7 +79,8 @@ def initialize(
     blocks: names of modules that are fetched as one; parameters of none of them stay in memory for a whole pass. By default blocks are
         found. Also ``"penstock": {"blocks": [...]}`` in the configuration, and ``forwards_per_step`` likewise.
     resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
-    overwrite: what ``state_dir`` holds may be replaced.
+    overwrite: what ``state_dir`` held when the process was started may be replaced; at a prompt or in a notebook, what it holds now. What
+        another process trains there later is not.
     seed: of what the engine itself draws: the rounding of 8-bit states.
     device: that computes forward and backward: "cuda", "cuda:1", "cpu". Default: the GPU where torch has one, as with DeepSpeed; with
         torchrun each process has its own.

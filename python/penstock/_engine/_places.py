@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from typing import List, Set, Union
 
 from .. import _core
@@ -12,15 +14,22 @@ from ._settings import Settings
 _held: Set[str] = set()  # real paths of the state directories of this process's engines
 
 
+def _asked_ns() -> int:
+    """The time by which a run must stand to be replaced, in ns since the epoch: the start of the process; at a prompt or in a notebook, now."""
+    started = None if hasattr(sys, "ps1") else _core.process_start_ns()
+    return time.time_ns() if started is None else started
+
+
 class Places:
     """Of one engine. Owns what may be done with the run in its directories: resume it, or replace it."""
 
     def __init__(self, settings: Settings, run: Run, resume: Union[bool, str], overwrite: bool) -> None:
-        """resume: "auto" resumes where the directories hold a run."""
+        """resume: "auto" resumes where the directories hold a run. overwrite: what they hold by now, or held when the process was started."""
         self._settings = settings
         self._run = run
         self._resume = resume
         self._overwrite = overwrite
+        self._asked_ns = _asked_ns()
         self._made = False
         self._mine: Set[str] = set()
 
@@ -35,6 +44,11 @@ class Places:
     @property
     def may_replace(self) -> bool:
         return self._overwrite or self._made
+
+    @property
+    def replaces_until_ns(self) -> int:
+        """Of the runs in the directories, those that stood there by then may be replaced, besides what this process has left there; 0: none."""
+        return self._asked_ns if self._overwrite else 0
 
     def check_begun(self) -> None:
         """RuntimeError: the run that this engine has begun may not be replaced."""

@@ -188,6 +188,7 @@ class Preparation:
             "new_weights": not trains and not resume,
             "resume": resume,
             "overwrite": self._places.may_replace and not resume,
+            "overwrites_until": self._places.replaces_until_ns,
             "restore_from": None if source is None or source.found is not None else source.path,
             "restore_is_verified": is_verified,
             "import": self._what_is_imported(),
@@ -370,7 +371,7 @@ class Preparation:
     def _alike(self, options: Dict[str, Any], described: Sequence[Any]) -> Dict[str, Any]:
         if self._run.ranks.world == 1:
             return {}
-        places = ("state_dirs", "run", "run_changes", "device_computes", "device", "step_tensor_bytes")
+        places = ("state_dirs", "overwrites_until", "run", "run_changes", "device_computes", "device", "step_tensor_bytes")
         settings = self._given.settings
         return {
             **{name: value for name, value in options.items() if name not in places},
