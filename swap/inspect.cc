@@ -24,7 +24,7 @@ Finding NotSeen(const absl::Status& status) {
   const bool foreign = absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status) ||
                        absl::IsPermissionDenied(status);
   Finding finding = Found(foreign ? Holding::kForeign : Holding::kDamaged, std::string(status.message()));
-  if (!foreign) finding.unread = status;
+  if (!foreign || absl::IsPermissionDenied(status)) finding.unread = status;
   return finding;
 }
 
@@ -59,8 +59,10 @@ Finding Probe(const std::string& directory, int lock_patience_ms) {
     if (!others.ok()) return NotSeen(others.status());
     std::erase_if(*others, [](const std::string& name) { return name.starts_with(kOwnPrefix); });
     if (others->empty()) return Found(Holding::kNothing, absl::StrCat(directory, " holds nothing"));
-    return Found(Holding::kForeign,
-                 absl::StrCat(directory, " holds no run, but other files (", others->front(), ")"));
+    Finding beside = Found(Holding::kForeign,
+                           absl::StrCat(directory, " holds no run, but other files (", others->front(), ")"));
+    beside.beside = true;
+    return beside;
   }
   if (!file.ok()) return NotSeen(file.status());
 
@@ -78,7 +80,10 @@ Finding Probe(const std::string& directory, int lock_patience_ms) {
     return finding;
   };
   const auto locked = file->TryLock(/*exclusive=*/false, lock_patience_ms);
-  if (!locked.ok()) return with(Holding::kDamaged, std::string(locked.status().message()));
+  if (!locked.ok()) {
+    finding.unread = locked.status();
+    return with(Holding::kDamaged, std::string(locked.status().message()));
+  }
   if (!*locked) return with(Holding::kInUse, absl::StrCat(path, " is in use by another run"));
   // Under the lock nothing changes any more.
   super = LoadSuperblock(*file);
@@ -156,6 +161,11 @@ Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms)
     if (run == nullptr || finding.directory == 0) run = &finding;
   }
   if (run == nullptr) {
+    // Of these the one that says more than that other files are there.
+    const auto in_the_way = std::find_if(findings.begin(), findings.end(), [](const Finding& finding) {
+      return finding.holding == Holding::kForeign && !finding.beside;
+    });
+    if (in_the_way != findings.end()) return *in_the_way;
     const Finding* found = first(Holding::kForeign);
     return found != nullptr ? *found : findings.front();
   }
@@ -165,6 +175,26 @@ Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms)
   partial.text = absl::StrCat("the run has ", run->directories, " directories; of the ", findings.size(),
                               " given, ", parts, " belong to it");
   return partial;
+}
+
+absl::StatusOr<bool> HoldsRun(const Finding& finding) {
+  if (absl::IsOutOfRange(finding.unread)) return absl::DataLossError(finding.text);  // not kOverwritten
+  RETURN_IF_ERROR(finding.unread);
+  switch (finding.holding) {
+    case Holding::kRun:
+    case Holding::kInUse:  // the kernel may still finish a killed run's writes: opening waits for them
+      return true;
+    case Holding::kNothing:
+    case Holding::kNeverCommitted:
+      return false;
+    case Holding::kForeign:
+      return absl::FailedPreconditionError(finding.text);
+    case Holding::kOverwritten:
+      return absl::OutOfRangeError(finding.text);
+    case Holding::kDamaged:
+      break;
+  }
+  return absl::DataLossError(finding.text);
 }
 
 absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,

@@ -32,6 +32,7 @@ struct Finding {
   Holding holding = Holding::kNothing;
   std::string text;        // one line for people that names the directory
   absl::Status unread;     // not OK: the directory or its file could not be read
+  bool beside = false;     // of kForeign: no file is in the store's place, and one can be made there
   Uuid uuid{};             // of a store whose superblock is whole
   std::string identity;    // likewise
   uint32_t directory = 0;  // likewise: which of its directories
@@ -48,6 +49,12 @@ Finding Probe(const std::string& directory, int lock_patience_ms = 0);
 // What several directories hold together: what Store::Open would find. The most worrying of the findings,
 // with that of directory 0 for a run.
 Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms = 0);
+
+// Whether a start goes on from what was found: true for a run, also one in use; false for nothing, and for a
+// run that was never committed, which is started over. Anything else is an error, since nothing may take its
+// place unasked: kFailedPrecondition: other files, or what may have been a run's; kDataLoss: damage;
+// kOutOfRange: kOverwritten; what the operating system said of what could not be read.
+absl::StatusOr<bool> HoldsRun(const Finding& finding);
 
 // A run in numbers.
 struct Inspection {

@@ -610,10 +610,13 @@ void BindEngine(nb::module_& module) {
   module.def(
       "holds_run",
       [](const std::vector<std::string>& directories) {
-        const swap::Holding holding = swap::Probe(directories).holding;
-        return holding == swap::Holding::kRun || holding == swap::Holding::kInUse;
+        const swap::Finding found = swap::Probe(directories);
+        if (found.beside) return false;  // one is made beside other files
+        return ValueOrRaise(swap::HoldsRun(found), {.path = directories.empty() ? "" : directories.front()});
       },
-      nb::arg("directories"), "Whether state directories hold a run, also one that is in use just now.");
+      nb::arg("directories"),
+      "Whether state directories hold a run, also one that is in use just now. OSError: they hold what was "
+      "one, or may have been, or cannot be read.");
   module.def(
       "scheduled_rates",
       [](const std::string& schedule, int64_t update) {

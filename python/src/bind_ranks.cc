@@ -134,19 +134,23 @@ HeldRanks PyRanks::held() const {
 
 namespace {
 
+// Whether directories hold a run or what was one, damaged or not: it may be replaced. Raises where that is
+// not known.
+bool HoldOne(const std::vector<std::string>& directories) {
+  const swap::Finding found = swap::Probe(directories);
+  RaiseUnlessOk(found.unread, {.path = directories.empty() ? "" : directories.front()});
+  return found.holding == swap::Holding::kRun || found.holding == swap::Holding::kInUse ||
+         found.holding == swap::Holding::kDamaged || found.holding == swap::Holding::kOverwritten;
+}
+
 // Of how many ranks a run in these directories is; 0: there is none.
 int64_t RanksOf(const std::vector<std::string>& directories) {
-  const auto holds = [](const std::vector<std::string>& where) {
-    const swap::Holding holding = swap::Probe(where).holding;
-    return holding == swap::Holding::kRun || holding == swap::Holding::kInUse ||
-           holding == swap::Holding::kDamaged;
-  };
-  if (holds(directories)) return 1;
-  if (!holds(zero::RankDirectories(directories, 0))) return 0;
+  if (HoldOne(directories)) return 1;
+  if (!HoldOne(zero::RankDirectories(directories, 0))) return 0;
   const absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(directories);
   if (parts.ok()) return static_cast<int64_t>(parts->size());
   int64_t there = 1;  // of those that are left
-  while (holds(zero::RankDirectories(directories, static_cast<int>(there)))) ++there;
+  while (HoldOne(zero::RankDirectories(directories, static_cast<int>(there)))) ++there;
   return there;
 }
 
@@ -159,8 +163,10 @@ void BindRanks(nb::module_& module) {
         return zero::RankDirectories(directories, rank);
       },
       nb::arg("directories"), nb::arg("rank"), "Where a rank keeps its part of what all ranks keep there.");
-  module.def("ranks_of", &RanksOf, nb::arg("directories"),
-             "Of how many ranks the run in state directories is; 0: there is none.");
+  module.def(
+      "ranks_of", &RanksOf, nb::arg("directories"),
+      "Of how many ranks the run in state directories is, damaged or not; 0: there is none. OSError: that "
+      "cannot be read.");
   nb::class_<PyMeetingPlace>(module, "MeetingPlace", "Where ranks meet; the first of them makes it.")
       .def(nb::init<const std::string&, const std::string&>(), nb::arg("address"), nb::arg("secret"))
       .def_prop_ro("port", &PyMeetingPlace::Port);

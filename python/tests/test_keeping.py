@@ -1,6 +1,8 @@
 """What a start may take the place of: what it was told to replace, as it was then, and nothing that it could not look at."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,6 +16,7 @@ penstock = pytest.importorskip("penstock")
 from engine_models import batches, make, net, step  # noqa: E402
 
 HERE = os.path.dirname(__file__)
+FAILING_CALLS = os.path.join(HERE, "..", "..", "tests", "tools", "failing_calls.cc")
 
 
 def trained(directory, steps, **options):
@@ -41,6 +44,90 @@ def wait_for(condition, seconds=120):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def failing_calls(tmp_path_factory):
+    """The library that lets one call of one function fail (tests/tools/failing_calls.cc)."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None or not os.path.exists(FAILING_CALLS):
+        pytest.skip("no C++ compiler is here, or no source of the library that lets calls fail")
+    library = tmp_path_factory.mktemp("calls") / "failing_calls.so"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, FAILING_CALLS, "-ldl"], check=True)
+    return library
+
+
+GOES_ON = """
+    import sys
+    import penstock
+    from engine_models import batches, make, net, step
+    with make(net(), sys.argv[1], resume="auto", overwrite=True) as engine:
+        step(engine, batches(1)[0])
+"""
+
+
+def test_one_error_of_the_drive_replaces_no_run(tmp_path, failing_calls):
+    run, note = tmp_path / "run", tmp_path / "note"
+    reached = trained(run, 3)
+    refused = 0
+    for call, path, error in [("open", run / "penstock.store", error) for error in (errno.EIO, errno.EMFILE)] + [("readdir", run, errno.EIO)]:
+        for when in range(1, 4):
+            note.unlink(missing_ok=True)
+            given = {"FAIL_CALL": call, "FAIL_PATH": path, "FAIL_WHEN": when, "FAIL_NOTE": note, "FAIL_ERROR": error, "LD_PRELOAD": failing_calls}
+            child = started(GOES_ON, run, **{name: str(value) for name, value in given.items()})
+            _, said = child.communicate(timeout=400)
+            if not note.exists():
+                assert child.returncode == 0, said
+                reached += 1
+                break
+            if child.returncode == 0:
+                reached += 1  # it was of no consequence
+            else:
+                refused += 1
+                assert str(run) in said.splitlines()[-1], said
+            assert steps_in(run) == reached, (call, when, said)
+    assert refused > 0
+
+
+def test_what_is_damaged_is_started_over_where_that_is_said_alone(tmp_path):
+    store = tmp_path / "penstock.store"
+    trained(tmp_path, 2)
+    size = store.stat().st_size
+    os.truncate(store, size // 2)
+    for options in ({"resume": "auto"}, {"resume": "auto", "overwrite": True}, {"resume": True, "overwrite": True}):
+        with make(net(), tmp_path, **options) as engine, pytest.raises((OSError, RuntimeError), match="cut off"):
+            step(engine, batches(1)[0])
+        assert store.stat().st_size == size // 2
+    assert trained(tmp_path, 1, overwrite=True) == 1
+
+
+def test_a_checkpoint_replaces_what_is_damaged_where_that_is_said_alone(tmp_path):
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        engine.save_checkpoint(tmp_path / "kept")
+    store = tmp_path / "run" / "penstock.store"
+    size = store.stat().st_size
+    os.truncate(store, size // 2)
+    with make(net(), tmp_path / "run") as engine:
+        engine.load_checkpoint(tmp_path / "kept")
+        with pytest.raises(OSError, match="cut off.*overwrite=True"):
+            step(engine, batches(1)[0])
+    assert store.stat().st_size == size // 2
+    with make(net(), tmp_path / "run", resume="auto", overwrite=True) as engine:
+        engine.load_checkpoint(tmp_path / "kept")
+        step(engine, batches(1)[0])
+        assert engine.global_steps == 2
+
+
+def test_auto_starts_over_what_was_never_committed_and_begins_beside_other_files(tmp_path):
+    for name in ("never", "beside"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "never" / "penstock.store").write_bytes(b"")
+    (tmp_path / "beside" / "notes.txt").write_text("mine")
+    for name in ("never", "beside"):
+        assert trained(tmp_path / name, 1, resume="auto") == 1
+        assert trained(tmp_path / name, 1, resume="auto") == 2
+    assert (tmp_path / "beside" / "notes.txt").read_text() == "mine"
 
 
 SECOND = """

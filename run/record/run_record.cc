@@ -73,21 +73,9 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
   } else if (!absl::IsNotFound(parts.status()) && !absl::IsFailedPrecondition(parts.status())) {
     return parts.status();
   }
-  const swap::Finding found = swap::Probe(dirs);
-  switch (found.holding) {
-    case swap::Holding::kNothing:
-    case swap::Holding::kNeverCommitted:
-      return nlohmann::json();
-    case swap::Holding::kRun:
-    case swap::Holding::kInUse:  // the kernel may still finish a killed run's writes: opening waits for them
-      break;
-    case swap::Holding::kForeign:
-      return absl::FailedPreconditionError(found.text);
-    case swap::Holding::kDamaged:
-      return absl::DataLossError(found.text);
-    case swap::Holding::kOverwritten:
-      return Overwritten(found.text);
-  }
+  // One that is overwritten is told by its code: IsOverwritten.
+  ASSIGN_OR_RETURN(const bool there, swap::HoldsRun(swap::Probe(dirs)));
+  if (!there) return nlohmann::json();
   absl::StatusOr<swap::Inspection> inspection = swap::Inspect(dirs);
   if (absl::IsNotFound(inspection.status())) return nlohmann::json();
   RETURN_IF_ERROR(inspection.status());

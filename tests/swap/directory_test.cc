@@ -222,6 +222,34 @@ TEST_F(DirectoryTest, ProbeTellsWhatADirectoryHolds) {
   EXPECT_TRUE(absl::IsDataLoss(Store::Open(*engine_, options_).status()));
 }
 
+// A start goes on from a run, and takes the place of nothing or of what was never committed; all else it is
+// told of.
+TEST_F(DirectoryTest, WhatIsThereIsNeverTakenForNoRun) {
+  const auto holds = [&] { return HoldsRun(Probe(options_.directories)); };
+  EXPECT_EQ(*holds(), false);
+  std::filesystem::create_directory(options_.directories[0]);
+  std::ofstream(options_.directories[0] + "/notes.txt") << "mine";
+  EXPECT_TRUE(absl::IsFailedPrecondition(holds().status()));
+  EXPECT_TRUE(Probe(options_.directories).beside);
+  std::ofstream(File()).close();
+  EXPECT_EQ(*holds(), false);
+  options_.overwrite = true;
+  FakeModel model(layout_, 1);
+  auto store = CreateCommitted(&model);
+  EXPECT_EQ(*holds(), true);  // and in use
+  store.reset();
+  EXPECT_EQ(*holds(), true);
+  std::filesystem::resize_file(File(), std::filesystem::file_size(File()) - kSectorBytes);
+  EXPECT_TRUE(absl::IsDataLoss(holds().status()));
+  std::filesystem::remove(File());
+  std::ofstream(File()) << std::string(1 << 20, 'x');
+  EXPECT_TRUE(absl::IsFailedPrecondition(holds().status()));
+  EXPECT_FALSE(Probe(options_.directories).beside);
+  Finding unread;
+  unread.unread = absl::UnavailableError("one call failed");
+  EXPECT_EQ(HoldsRun(unread).status(), unread.unread);
+}
+
 // What was modified after a time is news, unless this process did it.
 TEST_F(DirectoryTest, WhatAStoreOfThisProcessEndedWithIsNoNews) {
   FakeModel model(layout_, 1);

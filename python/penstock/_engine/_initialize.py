@@ -78,7 +78,7 @@ def initialize(
     gradient_clipping: the largest global norm of a step's gradients; 0 for no bound. Default: the configuration's, else 0.
     blocks: names of modules that are fetched as one; parameters of none of them stay in memory for a whole pass. By default blocks are
         found. Also ``"penstock": {"blocks": [...]}`` in the configuration, and ``forwards_per_step`` likewise.
-    resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
+    resume: go on from what ``state_dir`` holds; "auto": if it holds a run. What cannot be read, or is damaged, is an error.
     overwrite: what ``state_dir`` held when the process was started may be replaced; at a prompt or in a notebook, what it holds now. What
         another process trains there later is not.
     seed: of what the engine itself draws: the rounding of 8-bit states.

@@ -46,6 +46,11 @@ class Places:
         return self._overwrite or self._made
 
     @property
+    def replaces(self) -> bool:
+        """Whether a new run may take the place of an old one: also of one that "auto" has found never committed."""
+        return self.may_replace or self._resume == "auto"
+
+    @property
     def replaces_until_ns(self) -> int:
         """Of the runs in the directories, those that stood there by then may be replaced, besides what this process has left there; 0: none."""
         return self._asked_ns if self._overwrite else 0
@@ -88,7 +93,7 @@ class Places:
         return list(_core.rank_directories(dirs, self._run.ranks.rank))
 
     def may_resume(self) -> bool:
-        """Whether the run in the directories is resumed. ValueError: some ranks hold one, and others none."""
+        """Whether the run in the directories is resumed. ValueError: some ranks hold one, and others none. OSError: that cannot be seen."""
         if self._resume != "auto":
             return bool(self._resume)
         every = self.runs()
@@ -101,12 +106,24 @@ class Places:
         return every[0] == "a run"
 
     def runs(self) -> List[str]:
-        """By rank: "a run" or "no run", as its directories hold."""
-        mine = bool(self._settings.state_dirs) and _core.holds_run(self.own())
-        return self._run.ranks.texts("whether a run is there", "a run" if mine else "no run")
+        """By rank: "a run" or "no run", as its directories hold. OSError: they hold what was a run, or cannot be read."""
+        return self._run.ranks.texts("whether a run is there", "a run" if self._holds_run() else "no run")
+
+    def _holds_run(self) -> bool:
+        if not self._settings.state_dirs:
+            return False
+        try:
+            return bool(_core.holds_run(self.own()))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: nothing takes its place unasked: go on from a checkpoint (load_checkpoint), which replaces it with "
+                "overwrite=True, or start over with overwrite=True and without resume",
+                self.own()[0],
+            ) from None
 
     def check_ranks(self) -> None:
-        """ValueError: the run in the directories is of another number of ranks: it is neither resumed nor replaced."""
+        """ValueError: the run in the directories is of another number of ranks: it is neither resumed nor replaced. OSError: they cannot be read."""
         dirs, world = self._settings.state_dirs, self._run.ranks.world
         there = _core.ranks_of(dirs) if dirs else 0
         known = self._run.ranks.texts("the number of ranks", str(there))

@@ -143,7 +143,7 @@ class Preparation:
             self._run.ranks = meeting.connect()
             try:
                 self._places.check_ranks()
-                restores = self._places.may_resume() or self._source is not None
+                restores = self._source is not None or self._places.may_resume()
                 if not self._given.values_are_gone and not restores:
                     meeting.share_values(self._given.module)
                 yield
@@ -168,7 +168,7 @@ class Preparation:
                 "no parameter required a gradient when initialize was called, so that it made no optimizer, and some do now: call requires_grad_() "
                 "before it"
             )
-        resume = self._places.may_resume()
+        resume = source is None and self._places.may_resume()
         if given.values_are_gone and not resume and source is None:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
         if source is not None and not self._places.may_replace and "a run" in self._places.runs():
@@ -187,7 +187,7 @@ class Preparation:
             "state_dirs": self._places.own(),
             "new_weights": not trains and not resume,
             "resume": resume,
-            "overwrite": self._places.may_replace and not resume,
+            "overwrite": self._places.replaces and not resume,
             "overwrites_until": self._places.replaces_until_ns,
             "restore_from": None if source is None or source.found is not None else source.path,
             "restore_is_verified": is_verified,
