@@ -130,6 +130,17 @@ def test_auto_starts_over_what_was_never_committed_and_begins_beside_other_files
     assert (tmp_path / "beside" / "notes.txt").read_text() == "mine"
 
 
+def test_a_run_whose_name_cannot_be_read_is_not_renamed(tmp_path, monkeypatch):
+    trained(tmp_path, 1)
+
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(penstock._core, "record_of", fails)
+    with make(net(), tmp_path, resume=True) as engine, pytest.raises(OSError, match="Input/output error"):
+        step(engine, batches(1)[0])
+
+
 SECOND = """
     import os, sys, time
     ready, go, run, source = sys.argv[1:]

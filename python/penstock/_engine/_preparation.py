@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import secrets
@@ -203,11 +202,18 @@ class Preparation:
 
     # Of the run that is there, or that the run begins with, empty where there is none; and of the run that is made. On all ranks.
     def _names_of_runs(self, goes_on: bool) -> Tuple[str, str]:
-        where = self._places.own() if self._source is None else [self._source.path]
+        source = self._source
+        where = self._places.own() if source is None else [] if source.found is not None else [source.path]
         known = ""
-        if where:
-            with contextlib.suppress(OSError, ValueError):  # none is there, or the engine refuses it, on all ranks
+        if where and (goes_on or self._places.may_replace):
+            try:
                 known = (json.loads(_core.record_of(where)) or {}).get("run_id", "")
+            except FileNotFoundError:
+                pass  # none is there: what goes on is refused by the engine
+            except (OSError, ValueError) as error:
+                # Of what is replaced the name is of no use where it is damaged, or no run's.
+                if goes_on or getattr(error, "errno", errno.EINVAL) not in (errno.EIO, errno.EINVAL):
+                    raise
         known = self._run.ranks.texts("the run's name", known)[0]
         return known, self._run.ranks.texts("the run's name", known if goes_on and known else f"python-{secrets.token_hex(6)}")[0]
 
