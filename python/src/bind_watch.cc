@@ -17,6 +17,7 @@
 #include "errors.h"
 #include "run/watch/monitors.h"
 #include "settings.h"
+#include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tools/base/process_start.h"
 #include "tools/pages/report_page.h"
@@ -86,6 +87,17 @@ void BindWatch(nb::module_& module) {
       "committed_step_of", &CommittedStepOf, nb::arg("directories"),
       "The step of the last commit of the run in state directories, or of a checkpoint. OSError, ValueError: "
       "there is none, or none that can be read.");
+  module.def(
+      "checkpoints_in",
+      [](const std::string& directory) {
+        std::vector<std::string> names;
+        for (const swap::CheckpointEntry& entry :
+             ValueOrRaise(swap::ListCheckpoints(directory), {.path = directory}))
+          names.push_back(entry.name);
+        return names;
+      },
+      nb::arg("directory"),
+      "The names of Penstock's checkpoints in a directory, oldest first. OSError: it cannot be listed.");
   module.def("process_start_ns", &tools::ProcessStartNs,
              "When this process was started, in nanoseconds since the epoch; None: the kernel does not say.");
   nb::class_<PyMonitors>(module, "Monitors", "csv_monitor and tensorboard of a DeepSpeed configuration.")

@@ -205,3 +205,17 @@ def test_a_second_attempt_replaces_what_the_first_one_made_and_no_others_run(tmp
         with pytest.raises(RuntimeError, match="another process has trained there"):
             step(engine, batches(1)[0])
         assert steps_in(tmp_path / "two") == 1
+
+
+def test_without_latest_a_checkpoint_is_named_and_the_run_does_not_begin_anew(tmp_path):
+    with make(net(), tmp_path / "run") as engine:
+        for batch in batches(2):
+            step(engine, batch)
+            engine.save_checkpoint(tmp_path / "kept")
+    (tmp_path / "kept" / "latest").unlink()
+    with make(net(seed=5), tmp_path / "other") as engine:
+        with pytest.raises(FileNotFoundError, match="latest.*tag='step-00000002'"):
+            engine.load_checkpoint(tmp_path / "kept")
+        engine.load_checkpoint(tmp_path / "kept", "step-00000002")
+        step(engine, batches(1)[0])
+        assert engine.global_steps == 3

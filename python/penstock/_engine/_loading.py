@@ -73,6 +73,8 @@ class Loading:
         Before the first forward that one reads it; later the run ends, and another one begins in its place. The state directory must hold
         no run, or ``overwrite=True`` was given. The checkpoint may be of any number of ranks.
 
+        tag: default: the one that the file `latest` names. Without that file: FileNotFoundError where checkpoints of Penstock's are there,
+        else a warning and (None, {}).
         load_lr_scheduler_states: False leaves the scheduler as it is; learning rates go on from the checkpoint until its next step.
         load_module_only: the model gets the values of a checkpoint of Penstock's, in its own types, and nothing else goes on: in an engine
         that has begun, moments stay. load_module_strict: False leaves those that the checkpoint has not as they are, and what it has
@@ -114,6 +116,14 @@ class Loading:
             if tag is None:
                 if names is not None:
                     raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
+                there = _core.checkpoints_in(directory)
+                if there:
+                    raise FileNotFoundError(
+                        errno.ENOENT,
+                        f"there is no file `{checkpoint_names.LATEST}` (a full disk leaves none), and {len(there)} of Penstock's checkpoints: "
+                        f"say which one is meant, the newest with tag={there[-1]!r}",
+                        directory,
+                    )
                 warnings.warn(f"{directory} holds no checkpoint (no file `{checkpoint_names.LATEST}`): the run begins anew", stacklevel=3)
                 return None, {}
             if not tag:
