@@ -33,11 +33,13 @@
 #include "owned.h"
 #include "ranks.h"
 #include "run/settings.h"
+#include "run/watch/written_count.h"
 #include "run_watch.h"
 #include "settings.h"
 #include "swap/inspect.h"
 #include "tiering/plan/byte_size.h"
 #include "tools/pages/planned_model.h"
+#include "zero/compute/tile_format.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
@@ -103,6 +105,17 @@ void Join(GivenModel* model, GivenOptions* given) {
   given->engine.initial_values = std::move(model->initial_values);
 }
 
+// One version of a new run's state, of all ranks.
+int64_t StateBytes(const tiering::ModelGraph& graph, const zero::EngineOptions& options) {
+  int64_t bytes = 0;
+  const tiering::Precision precision = zero::FormatOf(options).precision();
+  for (const tiering::BlockShape& block : graph.blocks) {
+    const int64_t frozen = block.trains ? block.trained_from : block.elements;
+    bytes += precision.SegmentBytes(0, frozen) + precision.UnpaddedBytes(block.elements - frozen);
+  }
+  return bytes;
+}
+
 // The plan of an engine with these blocks, stages and options, whose values are not looked at.
 class PyPlan {
  public:
@@ -151,7 +164,8 @@ class PyPlan {
 class PyTrainingEngine {
  public:
   PyTrainingEngine(const std::vector<GivenBlock>& blocks, const std::vector<GivenStage>& stages,
-                   const PySettings& settings, const std::string& options, const PyRanks* ranks)
+                   const PySettings& settings, const std::string& options, const PyRanks* ranks,
+                   run::WrittenCount* written)
       : ranks_(ranks != nullptr ? ranks->held() : nullptr),
         heard_(std::make_shared<Heard>()),
         watch_(std::make_shared<RunWatch>()) {
@@ -178,6 +192,16 @@ class PyTrainingEngine {
     made.hooks.describe = [heard = heard_](const zero::StepResult& result) {
       return heard->Description(result.step);
     };
+    if (written != nullptr && !made.resume.enabled) {
+      // A kill before the first commit leaves no other count.
+      absl::Status saved;
+      {
+        const GilReleased released;
+        saved = written->Save(zero::JsonField<std::string>(made.resume.run, "run_id").value_or(""),
+                              written->before() + StateBytes(model.measured.graph, made));
+      }
+      RaiseUnlessOk(saved);
+    }
     const std::string& from = given.imported.path.empty() ? given.restore_from : given.imported.path;
     if (!from.empty()) {
       absl::Status restored;
@@ -703,9 +727,9 @@ void BindEngine(nb::module_& module) {
       module, "TrainingEngine", nb::is_weak_referenceable(),
       "Trains a model that its owner drives: enter and leave for each use of a block.")
       .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const PySettings&,
-                    const std::string&, const PyRanks*>(),
+                    const std::string&, const PyRanks*, run::WrittenCount*>(),
            nb::arg("blocks"), nb::arg("stages"), nb::arg("settings"), nb::arg("options"),
-           nb::arg("ranks").none() = nb::none())
+           nb::arg("ranks").none() = nb::none(), nb::arg("written").none() = nb::none())
       .def("begin", &PyTrainingEngine::Begin, nb::arg("next"), nb::arg("rates"))
       .def("begin_evaluation", &PyTrainingEngine::BeginEvaluation)
       .def("enter", &PyTrainingEngine::Enter, nb::arg("backward"), nb::arg("stage"), nb::arg("micro_batch"),

@@ -16,6 +16,7 @@
 #include "engine_options.h"
 #include "errors.h"
 #include "run/watch/monitors.h"
+#include "run/watch/written_count.h"
 #include "settings.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
@@ -100,6 +101,27 @@ void BindWatch(nb::module_& module) {
       "The names of Penstock's checkpoints in a directory, oldest first. OSError: it cannot be listed.");
   module.def("process_start_ns", &tools::ProcessStartNs,
              "When this process was started, in nanoseconds since the epoch; None: the kernel does not say.");
+  nb::class_<run::WrittenCount>(
+      module, "WrittenCount",
+      "What a run has written to its drives, in a file beside its state, for what is killed before a commit.")
+      .def_static(
+          "read",
+          [](const std::string& directory, const std::string& recorded) {
+            return ValueOrRaise(run::WrittenCount::Read(directory, ParseJson(recorded)), {.path = directory});
+          },
+          nb::arg("directory"), nb::arg("recorded"),
+          "Of a run that goes on, or starts over where `recorded` is null. OSError: the file cannot be read.")
+      .def(nb::init<const std::string&>(), nb::arg("directory"), "Of a new run.")
+      .def_prop_ro("before", &run::WrittenCount::before)
+      .def(
+          "save",
+          [](run::WrittenCount& count, const std::string& run_id, int64_t bytes) {
+            RaiseUnlessOk(count.Save(run_id, bytes));
+          },
+          nb::arg("run_id"), nb::arg("bytes"))
+      .def(
+          "revert", [](const run::WrittenCount& count) { RaiseUnlessOk(count.Revert()); },
+          "The file is what the first `save` found.");
   nb::class_<PyMonitors>(module, "Monitors", "csv_monitor and tensorboard of a DeepSpeed configuration.")
       .def(nb::init<const PySettings&, const std::string&, bool, const std::vector<std::string>&, bool>(),
            nb::arg("settings"), nb::arg("run_id"), nb::arg("resumes"), nb::arg("replaces"),

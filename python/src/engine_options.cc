@@ -273,6 +273,7 @@ nlohmann::json InfoOf(const zero::Engine& engine) {
           {"nvme_read_bytes_per_step", plan.plan.nvme_read_bytes},
           {"nvme_write_bytes_per_step", plan.plan.nvme_write_bytes},
           {"io_backend", engine.io_backend()},
+          {"written_bytes", engine.io_stats().DeviceWriteBytes()},
           {"run", engine.run()}};
 }
 

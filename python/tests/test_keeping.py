@@ -1,12 +1,15 @@
 """What a start may take the place of: what it was told to replace, as it was then, and nothing that it could not look at."""
 
 import errno
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import pytest
 
@@ -205,6 +208,77 @@ def test_a_second_attempt_replaces_what_the_first_one_made_and_no_others_run(tmp
         with pytest.raises(RuntimeError, match="another process has trained there"):
             step(engine, batches(1)[0])
         assert steps_in(tmp_path / "two") == 1
+
+
+WEARS = """
+    import sys
+    import penstock
+    from engine_models import batches, make, net, step
+    data = batches(8)
+    config = {"penstock": {"wear_budget_tb": float(sys.argv[2]), "durability": "checkpoint"}}
+    with make(net(width=64), sys.argv[1], config=config, resume="auto") as engine:
+        while True:
+            for batch in data:
+                step(engine, batch)
+"""
+
+
+def test_the_budget_of_wear_counts_what_a_killed_run_wrote_before_its_first_commit(tmp_path):
+    file = tmp_path / ".penstock.written"
+
+    def counted():
+        return json.loads(file.read_text())["written_bytes"] if file.exists() else 0
+
+    before = 0
+    for _ in range(3):
+        process = started(WEARS, tmp_path, 1)
+        wait_for(lambda: counted() > before + (1 << 20) or process.poll() is not None)  # noqa: B023
+        process.send_signal(signal.SIGKILL)
+        _, said = process.communicate()
+        assert counted() > before, said
+        before = counted()
+    of_the_killed = json.loads(file.read_text())["run_id"]
+    store = tmp_path / "penstock.store"
+    looked = store.stat().st_mtime_ns
+    config = {"penstock": {"wear_budget_tb": before * 1e-12 / 2, "durability": "checkpoint"}}
+    for _ in range(2):
+        with make(net(width=64), tmp_path, config=config, resume="auto") as engine:
+            with pytest.raises(RuntimeError, match="penstock.wear_budget_tb: the run has written"):
+                step(engine, batches(1)[0])
+        assert (counted(), store.stat().st_mtime_ns) == (before, looked)
+    file.write_text("{}")
+    with make(net(width=64), tmp_path, config=config, resume="auto") as engine:
+        with pytest.raises(OSError, match="penstock.written.*remove it"):
+            step(engine, batches(1)[0])
+    # Another run has a count of its own, with what closing it writes.
+    child = started(WEARS.replace('resume="auto"', "overwrite=True").replace("while True:", "for _ in range(1):").replace("batches(8)", "batches(1)"), tmp_path, 1)
+    _, said = child.communicate(timeout=400)
+    assert child.returncode == 0, said
+    assert json.loads(file.read_text())["run_id"] != of_the_killed
+    assert counted() > store.stat().st_size / 3
+
+
+def test_the_budget_of_wear_counts_a_checkpoint_that_is_restored_and_no_refused_start(tmp_path):
+    def limited(**options):
+        return make(net(), tmp_path / "run", config={"penstock": {"wear_budget_tb": 1}}, **options)
+
+    def counted():
+        return json.loads((tmp_path / "run" / ".penstock.written").read_text())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with limited() as engine:
+            step(engine, batches(1)[0])
+            engine.save_checkpoint(tmp_path / "kept", wait=True)
+            of_the_checkpoint = counted()["written_bytes"]
+        left = counted()
+        with limited() as engine, pytest.raises(FileExistsError):
+            step(engine, batches(1)[0])
+        assert counted() == left
+        with limited(overwrite=True) as engine:
+            engine.load_checkpoint(tmp_path / "kept")
+            step(engine, batches(1)[0])
+            assert counted()["written_bytes"] >= of_the_checkpoint + engine.plan()["state_bytes"]
 
 
 def test_without_latest_a_checkpoint_is_named_and_the_run_does_not_begin_anew(tmp_path):

@@ -145,13 +145,13 @@ class Engine:
         self._copy = CheckpointCopy(self._run, settings.world)
         accumulation = Accumulation(model)
         self._record = Record(self._given, self._run, accumulation)
-        wear = WearBudget(settings, self._run, self._record)
+        self._wear = WearBudget(settings, self._run, self._record)
         self._training = Training(
-            self._given, self._run, self._record, wear, self._copy, accumulation, lambda *forward: self._first_forward.look(*forward)
+            self._given, self._run, self._record, self._wear, self._copy, accumulation, lambda *forward: self._first_forward.look(*forward)
         )
         self._state = State(self._given, self._run, self._record, self._training)
         self._preparation = Preparation(
-            self._given, self._run, self._places, self._record, wear, self._training, self._state, seed, lambda: _started.add(self)
+            self._given, self._run, self._places, self._record, self._wear, self._training, self._state, seed, lambda: _started.add(self)
         )
         self._first_forward = FirstForward(self._given, self._run, self._preparation.begin)
         self._saving = Saving(self._run, self._record, self._copy)
@@ -355,6 +355,7 @@ class Engine:
             self._record.describe()
         finally:
             self._run.core.flush()
+        self._wear.end()
         if self._run.watch is not None:
             self._run.watch.close()
 

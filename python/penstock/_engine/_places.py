@@ -46,6 +46,16 @@ class Places:
         return self._overwrite or self._made
 
     @property
+    def may_have_begun(self) -> bool:
+        """Whether a new run is one that was begun before, and left no commit to resume."""
+        return bool(self._resume) or self._made
+
+    def are_taken(self) -> bool:
+        """Whether a run is there that may not be replaced. OSError: that cannot be read."""
+        dirs = self._settings.state_dirs
+        return not self.replaces and bool(dirs) and _core.ranks_of(dirs) > 0
+
+    @property
     def replaces(self) -> bool:
         """Whether a new run may take the place of an old one: also of one that "auto" has found never committed."""
         return self.may_replace or self._resume == "auto"

@@ -100,6 +100,7 @@ class Preparation:
         run.runtime, run.watch, self._given.values_are_gone = None, None, True
         self._places.start_over()
         self._record.start_over()
+        self._record.has_written(written)
         self._training.start_over()
         move_buffers(module, self._given.settings.device)
         with self._met(), self._adapters_on():
@@ -196,6 +197,8 @@ class Preparation:
         }
         self._run.ranks.agree(self._alike(options, described))
         self._places.check_free()
+        if trains:
+            self._look_at_wear(resume, known, is_again=is_verified)
         with deferred():
             self._hand_over(described, shown, options, marks, known)
         del held
@@ -216,6 +219,19 @@ class Preparation:
                     raise
         known = self._run.ranks.texts("the run's name", known)[0]
         return known, self._run.ranks.texts("the run's name", known if goes_on and known else f"python-{secrets.token_hex(6)}")[0]
+
+    # Before anything is written. is_again: a run of this engine is over, and cannot be gone on with any more.
+    def _look_at_wear(self, resume: bool, known: str, is_again: bool) -> None:
+        source, recorded, stands = self._source, None, "before its first step"
+        where = self._places.own() if source is None else [source.path]
+        place = self._places.own()[0] if self._wear.counts else ""
+        if self._wear.counts and (resume or (source is not None and source.found is None)):
+            kept = decode(json.loads(_core.record_of(where, "step"))) or {}
+            recorded = {"written_bytes": kept.get("written", 0), **({"run_id": known} if known else {})}
+            stands = f"after step {_core.committed_step_of(where)}, which is committed"
+        begun = source is None and self._places.may_have_begun
+        training = self._given.module.training and torch.is_grad_enabled()
+        self._wear.look(place, recorded, recorded is not None or begun, not is_again and (training or not resume), stands)
 
     # Where they are gone they are read nowhere.
     def _values_of(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -282,6 +298,8 @@ class Preparation:
         try:
             if goes_on:
                 self._restore()
+            if options["trains"]:
+                self._wear.made(run.id, run.info()["state_bytes"] if self._source is not None and settings.offload == "nvme" else 0)
             watch = Watch(core, settings, run.id, goes_on, [known] if known and not goes_on else [], self._record.samples, run.ranks)
             weights = Weights(
                 given.blocks, DTYPES[settings.dtype], places, settings.device, self._state.copy_of, core.arena(),
@@ -322,14 +340,20 @@ class Preparation:
     def _new_core(self, described: List[Any], stages: List[Any], options: Dict[str, Any]) -> Any:
         try:
             with self._import_directory(options):
-                return _core.TrainingEngine(described, stages, self._given.settings, json.dumps(options), self._run.ranks.core if options["trains"] else None)
+                core = self._run.ranks.core if options["trains"] else None
+                count = self._wear.count if options["trains"] and (options["resume"] or not self._places.are_taken()) else None
+                return _core.TrainingEngine(described, stages, self._given.settings, json.dumps(options), core, count)
         except FileExistsError as error:
+            self._wear.failed(not options["resume"])
             raise FileExistsError(
                 error.errno,
                 "a run is there already: go on with it (resume=True, or resume='auto'), replace it (overwrite=True), or use another "
                 "directory",
                 self._places.own()[0],
             ) from error
+        except BaseException:
+            self._wear.failed(not options["resume"])
+            raise
 
     def _restore(self) -> None:
         source = self._source

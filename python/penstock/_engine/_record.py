@@ -81,6 +81,10 @@ class Record:
         """At least these bytes were written before the run began."""
         self._written_before = max(self._written_before, least)
 
+    def wrote(self, here: int) -> None:
+        """At least these bytes were written by this engine."""
+        self._written_here = max(self._written_here, here)
+
     def describe(self) -> None:
         """The next commit says: torch's random state as the step left it, the rest as it is when the next pass begins, since schedulers of
         others make their steps in between.
