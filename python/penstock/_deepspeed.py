@@ -29,6 +29,7 @@ from . import _core
 from ._buffers import truth
 from ._data_loader import DeepSpeedDataLoader, sampler_of
 from ._engine._engine import Engine
+from ._engine._hidden import ZeroParamStatus
 from ._engine._initialize import NO_OPTIMIZER
 from ._engine._initialize import initialize as _initialize
 from ._engine._in_memory import InMemory
@@ -37,7 +38,6 @@ from ._engine._optimizer import ConfigScheduler
 from ._engine._ranks import make_group
 from ._engine._settings import PathLike, Settings
 from ._engine._trace import keep_resident
-from ._engine._weights import ZeroParamStatus
 from ._files import whole_file
 from ._fp32 import place_script
 from ._small_files import make_directory

@@ -14,12 +14,12 @@ from torch import nn
 
 from ._device import give_back_cache
 from ._given import Given
+from ._hidden import hide_copies, show_copies
 from ._modules import move_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._run import Run
 from ._tensor_memory import StepTensors
 from ._trace import Use, settled, trace, with_other_modes
 from ._tree import counted, map_tensors, tensors_of
-from ._weights import hide_copies, show_copies
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from ._given import Given
+from ._hidden import OUTSIDE
 from ._on_disk import tensors_on_disk
 from ._record import Record
 from ._run import Run
 from ._training import Training
-from ._weights import OUTSIDE
 
 
 class State:

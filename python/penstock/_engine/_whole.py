@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ._blocks import Block
-from ._weights import Copy, own_class
+from ._hidden import Copy, own_class
 
 _PLACE = "_penstock_whole"  # in a model's __dict__: the Whole of its last engine
 _OURS = ("__deepcopy__", "__reduce_ex__", "state_dict", "load_state_dict", "zero_grad", "_penstock_engine", _PLACE)
