@@ -589,7 +589,7 @@ def test_a_forward_within_gathered_for_writing_is_refused(tmp_path):
                     engine(**data[1])
         for name, value in engine.state_dict().items():
             assert torch.equal(value, before[name])
-        model.norm.weight.data = torch.ones(32)
+        model.norm.weight.data = torch.ones(32).double()
         with pytest.raises(RuntimeError, match="norm.weight was given a value outside"):
             engine(**data[1])
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ._device import give_back_cache
 from ._given import Given
-from ._hidden import hide_copies, show_copies
+from ._hidden import Read, hide_copies, show_copies
 from ._modules import move_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._run import Run
 from ._tensor_memory import StepTensors
@@ -174,5 +174,5 @@ def _apart_for(module: nn.Module, args: Tuple[Any, ...], kwargs: Mapping[str, An
     return module(*(_apart(each) for each in args), **{name: _apart(each) for name, each in kwargs.items()})
 
 
-def _closed_value(_: nn.Parameter, __: bool) -> torch.Tensor:
+def _closed_value(_: nn.Parameter, __: bool) -> Read:
     raise RuntimeError("this model's engine was closed, and its values went with it")

@@ -1,14 +1,19 @@
-"""What a program has of parameters that are not in memory: ``Hidden`` in their place, and ``Copy`` of a value that was read."""
+"""What a program has of parameters that are not in memory: ``Hidden`` in their place, and ``Copy`` of a value that was read.
+
+Between steps both are as the parameter itself: what is computed with them is computed with its value, and a change in place is written to the
+engine before the call returns, as engine.gathered(write_back=True) does it.
+"""
 
 from __future__ import annotations
 
 import enum
 import functools
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
+from ._attributes import version_of
 from ._tree import map_tensors, tensors_of
 
 
@@ -20,18 +25,57 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-#: A hidden parameter's value, as its caller wants it: with a graph, or by itself. RuntimeError naming it: there is none just now.
-ValueOf = Callable[[nn.Parameter, bool], torch.Tensor]
+class Read:
+    """A parameter's value as it was read, and the memory of all its copies."""
 
-#: What is wrong with a weight, by its name, that is used where it has no values.
+    def __init__(
+        self, name: str, value: torch.Tensor, write: Callable[[torch.Tensor], None], took: Callable[[torch.Tensor], None]
+    ) -> None:
+        """write: makes this the parameter's value. took: knows the tensor that the program has given it."""
+        self.name = name
+        self.value = value
+        #: Whether it is the parameter's value still, so that a change in place of it is one of the parameter.
+        self.current = True
+        self._write = write
+        self._took = took
+
+    def changed(self) -> None:
+        """The value was changed in place: so is the parameter. RuntimeError: it cannot be, and is as it was."""
+        if not self.current:
+            raise RuntimeError(_STALE.format(self.name))
+        try:
+            self._write(self.value)
+        except BaseException:
+            self.current = False
+            raise
+
+    def give(self, given: torch.Tensor) -> None:
+        """The value, and the parameter, become the given tensor's, which is of the same shape and type."""
+        with torch.no_grad(), torch.inference_mode(False):
+            self.value.copy_(given.detach())
+        self.changed()
+        self._took(given)
+
+
+#: A hidden parameter's value, for who wants it with a graph, or by itself. RuntimeError naming it: there is none just now.
+ValueOf = Callable[[nn.Parameter, bool], Read]
+
+#: What is wrong with a weight, by its name, that is used where no gradient would come to it.
 OUTSIDE = (
-    "{} is used outside of the forward of its module, by the model or the loss: it has no values there, and no gradient would come to it. "
-    "Give blocks=[...] with a module around all its uses; for decay there is weight_decay; between steps its value is read under "
-    "torch.no_grad(), or by detach()"
+    "{} is used outside of the forward of its module, by the model or the loss: no gradient would come to it. Give blocks=[...] with a module "
+    "around all its uses; for decay there is weight_decay; between steps its value is read under torch.no_grad(), or by detach()"
 )
+_STALE = (
+    "a value of {} that was read before a forward, or before another change of it, is changed in place: the parameter has another value since, and "
+    "the change would be lost. Read it again (parameter.data), and change that"
+)
+_OTHER_SHAPE = "{} is given another shape, type or memory ({}): the engine has it as it was in the first forward, and so it stays"
+_IN_A_GRAPH = "{} is changed in place by a tensor that requires a gradient, which would not come to it: under torch.no_grad() it is written"
 
 # Of a hidden parameter: where its value is read, its name, and its class when it has its value.
 _VALUE_OF, _NAME, _OWN_CLASS = "_penstock_value_of", "_penstock_name", "_penstock_class"
+# Of a copy: what was read; whether it stands for its parameter in a call; whether that has changed it.
+_READ, _STANDS_IN, _WROTE = "_penstock_read", "_penstock_stands_in", "_penstock_wrote"
 _IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__")
 _KEEP_VALUES = ("requires_grad_", "detach_", "share_memory_", "rename_")
 # Functions of a parameter that do not look at its values. Those of a name is_* do not either.
@@ -45,6 +89,7 @@ _OF_THE_GRAPH = frozenset((torch.autograd.grad, torch.autograd.backward, torch.T
 # Of the second tensor these look at shape, type and device alone.
 _AS_ANOTHER = ("view_as", "expand_as", "reshape_as", "type_as", "to", "new_tensor", "resize_as_")
 _DETACHED = frozenset((torch.Tensor.detach, torch.Tensor.data.__get__))
+_SET_DATA = torch.Tensor.data.__set__
 _READING = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data"))
 #: Within, no class of a tensor is asked.
 without_overrides = getattr(torch._C, "DisableTorchFunctionSubclass", torch._C.DisableTorchFunction)
@@ -55,49 +100,72 @@ def _memory_of(tensor: torch.Tensor) -> int:
     return int(storage.data_ptr())
 
 
-# RuntimeError where this call changes a tensor of `kind` in place.
-def _refuse_change(kind: type, name: str, args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    out = kwargs.get("out")
-    changed = list(out) if isinstance(out, (list, tuple)) else [out]
-    if name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        if name not in _KEEP_VALUES:
-            changed += first if isinstance(first, (list, tuple)) else [first]
-    if any(issubclass(type(each), kind) for each in changed):
-        raise RuntimeError(
-            f"a parameter that is not in memory is changed in place ({name}), which would be lost: within engine.gathered(write_back=True), or "
-            "deepspeed.zero.GatheredParameters(..., modifier_rank=0), it is written"
-        )
+# What this function's name says that it changes in place. Most such changes are seen by tensors' versions, and some (apply_) are not.
+def _named_in_place(name: str, args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> List[torch.Tensor]:
+    name = name.partition(".")[0]  # of torch.ops.aten's
+    if name in _KEEP_VALUES or not (name == "__setitem__" or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))):
+        return []
+    return tensors_of(args[0] if args else next(iter(kwargs.values()), None))
+
+
+# Those that the call has changed are written; all are looked at first. RuntimeError: one of them cannot be, and nothing was written.
+def _write_changed(copies: Sequence["Copy"], versions: Sequence[int], name: str, named: Sequence[torch.Tensor]) -> None:
+    changed: Dict[int, Read] = {}
+    for copy, version in zip(copies, versions):
+        read: Read = copy.__dict__[_READ]
+        if copy.__dict__.get(_STANDS_IN) and (copy.shape != read.value.shape or _memory_of(copy) != _memory_of(read.value) or copy.dtype != read.value.dtype):
+            raise RuntimeError(_OTHER_SHAPE.format(read.name, name))
+        if version_of(copy) == version and not any(copy is each for each in named):
+            continue
+        if copy.__dict__.get(_STANDS_IN) and copy.requires_grad:
+            read.current = False
+            raise RuntimeError(_IN_A_GRAPH.format(read.name))
+        copy.__dict__[_WROTE] = True
+        changed[id(read)] = read
+    for read in changed.values():
+        read.changed()
 
 
 class Copy(torch.Tensor):
-    """Of a parameter's value, where the program may take it for the parameter's memory. All that is made of it is an ordinary tensor."""
+    """Of a parameter's value, where the program may take it for the parameter's memory. What is computed with it is an ordinary tensor."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
         if any(issubclass(each, Hidden) for each in types):
             return NotImplemented  # whose values are read first
         kwargs = kwargs or {}
-        _refuse_change(cls, getattr(func, "__name__", ""), args, kwargs)
+        name = getattr(func, "__name__", "")
         with without_overrides():
-            result = func(*args, **kwargs)
-            # A view of the copy is one more: a change in place would be lost as well.
+            copies = [each for each in tensors_of((args, kwargs)) if type(each) is cls]
+            versions = [version_of(each) for each in copies]
+            try:
+                result = func(*args, **kwargs)
+            except BaseException:
+                for copy, version in zip(copies, versions):
+                    if version_of(copy) != version:
+                        copy.__dict__[_READ].current = False  # a part of it may have been changed
+                raise
+            _write_changed(copies, versions, name, _named_in_place(name, args, kwargs))
+            # A view of the copy is one more: a change in place is the parameter's as well.
             if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
                 result.setflags(write=False)
             if not isinstance(result, (torch.Tensor, list, tuple)) or any(result is each for each in args):
                 return result
-            memory = {_memory_of(each) for each in tensors_of((args, kwargs)) if type(each) is cls}
+            reads = {_memory_of(each): each.__dict__[_READ] for each in copies}
             if isinstance(result, torch.Tensor):
-                return result.as_subclass(cls) if _memory_of(result) in memory else result
-            views = [isinstance(each, torch.Tensor) and _memory_of(each) in memory for each in result]
-            return type(result)(each.as_subclass(cls) for each in result) if views and all(views) else result
+                return _as_copy(result, reads[_memory_of(result)]) if _memory_of(result) in reads else result
+            views = [isinstance(each, torch.Tensor) and type(each) is not cls and _memory_of(each) in reads for each in result]
+            return type(result)(_as_copy(each, reads[_memory_of(each)]) for each in result) if views and all(views) else result
 
     def plain(self) -> torch.Tensor:
+        """An ordinary tensor of this memory, which is not the parameter's any more."""
+        self.__dict__[_READ].current = False
         with without_overrides():
             return self.as_subclass(torch.Tensor)
 
     # nn.Parameter(copy) and nn.Buffer(copy) say so: what a program makes of it there is its own, and an ordinary one.
     def _becomes(self, kind: type) -> None:
+        self.__dict__.pop(_READ).current = False
         self.__class__ = kind  # type: ignore[assignment]
 
     _is_param = property(lambda self: False, lambda self, _: self._becomes(nn.Parameter))
@@ -110,39 +178,65 @@ class Copy(torch.Tensor):
         return self.plain().clone()
 
 
-class Hidden(nn.Parameter):
-    """A parameter that is not in memory. What is computed with it is computed with its value, which is read for that, between steps.
+# With this class it is seen by what is made of it, and by changes in place.
+def _as_copy(tensor: torch.Tensor, read: Read) -> Copy:
+    copy = tensor.as_subclass(Copy)
+    copy.__dict__[_READ] = read
+    return copy
 
-    RuntimeError where it would be part of a graph (a gradient would not come to it), be changed, or is read within a step.
+
+# Of a parameter's value. A gradient that comes to one with a graph is refused.
+def _copy_of(parameter: torch.Tensor, wants_graph: bool = False) -> Copy:
+    read: Read = parameter.__dict__[_VALUE_OF](parameter, wants_graph)
+    # In grad mode: torch refuses to change a view there that was made in another.
+    with torch.inference_mode(False), without_overrides(), torch.enable_grad():
+        value = read.value.data
+        if wants_graph:
+            value.requires_grad_().register_hook(functools.partial(_refuse_gradient, read.name))
+        return _as_copy(value, read)
+
+
+def _refuse_gradient(name: str, _: torch.Tensor) -> None:
+    raise RuntimeError(OUTSIDE.format(name))
+
+
+class Hidden(nn.Parameter):
+    """A parameter that is not in memory. What is computed with it is computed with its value, which is read for that, between steps; what is
+    changed in place is written.
+
+    RuntimeError where that is done within a step, and in backward where a gradient would come to it.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
         kwargs = kwargs or {}
-        if not cls._looks_at_values(func, args):
+        sets_data = func == _SET_DATA
+        if not sets_data and not cls._looks_at_values(func, args):
             with without_overrides():
                 return func(*args, **kwargs)
-        _refuse_change(Hidden, getattr(func, "__name__", ""), args, kwargs)
         if func in _DETACHED:
-            return _value_of(args[0], False)
-        in_graph: List[torch.Tensor] = []
+            return _copy_of(args[0])
+        if sets_data and is_hidden_class(args[0]):
+            return _set_data(args[0], args[1])
+        lent: Dict[int, Tuple[torch.Tensor, Copy]] = {}
 
         def value(tensor: torch.Tensor) -> torch.Tensor:
             if not is_hidden_class(tensor):
                 return tensor
-            wants_graph = torch.is_grad_enabled() and tensor.requires_grad
-            if wants_graph:
-                in_graph.append(tensor)
-            return _value_of(tensor, wants_graph)
+            if id(tensor) not in lent:
+                copy = _copy_of(tensor, torch.is_grad_enabled() and tensor.requires_grad)
+                copy.__dict__[_STANDS_IN] = True
+                lent[id(tensor)] = tensor, copy
+            return lent[id(tensor)][1]
 
         args, kwargs = map_tensors((args, kwargs), value)
-        if not in_graph:
-            return func(*args, **kwargs)
-        with torch.no_grad():
-            result = func(*args, **kwargs)
-        if any(each.is_floating_point() or each.is_complex() for each in tensors_of(result)):
-            raise RuntimeError(OUTSIDE.format(in_graph[0].__dict__[_NAME]))
-        return result
+        result = func(*args, **kwargs)
+        for _, copy in lent.values():
+            copy.__dict__.pop(_STANDS_IN)
+        written = {id(copy): parameter for parameter, copy in lent.values() if copy.__dict__.pop(_WROTE, False)}
+        if type(result) in (list, tuple):
+            return type(result)(written.get(id(each), each) for each in result) if written else result
+        return written.get(id(result), result)
 
     @staticmethod
     def _looks_at_values(func: Any, args: Tuple[Any, ...]) -> bool:
@@ -169,8 +263,19 @@ class Hidden(nn.Parameter):
         return self.detach().reshape(-1)
 
 
-def _value_of(parameter: torch.Tensor, wants_graph: bool) -> torch.Tensor:
-    return parameter.__dict__[_VALUE_OF](parameter, wants_graph).as_subclass(Copy)  # type: ignore[no-any-return]
+# parameter.data = tensor. One of another shape or type is refused by the next forward, which names the parameter.
+def _set_data(parameter: torch.Tensor, given: torch.Tensor) -> None:
+    given = _copy_of(given) if is_hidden_class(given) else given
+    with without_overrides():
+        own = given.__dict__.get(_READ) if type(given) is Copy else None
+        if given.shape == parameter.shape and given.layout == torch.strided:
+            read: Read = parameter.__dict__[_VALUE_OF](parameter, False)
+            if given.dtype == read.value.dtype:
+                whole = given.data_ptr() == read.value.data_ptr() and given.stride() == read.value.stride()
+                if own is not read or not whole:
+                    read.give(given)
+                return
+        torch.Tensor.data.__set__(parameter, given)
 
 
 # Of a parameter of such a class (peft's, bitsandbytes'), while it is hidden.

@@ -302,7 +302,7 @@ class Preparation:
                 self._wear.made(run.id, run.info()["state_bytes"] if self._source is not None and settings.offload == "nvme" else 0)
             watch = Watch(core, settings, run.id, goes_on, [known] if known and not goes_on else [], self._record.samples, run.ranks)
             weights = Weights(
-                given.blocks, DTYPES[settings.dtype], places, settings.device, self._state.copy_of, core.arena(),
+                given.blocks, DTYPES[settings.dtype], places, settings.device, self._state.read_of, core.arena(),
                 apart=has_own_memory(settings.device) and not settings.engine_device,
                 streams=Streams(settings.device) if settings.engine_device else None,
             )  # fmt: skip

@@ -6,14 +6,16 @@ import contextlib
 import functools
 import json
 import os
+import weakref
 from contextlib import contextmanager
-from typing import Any, Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
+from ._attributes import version_of
 from ._given import Given
-from ._hidden import OUTSIDE
+from ._hidden import OUTSIDE, Read
 from ._on_disk import tensors_on_disk
 from ._record import Record
 from ._run import Run
@@ -29,11 +31,16 @@ class State:
         self._record = record
         self._training = training
         self._looked_at: List[nn.Parameter] = []  # those that are gathered, and not to be written back
+        self._reads: "weakref.WeakValueDictionary[int, Read]" = weakref.WeakValueDictionary()  # by the parameter's id, while a copy is held
+        self._taken: Dict[str, Tuple["weakref.ref[torch.Tensor]", int]] = {}  # by name: tensors that parameters were set to, and their versions
 
     def before_pass(self) -> None:
-        """A forward begins, which fetches its own values: what is gathered for looking at has them no more."""
+        """A forward begins, which fetches its own values: what is gathered for looking at has them no more, and copies are of the values before."""
         if self._looked_at:
             self._end_of_looking()
+        self._forget_reads()
+        if self._taken:
+            self._check_taken()
         self._record.describe()
 
     def _end_of_looking(self) -> None:
@@ -64,6 +71,9 @@ class State:
             raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
         value = value.detach().to("cpu", torch.float32).contiguous()
         self._run.core.write(self._run.names[id(parameter)], kind, value.data_ptr(), list(value.shape))
+        read = self._reads.pop(id(parameter), None)
+        if read is not None:
+            read.current = False
 
     @contextmanager
     def gathered(self, parameters: Optional[Sequence[nn.Parameter]] = None, write_back: bool = False, source: int = 0) -> Iterator[None]:
@@ -122,21 +132,74 @@ class State:
         """As it came in; None where the parameter has it just now."""
         return self.copy_of(parameter) if self._run.weights.is_hidden(parameter) else None
 
-    def copy_of(self, parameter: nn.Parameter, wants_graph: bool = False) -> torch.Tensor:
+    def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
         """As it came in. RuntimeError: a step is open."""
+        self._check_no_pass(parameter, False)
+        return self._as_it_came_in(parameter)
+
+    def _check_no_pass(self, parameter: nn.Parameter, wants_graph: bool) -> None:
         runtime = self._run.ready()
         if runtime.is_open:
-            name = next(name for name, each in self._given.parameters() if each is parameter)
+            name = self._name_of(parameter)
             if wants_graph or runtime.is_inside:
                 raise RuntimeError(OUTSIDE.format(name))
-            raise RuntimeError(f"a step is open: {name} is read between step() and the next forward")
-        return self._as_it_came_in(parameter)
+            raise RuntimeError(f"a step is open: {name} is read, or changed, between step() and the next forward")
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next(name for name, each in self._given.parameters() if each is parameter)
+
+    def read_of(self, parameter: nn.Parameter, wants_graph: bool) -> Read:
+        """Its value as it came in, whose changes in place are written. RuntimeError: a step is open."""
+        self._check_no_pass(parameter, wants_graph)
+        read = self._reads.get(id(parameter))
+        if read is None or not read.current:
+            with torch.inference_mode(False):
+                value = self._as_it_came_in(parameter)
+            name = self._name_of(parameter)
+            read = Read(name, value, functools.partial(self._write_read, parameter), functools.partial(self._took, name))
+            self._reads[id(parameter)] = read
+        return read
+
+    # As gathered(write_back=True) does it: what has not changed keeps the bits of its master.
+    def _write_read(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        self._check_no_pass(parameter, False)
+        self._training.check_between_steps(self._name_of(parameter))
+        self._run.ready().check_trains()
+        same = "same" if torch.equal(self._as_it_came_in(parameter), value) else "changed"
+        if set(self._run.ranks.texts("whether a value was changed", same)) == {"same"}:
+            return
+        read = self._reads.get(id(parameter))
+        self.write_state(parameter, value)
+        if read is not None and read.value is value:
+            read.current, self._reads[id(parameter)] = True, read
+
+    # parameter.data = tensor makes the tensor the parameter's memory, in plain PyTorch.
+    def _took(self, name: str, tensor: torch.Tensor) -> None:
+        of_all = tensor if tensor._base is None else tensor._base
+        self._taken[name] = weakref.ref(of_all), version_of(of_all)
+
+    def _check_taken(self) -> None:
+        for name, (known, version) in list(self._taken.items()):
+            tensor = known()
+            if tensor is None or version_of(tensor) != version:
+                del self._taken[name]
+            if tensor is not None and version_of(tensor) != version:
+                raise RuntimeError(
+                    f"{name} was given a tensor (parameter.data = tensor) that was changed in place afterwards: the engine has what it was given, and "
+                    "the change is not in it. Give the tensor once more after a change, or change parameter.data in place"
+                )
+
+    def _forget_reads(self) -> None:
+        for read in list(self._reads.values()):
+            read.current = False
+        self._reads.clear()
 
     def _as_it_came_in(self, parameter: nn.Parameter) -> torch.Tensor:
         return self.read_state(parameter).to(self._given.dtypes[id(parameter)])
 
     def patch_module(self) -> None:
         """``state_dict`` and ``load_state_dict`` of the module gather the parameters, and its ``zero_grad`` is the engine's."""
+        self._forget_reads()
         module = self._given.module
         own, load = module.state_dict, module.load_state_dict
 

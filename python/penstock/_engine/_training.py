@@ -223,6 +223,12 @@ class Training:
         if self._made_early:
             raise RuntimeError("gradients of this step were read, which has made it: engine.step() comes next")
 
+    def check_between_steps(self, name: str) -> None:
+        """RuntimeError: a step has begun, whose gradients are of the weights as they are. name: of the one that is to be changed."""
+        self._refuse_early()
+        if self.is_under_way:
+            raise RuntimeError(f"{name} is changed between a backward and its step(), which computes the forward again: change it after step()")
+
     # The pass over all forwards of the step. Whatever goes wrong in it, they are given up with it.
     def _repeat(self, accumulation: Accumulation) -> None:
         runtime = self._run.ready()

@@ -192,6 +192,7 @@ class Weights:
         self._note_hidden(block)
 
     def _hide_one(self, parameter: nn.Parameter, hidden: torch.Tensor) -> None:
+        show_copies(parameter)
         parameter.data = hidden
         hide_copies(parameter, self._names[id(parameter)], self._value_of)
 
