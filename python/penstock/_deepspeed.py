@@ -25,7 +25,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from . import _core
+from . import _client_state, _core
 from ._buffers import truth
 from ._data_loader import DeepSpeedDataLoader, sampler_of
 from ._engine._engine import Engine
@@ -137,6 +137,7 @@ class DeepSpeedEngine(nn.Module):
         self.collate_fn: Any = None
         self.training_dataloader: Optional[DeepSpeedDataLoader] = None
         self._applied = False  # the last step
+        self._told_of_frozen = False
         engine.zero_grad_of_module = False  # DeepSpeed's gradients are apart from the module's
         self._remove_scratch = weakref.finalize(self, _remove, list(scratch), os.getpid())
         for number, parameter in enumerate(self.module.parameters()):
@@ -373,23 +374,39 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         **options: Any,
     ) -> bool:
-        """DeepSpeed's, of Penstock's format. exclude_frozen_parameters=True is refused: a checkpoint is the whole state.
+        """DeepSpeed's, of Penstock's format. exclude_frozen_parameters=True gives one warning: a checkpoint is the whole state.
 
-        Callers look at the directory right after, or remove older ones: it is whole when this returns, as with DeepSpeed. With
+        client_state: anything that can be pickled. What JSON cannot hold, or too much for a commit, is in a file of torch.save beside the
+        checkpoint, which is there before the checkpoint is. Callers look at the directory right after, or remove older ones: it is whole when this returns, as with DeepSpeed. With
         ``"checkpoint": {"writer": {"decoupled": true}}`` it is copied beside the steps that follow; ``wait_for_checkpoint`` waits.
         """
-        if truth(options.pop("exclude_frozen_parameters", False), "exclude_frozen_parameters"):
-            raise NotImplementedError(
-                "exclude_frozen_parameters: a checkpoint is the whole state, which is gone on with; without them weights are written by "
-                "zero_to_fp32 (exclude_frozen_parameters=True) and by the model's save_pretrained"
+        if truth(options.pop("exclude_frozen_parameters", False), "exclude_frozen_parameters") and not self._told_of_frozen:
+            self._told_of_frozen = True
+            warnings.warn(
+                "exclude_frozen_parameters: a checkpoint is the whole state, which is gone on with, frozen weights too; without them weights are written "
+                "by zero_to_fp32 (exclude_frozen_parameters=True) and by the model's save_pretrained",
+                stacklevel=2,
             )
         if options:
             raise TypeError(f"save_checkpoint() got an unexpected keyword argument {next(iter(options))!r}")
-        # One of the same step that another process has left is replaced, as DeepSpeed does it: Trainer goes over steps again.
-        self.engine.save_checkpoint(
-            save_dir, tag or f"global_step{self.global_steps}", client_state or {}, save_latest=save_latest, replaces_others=True,
-            wait=not _is_decoupled(self._config),
-        )
+        given, apart = _client_state.split(client_state or {})
+        name = ""
+        try:
+            if apart:
+                name = _client_state.write(os.fspath(save_dir), self.global_steps, self.global_rank, apart)
+                given[_client_state.KEY] = [name, list(apart)]
+            # One of the same step that another process has left is replaced, as DeepSpeed does it: Trainer goes over steps again.
+            self.engine.save_checkpoint(
+                save_dir, tag or f"global_step{self.global_steps}", given, save_latest=save_latest, replaces_others=True,
+                wait=not _is_decoupled(self._config),
+            )  # fmt: skip
+        except BaseException:
+            if name:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(save_dir, name))
+            raise
+        self.engine.client_state.pop(_client_state.KEY, None)
+        _client_state.tidy(os.fspath(save_dir), self.global_steps, self.global_rank, name)
         if self.global_rank == 0:
             place_script(save_dir)
         return True
@@ -398,8 +415,14 @@ class DeepSpeedEngine(nn.Module):
         self.engine.wait_for_checkpoint()
 
     @functools.wraps(Engine.load_checkpoint)
-    def load_checkpoint(self, *args: Any, **options: Any) -> Tuple[Optional[str], Dict[str, Any]]:
-        return self.engine.load_checkpoint(*args, **options)
+    def load_checkpoint(
+        self, load_dir: PathLike, *args: Any, trust_client_state: bool = False, **options: Any
+    ) -> Tuple[Optional[str], Dict[str, Any]]:
+        path, client = self.engine.load_checkpoint(load_dir, *args, **options)
+        if path is None:
+            return path, client
+        trusts = truth(trust_client_state, "trust_client_state")
+        return path, _client_state.whole(client, os.path.dirname(os.path.realpath(path)), trusts)
 
     def export_checkpoint(self, save_dir: PathLike, tag: Optional[str] = None, **options: Any) -> str:
         return self.engine.export_checkpoint(save_dir, tag, **options)

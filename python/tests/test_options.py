@@ -89,18 +89,37 @@ def test_the_schedulers_state_is_left_where_it_is_not_wanted(tmp_path):
             assert engine.global_steps == 4 and engine.lr_scheduler.last_epoch == count
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_without_optimizer_states_weights_and_scheduler_go_on(tmp_path, begun):
+    values = kept(tmp_path)
+    for wanted, count in ((True, 3), (False, 0)):
+        model = net()
+        with make(model, tmp_path / f"second {wanted}", lr_scheduler=scheduler) as engine:
+            if begun:
+                step(engine, batches(1)[0])
+                count += not wanted
+            engine.load_checkpoint(tmp_path / "kept", load_optimizer_states=False, load_lr_scheduler_states=wanted)
+            assert engine.lr_scheduler.last_epoch == count
+            engine.eval()(**batches(1)[0])
+            for name, value in engine.state_dict().items():
+                assert torch.equal(value, values[name]), name
+            step(engine.train(), batches(1)[0])
+            assert engine.global_steps == 1 + begun and engine.lr_scheduler.last_epoch == count + 1
+
+
 def test_what_is_not_served_of_a_checkpoint_is_refused_by_its_name(tmp_path):
     kept(tmp_path)
     with make(net(), tmp_path / "second") as engine:
-        with pytest.raises(ValueError, match="load_optimizer_states=False: .* load_module_only=True"):
-            engine.load_checkpoint(tmp_path / "kept", load_optimizer_states=False)
         with pytest.raises(TypeError, match="load_module_only"):
             engine.load_checkpoint(tmp_path / "kept", load_module_only="yes")
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     engine = deepspeed.initialize(model=net(), config=config)[0]
     step(engine, batches(1)[0])
-    with pytest.raises(NotImplementedError, match="exclude_frozen_parameters"):
-        engine.save_checkpoint(tmp_path / "more", exclude_frozen_parameters=True)
+    with pytest.warns(UserWarning, match="exclude_frozen_parameters: a checkpoint is the whole state"):
+        engine.save_checkpoint(tmp_path / "whole", exclude_frozen_parameters=True)
+    with warnings.catch_warnings():  # told once
+        warnings.simplefilter("error")
+        engine.save_checkpoint(tmp_path / "whole", exclude_frozen_parameters=True)
     with pytest.raises(NotImplementedError, match="custom_load_fn"):
         engine.load_checkpoint(tmp_path / "kept", custom_load_fn=print)
     with pytest.raises(NotImplementedError, match="lr_kwargs"):

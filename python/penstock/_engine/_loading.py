@@ -78,8 +78,8 @@ class Loading:
         load_lr_scheduler_states: False leaves the scheduler as it is; learning rates go on from the checkpoint until its next step.
         load_module_only: the model gets the values of a checkpoint of Penstock's, in its own types, and nothing else goes on: in an engine
         that has begun, moments stay. load_module_strict: False leaves those that the checkpoint has not as they are, and what it has
-        besides alone; for load_module_only, since a run goes on with the very parameters that it had. load_optimizer_states=False is
-        refused: a run goes on whole, or gives its weights; so is custom_load_fn.
+        besides alone; for load_module_only, since a run goes on with the very parameters that it had. load_optimizer_states=False: as
+        load_module_only, with the scheduler and its learning rates where these are taken; steps are counted anew. custom_load_fn is refused.
 
         It may be DeepSpeed's: ZeRO-1, 2, 3 of any number of ranks, or universal. Masters, moments, steps, loss scale, learning rates and
         the scheduler's count go on, and nothing in its files is executed. names: where parameters are called otherwise there, a mapping
@@ -89,12 +89,9 @@ class Loading:
         if custom_load_fn is not None:
             raise NotImplementedError("custom_load_fn is not served: load_module_only=True takes the weights, by their names")
         directory = os.fspath(load_dir)
-        only = truth(load_module_only, "load_module_only")
+        module_only = truth(load_module_only, "load_module_only")
+        only = not truth(load_optimizer_states, "load_optimizer_states") or module_only
         strict = truth(load_module_strict, "load_module_strict")
-        if not truth(load_optimizer_states, "load_optimizer_states") and not only:
-            raise ValueError(
-                f"load_optimizer_states=False: {directory} is gone on with as a whole, or gives its weights alone: load_module_only=True"
-            )
         takes_scheduler = truth(load_lr_scheduler_states, "load_lr_scheduler_states")
         if tag is not None and "\0" in str(tag):
             raise ValueError(f"tag is {tag!r}: no checkpoint has a zero byte in its name")
@@ -105,8 +102,8 @@ class Loading:
             path = directory if tag is None else os.path.join(directory, tag)
             if only:
                 raise ValueError(
-                    f"{path}: load_module_only: all of a checkpoint of DeepSpeed's is loaded; its weights alone are taken by the model's "
-                    "load_state_dict (deepspeed.utils.zero_to_fp32)"
+                    f"{path}: {'load_module_only' if module_only else 'load_optimizer_states=False'}: all of a checkpoint of DeepSpeed's is loaded; its "
+                    "weights alone are taken by the model's load_state_dict (deepspeed.utils.zero_to_fp32)"
                 )
             found, client = self._load_deepspeeds(path, deepspeeds.names_of(names), takes_scheduler)
             self._start_over()
@@ -137,6 +134,8 @@ class Loading:
             raise OSError(errno.EIO, f"the checkpoint is damaged ({error.strerror}): load another one, with tag=", path) from None
         if only:
             self._take_weights(path, strict)
+            if takes_scheduler and not module_only:
+                self._record.take_scheduler(kept)
         else:
             self._verify_before_giving_up(lambda rank, world: _core.verify_checkpoint(path, rank, world))
             self._preparation.begin_with(Source(path, takes_scheduler))

@@ -184,6 +184,19 @@ class Record:
                 if ranks.rank > 0:
                     buffer.copy_(value)  # type: ignore[union-attr]
 
+    def _restore_scheduler(self, kept: Mapping[str, Any]) -> bool:
+        scheduler = self._given.scheduler
+        if scheduler is None or kept.get("scheduler") is None or not same_scheduler(kept.get("given"), self.identity):
+            return False
+        scheduler.load_state_dict(kept["scheduler"])
+        return True
+
+    def take_scheduler(self, kept: Mapping[str, Any]) -> None:
+        """The scheduler, where it is the same, goes on from a checkpoint's, with its learning rates. kept: the checkpoint's record."""
+        if self._restore_scheduler(kept):
+            for group, rate in zip(self._given.optimizer.param_groups, kept.get("lr", [])):
+                group["lr"] = rate
+
     def restore(self, where: str, takes_scheduler: bool) -> None:
         """Takes over the record of the commit that the run begins with. where: its place, for errors. RuntimeError: the commit mixes two states."""
         info = self._run.info()
@@ -204,8 +217,8 @@ class Record:
         self._samples_before = kept.get("samples", 0)
         self._written_before = kept.get("written", 0)
         given = kept.get("given")
-        if takes_scheduler and self._given.scheduler is not None and kept.get("scheduler") is not None and same_scheduler(given, self.identity):
-            self._given.scheduler.load_state_dict(kept["scheduler"])
+        if takes_scheduler:
+            self._restore_scheduler(kept)
         groups_go_on(self._given.optimizer.param_groups, kept.get("lr", []), kept.get("groups", []), given, self.identity)
         told = changes(given, self.identity)
         if told:

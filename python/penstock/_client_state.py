@@ -1,0 +1,130 @@
+"""What a checkpoint under DeepSpeed's name keeps of a client_state beside its record: what JSON cannot hold, or too much for a commit.
+
+It is a file of torch.save in the directory of the checkpoints, durable before the checkpoint is begun. The record names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import glob
+import json
+import os
+import re
+import secrets
+import types
+from typing import Any, Dict, List, Mapping, Tuple
+
+import torch
+
+from ._engine._json import encode
+from ._files import whole_file
+from ._small_files import is_directory, make_directory
+
+#: Of the client_state that the record has: the name of the file, and which values are in it.
+KEY = "__penstock_client_state__"
+_LONG = 4 << 10  # bytes of JSON, of one value
+_MOST = 24 << 10  # of all: a commit has room for 56 KiB, with the scheduler and buffers
+_NAME = re.compile(r"client_state-step-(\d{8})-rank-(\d+)-[0-9a-f]{8}\.pt")
+
+
+def split(client_state: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """(What the record takes, what goes into a file.)"""
+    kept: Dict[str, Any] = {}
+    apart: Dict[str, Any] = {}
+    size = 0
+    for key, value in client_state.items():
+        try:
+            length = len(json.dumps(encode(value), allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            length = _MOST
+        (kept if length <= _LONG else apart)[key] = value
+        size += length if length <= _LONG else 0
+    return (kept, apart) if size <= _MOST else ({}, dict(client_state))
+
+
+def write(directory: str, step: int, rank: int, apart: Mapping[str, Any]) -> str:
+    """Returns the file's name. TypeError: a value cannot be pickled. OSError: the file cannot be written."""
+    make_directory(directory, "save_dir")
+    name = f"client_state-step-{step:08d}-rank-{rank}-{secrets.token_hex(4)}.pt"
+    with whole_file(os.path.join(directory, name)) as file:
+        try:
+            torch.save(dict(apart), file)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: B902 - of a value's own class
+            raise TypeError(f"client_state: {', '.join(map(str, apart))} cannot be pickled: {error}") from error
+    return name
+
+
+def tidy(directory: str, step: int, rank: int, kept: str) -> None:
+    """Removes this rank's files but `kept` of this step, and of steps whose checkpoints are gone."""
+    for path in glob.glob(os.path.join(glob.escape(directory), f"client_state-step-*-rank-{rank}-*.pt")):
+        name = os.path.basename(path)
+        found = _NAME.fullmatch(name)
+        if found is None or name == kept:
+            continue
+        other = f"step-{found[1]}"
+        if int(found[1]) == step or not (is_directory(os.path.join(directory, other)) or is_directory(os.path.join(directory, f".{other}.replaced"))):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def whole(client_state: Mapping[str, Any], directory: str, trusts: bool) -> Dict[str, Any]:
+    """What save_checkpoint was given. trusts: what the file executes is allowed to.
+
+    FileNotFoundError: the file is missing. RuntimeError: it holds classes that may execute something when they are read.
+    """
+    kept = dict(client_state)
+    said = kept.pop(KEY, None)
+    if said is None:
+        return kept
+    name, keys = said
+    if _NAME.fullmatch(str(name)) is None:
+        raise ValueError(f"the checkpoint's client_state names {name!r}, which is no file of its directory")
+    path = os.path.join(directory, name)
+    try:
+        found = _read(path, trusts)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{path} is missing, which has {', '.join(keys)} of client_state: copy it with the checkpoint (load_module_only=True takes the weights alone)"
+        ) from None
+    in_order = {key: found[key] for key in keys}
+    return {**kept, **in_order}
+
+
+def _read(path: str, trusts: bool) -> Any:
+    if trusts:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    try:
+        with _plain_classes():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # noqa: B902 - pickle's, or torch's for a class that it does not know
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = "a class of its own" if found is None else found[1]
+        raise RuntimeError(
+            f"{path}: client_state holds {what}, and reading that may execute what the file says: load_checkpoint(trust_client_state=True) does, for a "
+            "file that you trust; torch.serialization.add_safe_globals allows one class"
+        ) from error
+
+
+# Classes whose objects are their attributes, or numbers: reading them executes nothing else.
+def _plain_classes() -> Any:
+    allow = getattr(torch.serialization, "safe_globals", None)  # since torch 2.5
+    return contextlib.nullcontext() if allow is None else allow(_harmless())
+
+
+def _harmless() -> List[Any]:
+    found: List[Any] = [argparse.Namespace, types.SimpleNamespace]
+    try:
+        import numpy
+    except ImportError:
+        return found
+    core = getattr(numpy, "_core", None) or numpy.core
+    found += [numpy.ndarray, numpy.dtype, core.multiarray.scalar, core.multiarray._reconstruct]
+    found += [(core.multiarray.scalar, f"numpy.{other}.multiarray.scalar") for other in ("core", "_core")]
+    found += [(core.multiarray._reconstruct, f"numpy.{other}.multiarray._reconstruct") for other in ("core", "_core")]
+    kinds = getattr(numpy, "dtypes", None)
+    return found + [each for each in vars(kinds).values() if isinstance(each, type)] if kinds is not None else found

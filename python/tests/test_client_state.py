@@ -1,0 +1,130 @@
+"""A client_state under DeepSpeed's name: what can be pickled comes back, and nothing in a file is executed unasked."""
+
+import argparse
+import collections
+import os
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+numpy = pytest.importorskip("numpy")
+
+import penstock.deepspeed as deepspeed  # noqa: E402
+from engine_models import batches, net, step  # noqa: E402
+
+
+class Progress:
+    """As scripts keep their own state."""
+
+    executed = 0
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def __reduce__(self):
+        return _made, (self.epoch,)
+
+
+def _made(epoch):
+    Progress.executed += 1
+    return Progress(epoch)
+
+
+def engine_in(tmp_path, **more):
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **more,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}},
+    }  # fmt: skip
+    return deepspeed.initialize(model=net(), config=config)[0]
+
+
+def files(directory):
+    return sorted(name for name in os.listdir(directory) if name.startswith("client_state-"))
+
+
+def test_what_is_no_json_or_too_long_comes_back_by_itself(tmp_path):
+    given = {
+        "epoch": 3,
+        "args": argparse.Namespace(lr=0.1, path="x", more=argparse.Namespace(a=[1, (2,)])),
+        "simple": types.SimpleNamespace(best=0.5),
+        "array": numpy.arange(6, dtype=numpy.int16).reshape(2, 3),
+        "scalar": numpy.int64(7),
+        "float": numpy.float32(0.25),
+        "history": [[number, number / 7] for number in range(20000)],
+        "order": collections.OrderedDict(a=1, b={"c"} and [2]),
+        "weights": torch.arange(50000.0),
+    }
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "kept", client_state=given)
+    assert len(files(tmp_path / "kept")) == 1
+    engine.destroy()
+    engine = engine_in(tmp_path)
+    path, found = engine.load_checkpoint(tmp_path / "kept")
+    assert os.path.basename(path) == "step-00000001" and set(found) == set(given)
+    assert found["args"] == given["args"] and found["simple"] == given["simple"] and found["order"] == given["order"]
+    assert found["epoch"] == 3 and found["history"] == given["history"] and found["scalar"] == 7 and found["float"] == numpy.float32(0.25)
+    assert (found["array"] == given["array"]).all() and found["array"].dtype == numpy.int16 and torch.equal(found["weights"], given["weights"])
+    # One of the same step takes its place, and so do later ones without such values.
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "kept", client_state={"args": given["args"]})
+    engine.save_checkpoint(tmp_path / "kept", client_state={"args": given["args"]})
+    assert len(files(tmp_path / "kept")) == 2  # of steps 1 and 2
+    engine.save_checkpoint(tmp_path / "kept", client_state={"epoch": 4})
+    assert len(files(tmp_path / "kept")) == 1
+    assert engine.load_checkpoint(tmp_path / "kept")[1] == {"epoch": 4}
+    assert engine.load_checkpoint(tmp_path / "kept", tag="global_step1")[1]["history"] == given["history"]
+    engine.destroy()
+
+
+def test_a_class_of_the_scripts_own_is_read_where_it_is_trusted(tmp_path):
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "kept", client_state={"progress": Progress(2), "epoch": 1})
+    before = Progress.executed
+    with pytest.raises(RuntimeError, match=r"client_state holds .*_made.*load_checkpoint\(trust_client_state=True\)"):
+        engine.load_checkpoint(tmp_path / "kept")
+    assert Progress.executed == before
+    found = engine.load_checkpoint(tmp_path / "kept", trust_client_state=True)[1]
+    assert found["progress"].epoch == 2 and found["epoch"] == 1
+    step(engine, batches(1)[0])
+    (name,) = files(tmp_path / "kept")
+    os.unlink(tmp_path / "kept" / name)
+    with pytest.raises(FileNotFoundError, match=r"is missing, which has progress of client_state: copy it with the checkpoint"):
+        engine.load_checkpoint(tmp_path / "kept")
+    engine.destroy()
+
+
+def test_what_cannot_be_pickled_is_named_and_nothing_is_left(tmp_path):
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    with pytest.raises(TypeError, match="client_state: what cannot be pickled"):
+        engine.save_checkpoint(tmp_path / "kept", client_state={"what": lambda: 0})
+    assert os.listdir(tmp_path / "kept") == []
+    engine.save_checkpoint(tmp_path / "kept", client_state={"what": 1})
+    assert engine.load_checkpoint(tmp_path / "kept")[1] == {"what": 1}
+    engine.destroy()
+
+
+def test_over_ranks_each_writes_its_own(tmp_path, on_ranks):
+    program = """
+        import argparse, sys
+        sys.path[:0] = [{tests!r}]
+        import penstock.deepspeed as deepspeed
+        from engine_models import batches, net, step
+
+        place = {place!r}
+        offload = {{"device": "nvme", "nvme_path": place + "/nvme"}}
+        config = {{"train_micro_batch_size_per_gpu": 4, "optimizer": {{"type": "AdamW"}}, "zero_optimization": {{"stage": 3, "offload_optimizer": offload}}}}
+        for again in (False, True):
+            engine = deepspeed.initialize(model=net(), config=config)[0]
+            if again:
+                found = engine.load_checkpoint(place + "/kept")[1]["args"].epoch
+            step(engine, batches(1)[0])
+            assert not again or found == 3
+            engine.save_checkpoint(place + "/kept", client_state={{"args": argparse.Namespace(epoch=3)}})
+            engine.destroy()
+    """.format(tests=os.path.dirname(os.path.abspath(__file__)), place=str(tmp_path))
+    told = on_ranks(program, 2)
+    assert [each[0] for each in told] == [0, 0], told
