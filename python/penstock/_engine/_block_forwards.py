@@ -6,6 +6,7 @@ In training a block is computed under torch's checkpointing, which keeps its inp
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
@@ -21,6 +22,7 @@ from ._before import Before
 from ._block_buffers import BlockBuffers
 from ._changing import Changing
 from ._entering import Entering
+from ._hidden import CALLED_ALONE, without_gradient
 from ._interrupts import deferred, not_deferred
 from ._open_pass import Driver, OpenPass, PassFailed
 from ._passes import Passes
@@ -124,15 +126,12 @@ class BlockForwards:
 
     # A block that is called without the model (an encoder, in generate): an evaluation of its own.
     def _by_itself(self, original: Callable[..., Any], key: int, name: str, args: Any, kwargs: Any) -> Any:
-        if self._stages.trains and torch.is_grad_enabled() and self._model.training:
-            raise RuntimeError(
-                f"{name} was called outside of the model's forward: gradients are known of whole forwards only; call the model, "
-                "or this under torch.no_grad()"
-            )
         with self._passes.evaluation() as driver:
             stage = self._stages.of(driver, key, name)
             with self._entering.in_forward(driver, stage):
-                return self._entering.apart(stage, computed(original, AutogradSettings(), args, kwargs))
+                out = self._entering.apart(stage, computed(original, AutogradSettings(), args, kwargs))
+        wants_graph = self._stages.trains and torch.is_grad_enabled() and self._model.training
+        return map_tensors(out, functools.partial(without_gradient, CALLED_ALONE.format(name))) if wants_graph else out
 
     def _checkpointed(self, driver: Driver, stage: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor)  # containers of our own: theirs may grow later

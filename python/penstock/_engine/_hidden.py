@@ -65,6 +65,10 @@ OUTSIDE = (
     "{} is used outside of the forward of its module, by the model or the loss: no gradient would come to it. Give blocks=[...] with a module "
     "around all its uses; for decay there is weight_decay; between steps its value is read under torch.no_grad(), or by detach()"
 )
+#: Of a module, by its name, whose gradient is asked for and not known.
+CALLED_ALONE = (
+    "{} was called outside of the model's forward: gradients are known of whole forwards only; call the model, or this under torch.no_grad()"
+)
 _STALE = (
     "a value of {} that was read before a forward, or before another change of it, is changed in place: the parameter has another value since, and "
     "the change would be lost. Read it again (parameter.data), and change that"
@@ -191,13 +195,21 @@ def _copy_of(parameter: torch.Tensor, wants_graph: bool = False) -> Copy:
     # In grad mode: torch refuses to change a view there that was made in another.
     with torch.inference_mode(False), without_overrides(), torch.enable_grad():
         value = read.value.data
-        if wants_graph:
-            value.requires_grad_().register_hook(functools.partial(_refuse_gradient, read.name))
-        return _as_copy(value, read)
+        return _as_copy(without_gradient(OUTSIDE.format(read.name), value) if wants_graph else value, read)
 
 
-def _refuse_gradient(name: str, _: torch.Tensor) -> None:
-    raise RuntimeError(OUTSIDE.format(name))
+def without_gradient(why: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which has no graph, with one that ends in a RuntimeError that says why."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError(why)
+
+    with torch.enable_grad():
+        leaf = tensor.detach().requires_grad_()
+        leaf.register_hook(refuse)
+        return leaf.view_as(leaf)
 
 
 class Hidden(nn.Parameter):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
@@ -101,3 +102,23 @@ class Structure:
 def counts_no_versions(module: nn.Module) -> bool:
     """torch changes the running means of these in place without telling."""
     return isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+def heed_no_set_to_itself(parameter: nn.Parameter) -> None:
+    """``parameter.set_(parameter)`` does nothing from here on, where it would count as a change in place.
+
+    torch.nn.utils.parametrize does it when a parametrization is registered, and peft registers some within a forward (target_parameters).
+    """
+    known = weakref.ref(parameter)
+
+    def set_(source: Any = None, *more: Any, **named: Any) -> torch.Tensor:
+        own = known()
+        assert own is not None
+        return own if source is own and not (more or named) else type(own).set_(own, *(() if source is None else (source,)), *more, **named)
+
+    parameter.__dict__["set_"] = set_
+
+
+def heed_set_to_itself(parameter: nn.Parameter) -> None:
+    """``set_`` is its class's again."""
+    parameter.__dict__.pop("set_", None)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._attributes import Attributes, Hooks, merged
 from ._blocks import RESIDENT, Block, with_residents
+from ._modules import heed_no_set_to_itself, heed_set_to_itself
 from ._on_disk import give_back
 from ._random import RandomState
 from ._tensor_memory import StepTensors, with_kwargs_hook
@@ -189,6 +190,8 @@ def trace(
     """
     outside = _Outside(blocks, device)
     versions = [(name, parameter, parameter._version) for block in blocks for name, parameter in block.parameters]
+    for _, parameter, _ in versions:
+        heed_no_set_to_itself(parameter)
     uses: List[Use] = []
     begun: Dict[int, float] = {}
     in_host: Dict[int, List[Tuple[nn.Parameter, torch.Tensor]]] = {}  # by block, while it is on the device
@@ -249,6 +252,8 @@ def trace(
         changing = attributes.changed()
     finally:
         _traced.remove(outside)
+        for _, parameter, _ in versions:
+            heed_set_to_itself(parameter)
         torch.set_autocast_cache_enabled(caches)
         for handle in handles:
             handle.remove()

@@ -10,6 +10,7 @@ from torch import nn
 
 from ._blocks import Block
 from ._hidden import Copy, own_class
+from ._modules import heed_no_set_to_itself, heed_set_to_itself
 
 _PLACE = "_penstock_whole"  # in a model's __dict__: the Whole of its last engine
 _OURS = ("__deepcopy__", "__reduce_ex__", "state_dict", "load_state_dict", "zero_grad", "_penstock_engine", _PLACE)
@@ -47,6 +48,7 @@ class Whole:
         for parameter in self._parameters:
             parameter.__deepcopy__ = self._copy_of_parameter(parameter)  # type: ignore[attr-defined]
             parameter.__reduce_ex__ = _refuses_pickle  # type: ignore[method-assign]
+            heed_no_set_to_itself(parameter)
         for module in model.modules():
             self._hooks[id(module)] = module._register_state_dict_hook(self._fill)
             module.__dict__["__deepcopy__"] = self._copy_of_module(module)
@@ -56,6 +58,7 @@ class Whole:
     def remove(self) -> None:
         """The hooks are gone."""
         for parameter in self._parameters:
+            heed_set_to_itself(parameter)
             for name in ("__deepcopy__", "__reduce_ex__"):
                 parameter.__dict__.pop(name, None)
         for module in self._model.modules():
