@@ -137,6 +137,7 @@ class DeepSpeedEngine(nn.Module):
         self.collate_fn: Any = None
         self.training_dataloader: Optional[DeepSpeedDataLoader] = None
         self._applied = False  # the last step
+        self._had_backward = False  # since the last step, of this engine
         self._told_of_frozen = False
         engine.zero_grad_of_module = False  # DeepSpeed's gradients are apart from the module's
         self._remove_scratch = weakref.finalize(self, _remove, list(scratch), os.getpid())
@@ -167,6 +168,7 @@ class DeepSpeedEngine(nn.Module):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         self._check_optimizer("backward")
+        self._had_backward = True
         return self.engine.backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: Optional[Mapping[str, Any]] = None) -> None:
@@ -175,6 +177,7 @@ class DeepSpeedEngine(nn.Module):
             raise NotImplementedError("lr_kwargs are not served: give initialize no lr_scheduler, and make its steps yourself after step()")
         before = self.global_steps
         self.engine.step()
+        self._had_backward = self.engine.micro_steps > 0
         self.optimizer.overflow = bool(self.engine.last_step.get("skipped"))
         self.optimizer.cur_scale = self.engine.last_step.get("loss_scale", self.optimizer.cur_scale)
         self._applied = self.global_steps != before and not self.optimizer.overflow
@@ -239,7 +242,12 @@ class DeepSpeedEngine(nn.Module):
         return contextlib.nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do, set_to_none or not: as DeepSpeed's, which keeps what was accumulated apart from the parameters' grad."""
+        """As DeepSpeed's, it leaves what ``backward`` of this engine has accumulated since the last step; set_to_none: nothing to do.
+
+        What another engine's backward alone has left here (a discriminator's gradients of the generator's step) counts for nothing.
+        """
+        if self.optimizer is not None and not self._had_backward:
+            self.engine.zero_grad()
 
     def get_global_grad_norm(self) -> Optional[float]:
         return self.engine.get_global_grad_norm()

@@ -234,6 +234,31 @@ def reached(tensors: Sequence[torch.Tensor], ends: Mapping[Any, Any]) -> Tuple[L
     return passed, leaves
 
 
+# Gradients come to these edges, whose hooks have them then, and to these leaves.
+def _as_far_as(root: torch.Tensor, gradient: torch.Tensor, edges: Sequence[Any], leaves: Sequence[torch.Tensor], retain_graph: bool) -> None:
+    found = torch.autograd.grad(root, [*edges, *leaves], gradient, retain_graph, allow_unused=True)
+    for leaf, each in zip(leaves, found[len(edges) :]):
+        if each is not None and not hasattr(leaf, "_penstock_end"):  # whose hook has run
+            leaf.grad = each if leaf.grad is None else leaf.grad + each
+
+
+def cut_off(given: Any, ends: Mapping[Any, Any]) -> Any:
+    """The same, with tensors of their own where a graph leads to these ends: what comes to them goes as far as the ends."""
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        passed, leaves = reached([tensor], ends) if tensor.requires_grad else ([], [])
+        if not passed:
+            return tensor
+        with torch.enable_grad():
+            leaf = tensor.detach().requires_grad_()
+            edges = [ends[node] for node in passed]
+            leaf.register_hook(lambda gradient: _as_far_as(tensor, gradient.detach(), edges, leaves, True))
+            leaf._penstock_end = True  # type: ignore[attr-defined]
+            return leaf.clone() if leaf.numel() <= _COPIED else leaf.view_as(leaf)
+
+    return map_tensors(given, cut)
+
+
 class Accumulation:
     """The forwards of the step that is being made."""
 
@@ -251,8 +276,8 @@ class Accumulation:
         self._forwards = [each for each in self._forwards if each.has_gradients or each.may_get_gradients]
         self._forwards.append(forward)
 
-    def backward(self, loss: torch.Tensor, share: float, retain_graph: bool) -> None:
-        """share: of this loss in the step's."""
+    def backward(self, loss: torch.Tensor, share: float, retain_graph: bool, others: Mapping[Any, Any]) -> None:
+        """share: of this loss in the step's. others: ``ends()`` of other models' forwards."""
         if loss.numel() != 1:
             raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
         if not loss.requires_grad:
@@ -261,16 +286,20 @@ class Accumulation:
         for forward in scaled:
             forward.closed = ""
         try:
-            self._backward(loss, torch.full_like(loss, self._scale * share), retain_graph)
+            self._backward(loss, torch.full_like(loss, self._scale * share), retain_graph, others)
         finally:
             for forward in scaled:
                 forward.closed = _ON_THE_LOSS
         self._loss += float(loss.detach()) * share
         self.backwards += 1
 
-    # Forwards whose graph ended with their pass have gradients asked for at its ends, and nothing beyond.
-    def _backward(self, loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
-        ends = {edge.node: edge for forward in self._forwards for edge in forward.ends.values()}  # whose hooks collect what comes
+    def ends(self) -> Dict[Any, Any]:
+        """By node, the edges where the caller's graph leaves forwards whose own graph ended with their pass; their hooks collect what comes."""
+        return {edge.node: edge for forward in self._forwards for edge in forward.ends.values()}
+
+    # Of forwards that ended, this model's and others', gradients are asked for at their ends, and nothing beyond.
+    def _backward(self, loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool, others: Mapping[Any, Any]) -> None:
+        ends = {**self.ends(), **others}
         passed, leaves = reached([loss], ends) if ends else ([], [])
         if not passed:
             loss.backward(gradient=gradient, retain_graph=retain_graph)
@@ -279,11 +308,7 @@ class Accumulation:
         for leaf in leaves:
             if id(leaf) in names:
                 raise RuntimeError(_NOT_RETURNED.format(type(self._model).__name__))
-        edges = [ends[node] for node in passed]
-        found = torch.autograd.grad(loss, [*edges, *leaves], gradient, retain_graph, allow_unused=True)
-        for leaf, each in zip(leaves, found[len(edges) :]):
-            if each is not None and not hasattr(leaf, "_penstock_end"):  # whose hook has run
-                leaf.grad = each if leaf.grad is None else leaf.grad + each
+        _as_far_as(loss, gradient, [ends[node] for node in passed], leaves, retain_graph)
 
     @property
     def loss(self) -> float:

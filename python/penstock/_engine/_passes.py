@@ -148,6 +148,11 @@ class Passes:
         self.give_up("another forward began before its backward was over")
         return forward, driver.loss_gradient
 
+    def open_ends(self) -> Dict[Any, Any]:
+        """Of the forward whose pass is open: where the caller's graph leaves it, by node."""
+        forward = self._open.drivers[0].remembers if self._open.drivers else None
+        return {} if forward is None else {edge.node: edge for edge in forward.ends.values()}
+
     # --- backward, and the end
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
 
-from ._accumulation import Accumulation, Forward
+from ._accumulation import Accumulation, Forward, cut_off, reached
 from ._attributes import merged
 from ._checkpoint_copy import CheckpointCopy
 from ._given import Given
@@ -21,6 +22,10 @@ from ._runtime import Runtime
 from ._tree import tensors_of
 from ._vertical_order import ForwardsChange, random_states
 from ._wear import WearBudget
+
+
+# Of engines that are alive: a loss may be made of several.
+_trainings: "weakref.WeakSet[Training]" = weakref.WeakSet()
 
 
 class Training:
@@ -54,6 +59,7 @@ class Training:
         self._made_early = False  # the step, since its gradients were read; engine.step() is to come
         self._begun_rates: List[Any] = []
         self._result: Dict[str, Any] = {}
+        _trainings.add(self)
 
     def forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """The module's forward with gradients, which belongs to a step."""
@@ -63,6 +69,9 @@ class Training:
             self._interrupted_by_training()
         goes_on = self._several and any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))  # backward, to what made its inputs
         if self._given.module.training and (goes_on or not (self._accumulates or self._several)):
+            ended = _ended()
+            if ended and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+                args, kwargs = cut_off((args, kwargs), ended)
             self._begin()
             return runtime.train_forward(args, kwargs)
         forward, outputs, gradient = runtime.forward_of_accumulation(args, kwargs)
@@ -113,11 +122,16 @@ class Training:
         """
         runtime = self._run.ready()
         runtime.check_trains()
-        if runtime.is_open or not (self._accumulates or self._accumulation.under_way):
+        ended = _ended()
+        of_ended = bool(ended) and bool(reached([loss], ended)[0])
+        if of_ended:
+            _end_open_passes(loss)
+            ended = _ended()
+        if runtime.is_open or not (self._accumulates or self._accumulation.under_way or of_ended):
             runtime.backward(loss, retain_graph)
         else:
             share = 1 / self._settings.micro_batches if scale_wrt_gas else 1.0
-            self._accumulation.backward(loss, share, retain_graph)
+            self._accumulation.backward(loss, share, retain_graph, ended)
         return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -363,3 +377,17 @@ def _loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
     if isinstance(out, (tuple, list)) and out:
         return out[0]  # type: ignore[no-any-return]
     raise TypeError("the model returned no loss: give it labels, or train_batch a loss= that computes one")
+
+
+# Where callers' graphs leave forwards that will be computed again, of all engines.
+def _ended() -> Dict[Any, Any]:
+    return {node: edge for training in list(_trainings) for node, edge in training._accumulation.ends().items()}
+
+
+# Of a loss that such forwards have a part in, those whose passes are open will be computed again too.
+def _end_open_passes(loss: torch.Tensor) -> None:
+    for training in list(_trainings):
+        runtime = training._run.runtime
+        ends = {} if runtime is None or not runtime.is_open else runtime.open_ends()
+        if ends and reached([loss], ends)[0]:
+            training.interrupted()

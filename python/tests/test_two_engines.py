@@ -1,0 +1,174 @@
+"""Losses of two engines, and of one that computes twice: what plain PyTorch computes, or refused with the way out."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import penstock  # noqa: E402
+import penstock.deepspeed as deepspeed  # noqa: E402
+from torch import nn  # noqa: E402
+
+bce = nn.functional.binary_cross_entropy_with_logits
+
+
+class Plain:
+    """A model and its optimizer with an engine's calls."""
+
+    def __init__(self, model, zeros):
+        self.model, self.zeros = model, zeros
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def __call__(self, *args):
+        return self.model(*args)
+
+    def backward(self, loss):
+        loss.backward()
+
+    def step(self):
+        self.optimizer.step()
+        if self.zeros:
+            self.optimizer.zero_grad()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A function (kind, inputs, outputs, seed) to an engine, or what stands for one."""
+    engines = []
+
+    def make(kind, inputs, outputs, seed, zeros=False, **options):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, outputs))
+        if kind == "plain":
+            return Plain(model, zeros)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        place = tmp_path / str(len(engines))
+        if kind == "penstock":
+            engines.append(penstock.initialize(model=model, optimizer=optimizer, state_dir=str(place), **options)[0])
+        else:
+            config = {
+                "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "penstock": options,
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(place)}},
+            }  # fmt: skip
+            engines.append(deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0])
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.destroy() if isinstance(engine, deepspeed.DeepSpeedEngine) else engine.close()
+
+
+def compare(train, kind):
+    assert train(kind) == pytest.approx(train("plain"), abs=1e-5)
+
+
+# The discriminator's gradients of the generator's step are not wanted; without zero_grad they join its next step, as in plain PyTorch.
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("generator_first", [True, False])
+@pytest.mark.parametrize("kind", ["penstock", "deepspeed"])
+def test_a_generator_and_a_discriminator(made, kind, generator_first, zeroed):
+    def train(kind):
+        generator, judge = made(kind, 8, 4, 0, zeros=not zeroed), made(kind, 4, 1, 1, zeros=not zeroed)
+        torch.manual_seed(5)
+        losses = []
+        ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
+
+        def step_of_generator(fake):
+            if zeroed:
+                generator.zero_grad()
+            loss = bce(judge(fake), ones)
+            generator.backward(loss)
+            generator.step()
+            losses.append(loss.item())
+
+        def step_of_judge(real, fake):
+            if zeroed:
+                judge.zero_grad()
+            loss = bce(judge(real), ones) + bce(judge(fake.detach()), zeros)
+            judge.backward(loss)
+            judge.step()
+            losses.append(loss.item())
+
+        for _ in range(20):
+            real, fake = torch.randn(16, 4) + 2, generator(torch.randn(16, 8))
+            if generator_first:
+                step_of_generator(fake)
+                step_of_judge(real, fake)
+            else:
+                step_of_judge(real, fake)
+                step_of_generator(fake)
+        return losses
+
+    compare(train, kind)
+
+
+@pytest.mark.parametrize("kind", ["penstock", "deepspeed"])
+def test_gradients_through_a_student_and_a_teacher(made, kind):
+    def train(kind):
+        student, teacher = made(kind, 8, 4, 0), made(kind, 8, 4, 1)
+        torch.manual_seed(5)
+        losses = []
+        for number in range(20):
+            x = torch.randn(16, 8)
+            student.zero_grad()
+            teacher.zero_grad()
+            loss = (student(x) - teacher(x)).pow(2).mean()
+            if number % 3:
+                loss = loss + teacher(x + 1).pow(2).mean()  # once more
+            student.backward(loss)
+            teacher.step()
+            student.step()
+            losses.append(loss.item())
+        return losses
+
+    compare(train, kind)
+
+
+@pytest.mark.parametrize("kind", ["penstock", "deepspeed"])
+def test_what_an_engine_gives_goes_into_it_and_into_another(made, kind):
+    def train(kind):
+        first, second = made(kind, 8, 8, 0), made(kind, 8, 4, 1)
+        torch.manual_seed(5)
+        losses = []
+        for _ in range(20):
+            x = torch.randn(16, 8)
+            first.zero_grad()
+            second.zero_grad()
+            loss = (first(first(x)) - x).pow(2).mean()
+            first.backward(loss)
+            first.step()
+            first.zero_grad()
+            chained = second(first(x)).pow(2).mean()
+            second.backward(chained)
+            first.step()
+            second.step()
+            losses += [loss.item(), chained.item()]
+        return losses
+
+    compare(train, kind)
+
+
+@pytest.mark.parametrize("kind", ["penstock", "deepspeed"])
+def test_one_engine_before_another_and_once_more_in_a_loss(made, kind):
+    """Refused with the way out, which is right."""
+
+    def train(kind, **options):
+        first, second = made(kind, 8, 4, 0, **options), made(kind, 4, 2, 1)
+        torch.manual_seed(5)
+        losses = []
+        for _ in range(20):
+            x, y = torch.randn(16, 8), torch.randn(16, 8)
+            first.zero_grad()
+            second.zero_grad()
+            loss = second(first(x)).pow(2).mean() + first(y).pow(2).mean()
+            second.backward(loss)
+            second.step()
+            first.step()
+            losses.append(loss.item())
+        return losses
+
+    with pytest.raises(RuntimeError, match="forwards_per_step="):
+        train(kind)
+    assert train(kind, forwards_per_step=2) == pytest.approx(train("plain"), abs=1e-5)
