@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import types
-from typing import Any, Dict, List, Mapping, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 
@@ -57,15 +57,15 @@ def write(directory: str, step: int, rank: int, apart: Mapping[str, Any]) -> str
     return name
 
 
-def tidy(directory: str, step: int, rank: int, kept: str) -> None:
-    """Removes this rank's files but `kept` of this step, and of steps whose checkpoints are gone."""
+def tidy(directory: str, replaced: Optional[int], rank: int, kept: str) -> None:
+    """Removes this rank's files of steps whose checkpoints are gone, and those of the step `replaced`, whose checkpoint with `kept` is whole."""
     for path in glob.glob(os.path.join(glob.escape(directory), f"client_state-step-*-rank-{rank}-*.pt")):
         name = os.path.basename(path)
         found = _NAME.fullmatch(name)
         if found is None or name == kept:
             continue
         other = f"step-{found[1]}"
-        if int(found[1]) == step or not (is_directory(os.path.join(directory, other)) or is_directory(os.path.join(directory, f".{other}.replaced"))):
+        if int(found[1]) == replaced or not (is_directory(os.path.join(directory, other)) or is_directory(os.path.join(directory, f".{other}.replaced"))):
             with contextlib.suppress(OSError):
                 os.unlink(path)
 

@@ -404,9 +404,9 @@ class DeepSpeedEngine(nn.Module):
                 name = _client_state.write(os.fspath(save_dir), self.global_steps, self.global_rank, apart)
                 given[_client_state.KEY] = [name, list(apart)]
             # One of the same step that another process has left is replaced, as DeepSpeed does it: Trainer goes over steps again.
+            waits = not _is_decoupled(self._config)
             self.engine.save_checkpoint(
-                save_dir, tag or f"global_step{self.global_steps}", given, save_latest=save_latest, replaces_others=True,
-                wait=not _is_decoupled(self._config),
+                save_dir, tag or f"global_step{self.global_steps}", given, save_latest=save_latest, replaces_others=True, wait=waits,
             )  # fmt: skip
         except BaseException:
             if name:
@@ -414,7 +414,7 @@ class DeepSpeedEngine(nn.Module):
                     os.unlink(os.path.join(save_dir, name))
             raise
         self.engine.client_state.pop(_client_state.KEY, None)
-        _client_state.tidy(os.fspath(save_dir), self.global_steps, self.global_rank, name)
+        _client_state.tidy(os.fspath(save_dir), self.global_steps if waits else None, self.global_rank, name)
         if self.global_rank == 0:
             place_script(save_dir)
         return True

@@ -175,7 +175,7 @@ class Engine:
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
         self._given.take_scheduler(scheduler)
-        self._record.take_scheduler()
+        self._record.note_scheduler()
 
     # --- training
 

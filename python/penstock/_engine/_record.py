@@ -62,7 +62,7 @@ class Record:
         """Bytes that all ranks have written to drives since the run began."""
         return self._written_before + self._written_here
 
-    def take_scheduler(self) -> None:
+    def note_scheduler(self) -> None:
         """Commits keep the state of the scheduler that is the engine's now, and say which it is."""
         self.identity["scheduler"] = scheduler_of(self._given.scheduler)
 
