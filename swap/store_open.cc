@@ -9,6 +9,7 @@
 #include <cmath>
 #include <map>
 #include <mutex>
+#include <new>
 #include <set>
 #include <utility>
 
@@ -356,9 +357,11 @@ std::string RoomText(const std::vector<std::string>& directories) {
 
 void Store::NoteOwnCommit() const {
   if (options_.read_only || engine_.options().sim != nullptr) return;
-  OwnCommits::Get().Add({shape_.uuid, record_.sequence});
-  // One that failed may have come to the disk.
-  if (health_ != Health::kGood) OwnCommits::Get().Add({shape_.uuid, record_.sequence + 1});
+  // Whether one that failed came to the disk is not known: what is there then is not replaced unasked.
+  try {
+    OwnCommits::Get().Add({shape_.uuid, record_.sequence});
+  } catch (const std::bad_alloc&) {  // likewise
+  }
 }
 
 Store::Store(aio::Engine& engine, const StoreOptions& options, StoreShape shape, Geometry geometry)

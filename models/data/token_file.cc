@@ -227,8 +227,14 @@ absl::StatusOr<TokenFile> Existing(const TokenFile& names, int64_t width) {
     ASSIGN_OR_RETURN(const bool there, PathExists(path));
     if (!there) return absl::NotFoundError("");
   }
-  ASSIGN_OR_RETURN(const Input input, Input::Open(names.examples_path));
-  ASSIGN_OR_RETURN(const Input tokens, Input::Open(names.tokens_path));
+  const absl::StatusOr<Input> opened = Input::Open(names.examples_path),
+                              of_tokens = Input::Open(names.tokens_path);
+  for (const auto* each : {&opened, &of_tokens}) {
+    // Another user's: they are made anew, in their place.
+    if (absl::IsPermissionDenied(each->status())) return absl::NotFoundError("");
+    RETURN_IF_ERROR(each->status());
+  }
+  const Input &input = *opened, &tokens = *of_tokens;
   // A start and a bit for each token, at most: what is longer is not taken into memory.
   const uint64_t count = tokens.bytes() / static_cast<uint64_t>(width);
   if (input.bytes() > sizeof(Header) + (count + 1) * sizeof(uint64_t) + count / 8 + 1)

@@ -229,7 +229,7 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
   if (replaces && !is_verified) RETURN_IF_ERROR(zero::ReadWhole(state, read));
   // Ranks meet here: none replaces anything before all have read theirs.
   if (options.comm != nullptr) {
-    ASSIGN_OR_RETURN(state.store.uuid, zero::AgreeOnUuid(*options.comm));
+    ASSIGN_OR_RETURN(state.store.uuid, zero::AgreeOnNewStore(*options.comm, state.store));
   }
   return zero::WriteNewState(state, read, [](uint64_t, uint64_t) {});
 }

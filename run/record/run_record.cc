@@ -74,8 +74,11 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
     return parts.status();
   }
   // One that is overwritten is told by its code: IsOverwritten.
-  ASSIGN_OR_RETURN(const bool there, swap::HoldsRun(swap::Probe(dirs)));
-  if (!there) return nlohmann::json();
+  const absl::StatusOr<bool> there = swap::HoldsRun(swap::Probe(dirs));
+  if (absl::IsPermissionDenied(there.status()))
+    return absl::FailedPreconditionError(there.status().message());
+  RETURN_IF_ERROR(there.status());
+  if (!*there) return nlohmann::json();
   absl::StatusOr<swap::Inspection> inspection = swap::Inspect(dirs);
   if (absl::IsNotFound(inspection.status())) return nlohmann::json();
   RETURN_IF_ERROR(inspection.status());

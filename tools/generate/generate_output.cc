@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/atomic_file.h"
 #include "base/file_lock.h"
+#include "base/io_error.h"
 #include "base/json.h"
 #include "base/lines.h"
 #include "base/status_macros.h"
@@ -121,6 +122,8 @@ absl::Status GenerateOutput::ReplaceBy(const std::string& text) {
   const std::string target = std::filesystem::canonical(path_, error).string();
   if (error) return Failed("find", path_, error.value());
   absl::StatusOr<AtomicFile> file = AtomicFile::Create(target);
+  // In a directory that nobody may write to, the file itself is written over.
+  if (absl::IsPermissionDenied(file.status())) return WriteOver(text);
   if (!file.ok()) return named(file.status());
   if (const absl::Status written = file->Write(text); !written.ok()) return named(written);
   // It goes on to be written, and is this process's before it has the name.
@@ -130,6 +133,10 @@ absl::Status GenerateOutput::ReplaceBy(const std::string& text) {
   absl::Status status = locked.status();
   if (status.ok() && !*locked) status = absl::UnavailableError(absl::StrCat(path_, ": locked by another"));
   if (status.ok()) status = file->Commit();
+  if (ErrnoOf(status) == EBUSY) {  // a mount of its own, as a container has
+    ::close(fd);
+    return WriteOver(text);
+  }
   if (status.ok() && ::fcntl(fd, F_SETFL, O_APPEND) != 0) status = Failed("append to", path_, errno);
   if (!status.ok()) {
     ::close(fd);
@@ -137,6 +144,11 @@ absl::Status GenerateOutput::ReplaceBy(const std::string& text) {
   }
   ::close(std::exchange(fd_, fd));
   return absl::OkStatus();
+}
+
+absl::Status GenerateOutput::WriteOver(const std::string& text) {
+  if (::ftruncate(fd_, 0) != 0) return Failed("truncate", path_, errno);
+  return AppendText(text);
 }
 
 absl::Status GenerateOutput::AppendText(const std::string& text) {

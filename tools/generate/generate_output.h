@@ -43,6 +43,7 @@ class GenerateOutput {
   absl::Status ReadDone();
 
   absl::Status ReplaceBy(const std::string& text);
+  absl::Status WriteOver(const std::string& text);
   absl::Status AppendText(const std::string& text);
 
   const std::string path_;

@@ -67,6 +67,14 @@ absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm) {
   return uuid;
 }
 
+absl::StatusOr<swap::Uuid> AgreeOnNewStore(Comm& comm, const swap::StoreOptions& options) {
+  absl::Status mine;
+  if (options.overwrite && options.overwrites_only.has_value())
+    mine = swap::CheckSeen(options.directories, *options.overwrites_only);
+  RETURN_IF_ERROR(AgreeOnStatus(comm, Channel::kSetup, mine));
+  return AgreeOnUuid(comm);
+}
+
 absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
   absl::Status mine;
   std::string sign;

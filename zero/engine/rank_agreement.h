@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "swap/format.h"
+#include "swap/store.h"
 #include "tiering/plan/machine.h"
 #include "tiering/plan/model_graph.h"
 #include "tiering/plan/plan.h"
@@ -22,6 +23,10 @@ namespace penstock::zero {
 
 // Rank 0's, everywhere.
 absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm);
+
+// The number of a new run whose store each rank makes by options of its own. Where any of them may not
+// replace what its directories hold, all have that rank's error, before any has removed anything.
+absl::StatusOr<swap::Uuid> AgreeOnNewStore(Comm& comm, const swap::StoreOptions& options);
 
 // All ranks see one and the same directory at this path; rank 0 makes it. kFailedPrecondition: they do not.
 absl::Status AgreeOnDirectory(Comm& comm, const std::string& path);

@@ -149,7 +149,7 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options, b
   }
   // Ranks meet here: none replaces anything before all have verified their share.
   if (options.comm != nullptr) {
-    ASSIGN_OR_RETURN(to_options.uuid, AgreeOnUuid(*options.comm));
+    ASSIGN_OR_RETURN(to_options.uuid, AgreeOnNewStore(*options.comm, to_options));
   }
   if (parts.size() != static_cast<size_t>(options.world()))
     return RestorePart(*io, parts, inspections, options, std::move(to_options));

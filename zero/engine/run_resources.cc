@@ -164,7 +164,7 @@ absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFile
         store_options, LayoutOfThisHost(LayoutOf(plan_.plan), options_), identity,
         ActivationSpill::BytesIn(options_.storage.state_dirs.size(), plan_.graph, plan_.plan)));
     if (options_.comm != nullptr) {
-      ASSIGN_OR_RETURN(store_options.uuid, AgreeOnUuid(*options_.comm));
+      ASSIGN_OR_RETURN(store_options.uuid, AgreeOnNewStore(*options_.comm, store_options));
     }
   }
   if (plan_.parts.size() > 1) {
