@@ -188,6 +188,8 @@ struct Scenario {
   bool trains = false;    // the run "s" with its log and its checkpoints in "c" goes on afterwards
   Arguments always = {};  // of every training, also of those before and after
   Arguments first = {};   // a command that is run before
+  std::string made = {};  // a state or checkpoints that it makes, perhaps in the place of others
+  int step = 0;           // which that one is of
 };
 
 void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
@@ -291,7 +293,26 @@ class Workplace : public testing::Test {
   std::string root_, work_, notes_;
 };
 
-class CommandLine : public Workplace, public testing::WithParamInterface<Scenario> {};
+class CommandLine : public Workplace, public testing::WithParamInterface<Scenario> {
+ protected:
+  // After exit code 0 what was made is whole. After another the old is, or the new; on a drive, where it is
+  // laid out over the old, there may be neither, and the same command makes it then.
+  void CheckMade(const Scenario& scenario, bool succeeded) {
+    const bool over =
+        std::find(scenario.command.begin(), scenario.command.end(), "--overwrite") != scenario.command.end();
+    const Outcome verified = Run({"verify", scenario.made});
+    if (succeeded) {
+      EXPECT_EQ(verified.code, 0) << verified.err;
+      EXPECT_THAT(Run({"inspect", scenario.made, "--json"}).out,
+                  testing::HasSubstr("\"step\": " + std::to_string(scenario.step) + ","));
+    } else if (scenario.made == "c") {
+      EXPECT_EQ(verified.code, 0) << "no checkpoint is left: " << verified.err;
+    } else if (verified.code != 0) {
+      const Outcome again = Run(scenario.command);
+      EXPECT_EQ(again.code, 0) << (over ? "it is not made over it: " : "it is not made: ") << again.err;
+    }
+  }
+};
 
 std::vector<std::string> LogLines(const std::string& path) {
   std::vector<std::string> lines;
@@ -411,6 +432,7 @@ TEST_P(CommandLine, NoFailingCallLosesWhatWasAcknowledged) {
     if (outcome.code == 0 && !scenario.trains && scenario.command.front() != "report") {
       EXPECT_EQ(WithoutRates(outcome.out), WithoutRates(quiet.out));
     }
+    if (!scenario.made.empty()) CheckMade(scenario, outcome.code == 0);
     if (!scenario.trains) {
       if (HasFailure()) return;
       continue;
@@ -571,8 +593,16 @@ INSTANTIATE_TEST_SUITE_P(
                  {},
                  true,
                  kMonitors},
-        Scenario{"Overwrite", OnDrive(4, {"--overwrite"}), {"text", "model.json"}, {}, false},
-        Scenario{"OverwriteInMemory", InMemory(2, {"--overwrite"}), {"text", "model.json"}, {}, false},
+        Scenario{"Overwrite", OnDrive(4, {"--overwrite"}), {"text", "model.json"}, {}, false, {}, {}, "s", 4},
+        Scenario{"OverwriteInMemory",
+                 InMemory(2, {"--overwrite"}),
+                 {"text", "model.json"},
+                 {},
+                 false,
+                 {},
+                 {},
+                 "c",
+                 2},
         Scenario{"InitFrom",
                  Without("--log", Train({"--offload", "cpu", "--checkpoint-dir", "other", "--steps", "1",
                                          "--init-from", "start"})),
@@ -599,7 +629,19 @@ INSTANTIATE_TEST_SUITE_P(
                  {},
                  false,
                  {},
-                 {"export-checkpoint", "s", "theirs", "--tag", "mine"}},
+                 {"export-checkpoint", "s", "theirs", "--tag", "mine"},
+                 "imported",
+                 4},
+        Scenario{"ImportOver",
+                 {"import-checkpoint", "theirs", "--state-dir", "s", "--model", "model.json", "--data",
+                  "text", "--threads", "1", "--overwrite"},
+                 {"theirs", "c", "log"},
+                 {},
+                 false,
+                 {},
+                 {"export-checkpoint", "s", "theirs", "--tag", "mine"},
+                 "s",
+                 4},
         Scenario{
             "Report", {"report", "report", "--html", "page"}, {"s", "c", "log", "report"}, {"page"}, false}),
     [](const auto& each) { return each.param.name; });

@@ -151,7 +151,8 @@ RunOptions DrawMode(Draw& draw, const RunOptions& training, const std::string& s
   const bool drive = run.offload == OffloadDevice::kNvme;
   run.update_order = draw.Of(
       {tiering::UpdateOrder::kAuto, tiering::UpdateOrder::kInNextForward, tiering::UpdateOrder::kInBackward});
-  if (NeedsTensorNorms(run.optimizer) && run.update_order == tiering::UpdateOrder::kInBackward)
+  if (run.optimizer.has_value() && NeedsTensorNorms(*run.optimizer) &&
+      run.update_order == tiering::UpdateOrder::kInBackward)
     run.update_order = tiering::UpdateOrder::kAuto;  // which is refused
   run.tile_bytes = draw.Of({int64_t{0}, int64_t{64} << 10, int64_t{256} << 10});
   run.update_workers = static_cast<int>(1 + draw.Below(3));
