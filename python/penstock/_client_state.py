@@ -102,11 +102,12 @@ def _read(path: str, trusts: bool) -> Any:
     except OSError:
         raise
     except Exception as error:  # noqa: B902 - pickle's, or torch's for a class that it does not know
+        allowed = "; torch.serialization.add_safe_globals allows one class" if hasattr(torch.serialization, "add_safe_globals") else ""
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = "a class of its own" if found is None else found[1]
         raise RuntimeError(
             f"{path}: client_state holds {what}, and reading that may execute what the file says: load_checkpoint(trust_client_state=True) does, for a "
-            "file that you trust; torch.serialization.add_safe_globals allows one class"
+            f"file that you trust{allowed}"
         ) from error
 
 
