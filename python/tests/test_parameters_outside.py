@@ -365,6 +365,76 @@ def test_a_change_in_place_between_steps_is_one_of_the_parameter(tmp_path, how, 
             assert torch.equal(value, expected[name])
 
 
+# What programs do with a parameter (a), the values it had, and one of plain PyTorch's (b). Each returns what it has kept.
+def _averages(a, b):
+    backup, shadow = a.data, b.detach().clone()
+    a.data = shadow
+    assert torch.equal(a.detach(), b)
+    a.data = backup  # without a clone, as some EMA classes have it
+    return [backup, shadow]
+
+
+def _swap(a, b):
+    a.data, b.data = b.data, a.data
+    return [a.detach(), b.detach()]
+
+
+def _swap_the_other_way(a, b):
+    b.data, a.data = a.data, b.data
+    return [a.detach(), b.detach()]
+
+
+def _difference(a, b):
+    before = a.detach()
+    a.data = a.data + 1
+    return [before, a.detach() - before]
+
+
+def _transposed(a, b):
+    before = a.data
+    a.data = a.data.t()
+    return [before, a.detach() - before]
+
+
+def _kept_view(a, b):
+    row = a.data[1]
+    a.data = b.data * 2
+    a.data.mul_(3)
+    return [row, a.data[1] - row]
+
+
+@pytest.mark.parametrize("how", [_averages, _swap, _swap_the_other_way, _difference, _transposed, _kept_view])
+def test_what_was_read_keeps_its_value_when_the_parameter_gets_another_tensor(tmp_path, how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with penstock.initialize(model=model, optimizer=optimizer, state_dir=str(tmp_path))[0] as engine:
+        engine.backward(engine(torch.randn(8, 16)).pow(2).mean())
+        engine.step()
+        weight = model[2].weight
+        others = [nn.Parameter(torch.randn(16, 16)) for _ in range(2)]
+        others[1].data.copy_(others[0].data)
+        plain = nn.Parameter(weight.detach().clone())
+        found, expected = how(weight, others[0]), how(plain, others[1])
+        assert [torch.equal(each, other) for each, other in zip(found, expected)] == [True] * len(expected)
+        assert torch.equal(engine.state_dict()["2.weight"], plain) and torch.equal(others[0], others[1])
+
+
+def test_a_value_that_was_replaced_is_not_changed_without_a_word(tmp_path):
+    model = net(tied=False)
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        weight = model.layers[0].up.weight
+        old, given = weight.data, torch.ones(64, 32)
+        weight.data = given
+        with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight that was read before.*Read it again.*clone\(\)"):
+            old.mul_(2)
+        weight.data = weight.detach() * 1  # the same values, of another tensor
+        assert torch.equal(weight.detach(), given)
+        weight.data.mul_(3)
+        assert torch.equal(weight.detach(), 3 * given) and torch.equal(engine.state_dict()["layers.0.up.weight"], 3 * given)
+
+
 def test_the_bits_of_a_change_in_place_are_those_of_one_in_a_gather(tmp_path):
     """Of a model in 16 bits, whose masters have more: what a change leaves as it is keeps them."""
     masters = {}

@@ -31,7 +31,7 @@ class Read:
     def __init__(
         self, name: str, value: torch.Tensor, write: Callable[[torch.Tensor], None], took: Callable[[torch.Tensor], None]
     ) -> None:
-        """write: makes this the parameter's value. took: knows the tensor that the program has given it."""
+        """write: makes this the parameter's value, of which what was read before is none. took: knows the tensor that the program has given it."""
         self.name = name
         self.value = value
         #: Whether it is the parameter's value still, so that a change in place of it is one of the parameter.
@@ -50,10 +50,12 @@ class Read:
             raise
 
     def give(self, given: torch.Tensor) -> None:
-        """The value, and the parameter, become the given tensor's, which is of the same shape and type."""
+        """The parameter becomes the given tensor's value, which is of the same shape and type. The copies of this one keep theirs, as another
+        tensor's memory does in plain PyTorch, and are the parameter's no more."""
         with torch.no_grad(), torch.inference_mode(False):
-            self.value.copy_(given.detach())
-        self.changed()
+            value = torch.empty_like(self.value).copy_(given.detach())
+        self._write(value)
+        self.current = False
         self._took(given)
 
 
@@ -71,7 +73,7 @@ CALLED_ALONE = (
 )
 _STALE = (
     "a value of {} that was read before a forward, or before another change of it, is changed in place: the parameter has another value since, and "
-    "the change would be lost. Read it again (parameter.data), and change that"
+    "the change would be lost. Read it again (parameter.data), and change that; a clone() of it is a tensor of the program's own"
 )
 _OTHER_SHAPE = "{} is given another shape, type or memory ({}): the engine has it as it was in the first forward, and so it stays"
 _IN_A_GRAPH = "{} is changed in place by a tensor that requires a gradient, which would not come to it: under torch.no_grad() it is written"
