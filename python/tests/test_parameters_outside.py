@@ -457,6 +457,25 @@ def test_the_bits_of_a_change_in_place_are_those_of_one_in_a_gather(tmp_path):
     assert torch.equal(masters["in place"], masters["gathered"])
 
 
+@pytest.mark.parametrize("name", ["normal_", "uniform_", "constant_", "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "xavier_uniform_", "ones_"])
+def test_torchs_init_changes_a_parameter_in_grad_mode(tmp_path, name):
+    model, init = net(tied=False), getattr(nn.init, name)
+    more = (0.25,) if name == "constant_" else ()
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        weight, expected = model.layers[0].up.weight, torch.empty(64, 32)
+        for given in (weight, expected):
+            torch.manual_seed(0)
+            assert init(given, *more) is given
+        assert torch.equal(engine.state_dict()["layers.0.up.weight"], expected)
+        other = nn.Linear(32, 64)
+        for layer in (model.layers[1].up, other):
+            torch.manual_seed(1)
+            layer.reset_parameters()
+        assert torch.equal(model.layers[1].up.weight.detach(), other.weight) and torch.equal(model.layers[1].up.bias.detach(), other.bias)
+        step(engine, batches(1)[0])
+
+
 def test_a_frozen_parameter_is_changed_too(tmp_path):
     model = net(tied=False)
     model.layers.requires_grad_(False)

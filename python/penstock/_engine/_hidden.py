@@ -155,7 +155,7 @@ class Copy(torch.Tensor):
             # A view of the copy is one more: a change in place is the parameter's as well.
             if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
                 result.setflags(write=False)
-            if not isinstance(result, (torch.Tensor, list, tuple)) or any(result is each for each in args):
+            if not isinstance(result, (torch.Tensor, list, tuple)) or any(result is each for each in (*args, *copies)):
                 return result
             reads = {_memory_of(each): each.__dict__[_READ] for each in copies}
             if isinstance(result, torch.Tensor):
@@ -238,7 +238,8 @@ class Hidden(nn.Parameter):
             if not is_hidden_class(tensor):
                 return tensor
             if id(tensor) not in lent:
-                copy = _copy_of(tensor, torch.is_grad_enabled() and tensor.requires_grad)
+                # Those of torch.nn.init switch grad mode off by themselves, once they have the tensor.
+                copy = _copy_of(tensor, torch.is_grad_enabled() and tensor.requires_grad and getattr(func, "__module__", "") != nn.init.__name__)
                 copy.__dict__[_STANDS_IN] = True
                 lent[id(tensor)] = tensor, copy
             return lent[id(tensor)][1]
