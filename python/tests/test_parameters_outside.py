@@ -323,6 +323,11 @@ CHANGES = {
     "load_state_dict": lambda weight: weight.copy_(weight.detach().clone().double() * 2),
     "vector_to_parameters": lambda weight: nn.utils.vector_to_parameters(2 * nn.utils.parameters_to_vector([weight]), [weight]),
     "max_norm": lambda weight: nn.functional.embedding(torch.tensor([0, 1]), weight, max_norm=0.01),
+    "view_as": lambda weight: weight.data.view(-1).view_as(weight).mul_(5),
+    "reshape_as": lambda weight: weight.detach().flatten().reshape_as(weight).mul_(5),
+    "expand_as": lambda weight: weight.data.expand_as(weight).mul_(5),
+    "type_as": lambda weight: weight.data.type_as(weight).mul_(5),
+    "to": lambda weight: weight.data[:3].to(weight).mul_(5),
     "two copies": lambda weight: [each.add_(1) for each in (weight.data, weight.detach())],
 }  # fmt: skip
 

@@ -139,7 +139,10 @@ class Copy(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
         if any(issubclass(each, Hidden) for each in types):
             return NotImplemented  # whose values are read first
-        kwargs = kwargs or {}
+        return cls._call(func, args, kwargs or {})
+
+    @classmethod
+    def _call(cls, func: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         with without_overrides():
             copies = [each for each in tensors_of((args, kwargs)) if type(each) is cls]
@@ -226,6 +229,8 @@ class Hidden(nn.Parameter):
         kwargs = kwargs or {}
         sets_data = func == _SET_DATA
         if not sets_data and not cls._looks_at_values(func, args):
+            if any(issubclass(each, Copy) for each in types):  # of another: copy.view_as(parameter)
+                return Copy._call(func, args, kwargs)
             with without_overrides():
                 return func(*args, **kwargs)
         if func in _DETACHED:
