@@ -481,6 +481,20 @@ def test_torchs_init_changes_a_parameter_in_grad_mode(tmp_path, name):
         step(engine, batches(1)[0])
 
 
+def test_a_copy_that_was_saved_or_copied_is_the_parameters_still(tmp_path):
+    model = net(tied=False)
+    with make(model, tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        held = model.norm.weight.detach()
+        expected = held.clone()
+        torch.save({"weight": held}, tmp_path / "saved.pt")
+        copied = copy.deepcopy(held)
+        held.mul_(2)
+        assert type(copied) is torch.Tensor and torch.equal(copied, expected) and torch.equal(torch.load(tmp_path / "saved.pt")["weight"], expected)
+        copied.mul_(3)
+        assert torch.equal(engine.state_dict()["norm.weight"], 2 * expected)
+
+
 def test_a_frozen_parameter_is_changed_too(tmp_path):
     model = net(tied=False)
     model.layers.requires_grad_(False)

@@ -169,6 +169,9 @@ class Copy(torch.Tensor):
     def plain(self) -> torch.Tensor:
         """An ordinary tensor of this memory, which is not the parameter's any more."""
         self.__dict__[_READ].current = False
+        return self._seen_plain()
+
+    def _seen_plain(self) -> torch.Tensor:
         with without_overrides():
             return self.as_subclass(torch.Tensor)
 
@@ -181,10 +184,10 @@ class Copy(torch.Tensor):
     _is_buffer = property(lambda self: False, lambda self, _: self._becomes(torch.Tensor))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+        return self._seen_plain().__reduce_ex__(protocol)  # it is looked at only
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> torch.Tensor:
-        return self.plain().clone()
+        return self._seen_plain().clone()
 
 
 # With this class it is seen by what is made of it, and by changes in place.
