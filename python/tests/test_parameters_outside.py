@@ -441,14 +441,14 @@ def test_a_value_that_was_replaced_is_not_changed_without_a_word(tmp_path):
 
 
 def test_the_bits_of_a_change_in_place_are_those_of_one_in_a_gather(tmp_path):
-    """Of a model in 16 bits, whose masters have more: what a change leaves as it is keeps them."""
+    """Of a model in 16 bits, whose masters have more: what a change leaves as it is keeps them, element by element."""
     masters = {}
     for where in ("in place", "gathered"):
         model = net(tied=False).to(torch.bfloat16)
         with make(model, tmp_path / where, dtype="bf16") as engine:
             step(engine, batches(1)[0])
             changed, same = model.layers[0].up.weight, model.layers[1].up.weight
-            before = engine.read_state(same).clone()
+            before, others = engine.read_state(same).clone(), engine.read_state(changed)[1:].clone()
             if where == "gathered":
                 with engine.gathered([changed, same], write_back=True), torch.no_grad():
                     changed[0] *= 2
@@ -458,6 +458,7 @@ def test_the_bits_of_a_change_in_place_are_those_of_one_in_a_gather(tmp_path):
                     changed[0] *= 2
                     same.clamp_(-100, 100)
             masters[where] = engine.read_state(changed)
+            assert torch.equal(masters[where][1:], others) and not torch.equal(others, others.bfloat16().float())
             assert torch.equal(engine.read_state(same), before) and not torch.equal(before, before.bfloat16().float())
     assert torch.equal(masters["in place"], masters["gathered"])
 

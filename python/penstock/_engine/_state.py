@@ -124,7 +124,7 @@ class State:
         for parameter in parameters:
             value = parameter.data.contiguous()
             self._run.ranks.share(value, source)
-            self.write_state(parameter, value)
+            self._write_changed(parameter, value, self.read_state(parameter) if _is_rounded(value) else None)
         if len(parameters) > 1:
             self._record.mark_partly_written(False)
 
@@ -160,16 +160,23 @@ class State:
             self._reads[id(parameter)] = read
         return read
 
-    # As gathered(write_back=True) does it: what has not changed keeps the bits of its master.
+    # Elements that have not changed keep the bits of their masters, which have more than 16.
+    def _write_changed(self, parameter: nn.Parameter, value: torch.Tensor, master: Optional[torch.Tensor]) -> None:
+        if master is not None and _is_rounded(value):
+            value = torch.where(value == master.to(value.dtype), master, value.to(torch.float32))
+        self.write_state(parameter, value)
+
+    # As gathered(write_back=True) does it.
     def _write_read(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         self._check_no_pass(parameter, False)
         self._training.check_between_steps(self._name_of(parameter))
         self._run.ready().check_trains()
-        same = "same" if torch.equal(self._as_it_came_in(parameter), value) else "changed"
+        master = self.read_state(parameter)
+        same = "same" if torch.equal(master.to(value.dtype), value) else "changed"
         if set(self._run.ranks.texts("whether a value was changed", same)) == {"same"}:
             return
         read = self._reads.get(id(parameter))
-        self.write_state(parameter, value)
+        self._write_changed(parameter, value, master)
         if read is not None and read.value is value:
             read.current, self._reads[id(parameter)] = True, read
 
@@ -228,3 +235,8 @@ class State:
         dirs = self._given.settings.state_dirs
         with tensors_on_disk(os.path.dirname(os.path.abspath(dirs[0]))) if dirs else contextlib.nullcontext(lambda value: value) as place:
             return [place(self._as_it_came_in(parameter)) for _, parameter in self._given.parameters()]
+
+
+# Whether a master has more bits than the value that a program sees.
+def _is_rounded(value: torch.Tensor) -> bool:
+    return value.element_size() < 4
