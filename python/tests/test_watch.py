@@ -463,6 +463,21 @@ def test_a_budget_of_wear_is_told_and_kept(tmp_path):
         assert engine.global_steps == stopped + 1
 
 
+def test_what_watches_ends_though_the_bytes_written_cannot_be_kept(tmp_path):
+    engine = make(net(), tmp_path / "run")
+    run(engine, batches(2))
+    ended, own = [], engine._run.watch.close
+
+    def fails():
+        raise OSError(28, "No space left on device", "count")
+
+    engine._wear.end = fails
+    engine._run.watch.close = lambda: (own(), ended.append(True))
+    with pytest.raises(OSError, match="No space left"):
+        engine.close()
+    assert ended == [True]
+
+
 def test_what_is_stuck_is_named(tmp_path, in_child):
     script = """
         import json, sys, time

@@ -355,9 +355,11 @@ class Engine:
             self._record.describe()
         finally:
             self._run.core.flush()
-        self._wear.end()
-        if self._run.watch is not None:
-            self._run.watch.close()
+        try:
+            self._wear.end()
+        finally:
+            if self._run.watch is not None:
+                self._run.watch.close()
 
     def __enter__(self) -> "Engine":
         return self
