@@ -58,7 +58,8 @@ def write(directory: str, step: int, rank: int, apart: Mapping[str, Any]) -> str
 
 
 def tidy(directory: str, replaced: Optional[int], rank: int, kept: str) -> None:
-    """Removes this rank's files of steps whose checkpoints are gone, and those of the step `replaced`, whose checkpoint with `kept` is whole."""
+    """Removes this rank's files of steps whose checkpoints are gone, or never came, and those of the step `replaced`, whose checkpoint with
+    `kept` is whole."""
     for path in glob.glob(os.path.join(glob.escape(directory), f"client_state-step-*-rank-{rank}-*.pt")):
         name = os.path.basename(path)
         found = _NAME.fullmatch(name)

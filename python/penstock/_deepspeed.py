@@ -397,6 +397,8 @@ class DeepSpeedEngine(nn.Module):
             )
         if options:
             raise TypeError(f"save_checkpoint() got an unexpected keyword argument {next(iter(options))!r}")
+        save = self.engine.save_checkpoint
+        begins = self.engine._copy.begins
         given, apart = _client_state.split(client_state or {})
         name = ""
         try:
@@ -405,11 +407,12 @@ class DeepSpeedEngine(nn.Module):
                 given[_client_state.KEY] = [name, list(apart)]
             # One of the same step that another process has left is replaced, as DeepSpeed does it: Trainer goes over steps again.
             waits = not _is_decoupled(self._config)
-            self.engine.save_checkpoint(
+            save(
                 save_dir, tag or f"global_step{self.global_steps}", given, save_latest=save_latest, replaces_others=True, wait=waits,
             )  # fmt: skip
         except BaseException:
-            if name:
+            # A checkpoint that was begun may be whole, also where Ctrl-C ended the wait for it, and names the file.
+            if name and self.engine._copy.begins == begins:
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(save_dir, name))
             raise

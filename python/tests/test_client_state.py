@@ -109,6 +109,37 @@ def test_what_cannot_be_pickled_is_named_and_nothing_is_left(tmp_path):
     engine.destroy()
 
 
+def test_an_interrupt_while_a_checkpoint_is_waited_for_leaves_what_it_names(tmp_path):
+    args = argparse.Namespace(lr=0.1)
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    copying = engine.engine._copy
+    own, waits = copying.wait_for_checkpoint, []
+
+    def interrupted():
+        own()
+        waits.append(True)
+        if len(waits) == 2:  # of what was begun
+            raise KeyboardInterrupt
+
+    copying.wait_for_checkpoint = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_checkpoint(tmp_path / "kept", client_state={"args": args})
+    copying.wait_for_checkpoint = own
+    assert len(files(tmp_path / "kept")) == 1
+    assert engine.load_checkpoint(tmp_path / "kept")[1] == {"args": args}
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "kept", client_state={"args": args})
+    # One that was never begun leaves nothing.
+    step(engine, batches(1)[0])
+    (tmp_path / "kept" / "mine").mkdir()
+    with pytest.raises(FileExistsError):
+        engine.save_checkpoint(tmp_path / "kept", "mine", client_state={"args": args})
+    assert len(files(tmp_path / "kept")) == 2
+    assert engine.load_checkpoint(tmp_path / "kept")[1] == {"args": args}
+    engine.destroy()
+
+
 def test_over_ranks_each_writes_its_own(tmp_path, on_ranks):
     program = """
         import argparse, sys

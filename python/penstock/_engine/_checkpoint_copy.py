@@ -15,10 +15,17 @@ class CheckpointCopy:
         self._run = run
         self._world = world
         self._path: Optional[str] = None
+        #: How many copies may have been begun: what they name may be durable, also where their caller got an error.
+        self.begins = 0
 
     def begin(self, parent: str, tag: str, latest: bool, description: str) -> str:
         """Returns its path when the commit is retained. OSError: it cannot be begun."""
-        self._path = path = str(self._run.core.begin_checkpoint(parent, tag, latest, description))
+        self.begins += 1
+        try:
+            self._path = path = str(self._run.core.begin_checkpoint(parent, tag, latest, description))
+        except Exception:
+            self.begins -= 1
+            raise
         checkpoint_names.begun(self, parent)
         return path
 
