@@ -13,7 +13,8 @@ import os
 import re
 import secrets
 import types
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+import warnings
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -71,10 +72,10 @@ def tidy(directory: str, replaced: Optional[int], rank: int, kept: str) -> None:
                 os.unlink(path)
 
 
-def whole(client_state: Mapping[str, Any], directory: str, trusts: bool) -> Dict[str, Any]:
-    """What save_checkpoint was given. trusts: what the file executes is allowed to.
+def whole(client_state: Mapping[str, Any], directory: str, trusts: bool, needs_all: bool = True) -> Dict[str, Any]:
+    """What save_checkpoint was given. trusts: what the file executes is allowed to. needs_all: else a file that cannot be read is a warning.
 
-    FileNotFoundError: the file is missing. RuntimeError: it holds classes that may execute something when they are read.
+    FileNotFoundError: the file is missing. RuntimeError: it holds classes that may execute something when they are read, or other values.
     """
     kept = dict(client_state)
     said = kept.pop(KEY, None)
@@ -83,15 +84,26 @@ def whole(client_state: Mapping[str, Any], directory: str, trusts: bool) -> Dict
     name, keys = said
     if _NAME.fullmatch(str(name)) is None:
         raise ValueError(f"the checkpoint's client_state names {name!r}, which is no file of its directory")
-    path = os.path.join(directory, name)
+    try:
+        return {**kept, **_found(os.path.join(directory, name), keys, trusts)}
+    except Exception as error:  # noqa: B902 - what a trusted file executes may raise anything
+        if needs_all:
+            raise
+        warnings.warn(f"client_state without {', '.join(map(str, keys))}: {error}", stacklevel=4)
+        return kept
+
+
+def _found(path: str, keys: Sequence[Any], trusts: bool) -> Dict[Any, Any]:
     try:
         found = _read(path, trusts)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{path} is missing, which has {', '.join(keys)} of client_state: copy it with the checkpoint (load_module_only=True takes the weights alone)"
+            f"{path} is missing, which has {', '.join(map(str, keys))} of client_state: copy it with the checkpoint (load_module_only=True takes the "
+            "weights alone)"
         ) from None
-    in_order = {key: found[key] for key in keys}
-    return {**kept, **in_order}
+    if not isinstance(found, dict) or any(key not in found for key in keys):
+        raise RuntimeError(f"{path} is not as it was written: it is to have {', '.join(map(str, keys))} of client_state")
+    return {key: found[key] for key in keys}
 
 
 def _read(path: str, trusts: bool) -> Any:

@@ -426,14 +426,8 @@ class DeepSpeedEngine(nn.Module):
         self.engine.wait_for_checkpoint()
 
     @functools.wraps(Engine.load_checkpoint)
-    def load_checkpoint(
-        self, load_dir: PathLike, *args: Any, trust_client_state: bool = False, **options: Any
-    ) -> Tuple[Optional[str], Dict[str, Any]]:
-        path, client = self.engine.load_checkpoint(load_dir, *args, **options)
-        if path is None:
-            return path, client
-        trusts = truth(trust_client_state, "trust_client_state")
-        return path, _client_state.whole(client, os.path.dirname(os.path.realpath(path)), trusts)
+    def load_checkpoint(self, load_dir: PathLike, *args: Any, **options: Any) -> Tuple[Optional[str], Dict[str, Any]]:
+        return self.engine.load_checkpoint(load_dir, *args, **options)
 
     def export_checkpoint(self, save_dir: PathLike, tag: Optional[str] = None, **options: Any) -> str:
         return self.engine.export_checkpoint(save_dir, tag, **options)

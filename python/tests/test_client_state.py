@@ -98,6 +98,40 @@ def test_a_class_of_the_scripts_own_is_read_where_it_is_trusted(tmp_path):
     engine.destroy()
 
 
+@pytest.mark.parametrize("wrong", ["missing", "untrusted", "damaged", "other values"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_file_that_cannot_be_read_costs_no_run(tmp_path, wrong, begun):
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    given = {"progress": Progress(2) if wrong == "untrusted" else argparse.Namespace(a=1), "epoch": 1}
+    engine.save_checkpoint(tmp_path / "kept", client_state=given)
+    saved = engine.module.state_dict()["norm.weight"].clone()
+    (name,) = files(tmp_path / "kept")
+    if wrong == "missing":
+        os.unlink(tmp_path / "kept" / name)
+    elif wrong == "damaged":
+        (tmp_path / "kept" / name).write_bytes(b"no pickle")
+    elif wrong == "other values":
+        torch.save({"others": 1}, tmp_path / "kept" / name)
+    if begun:
+        step(engine, batches(1)[0])
+    else:
+        engine.destroy()
+        engine = engine_in(tmp_path)
+    before, steps = {name: value.clone() for name, value in engine.module.state_dict().items()}, engine.global_steps
+    with pytest.raises((RuntimeError, FileNotFoundError), match=name):
+        engine.load_checkpoint(tmp_path / "kept")
+    assert engine.global_steps == steps
+    for key, value in engine.module.state_dict().items():
+        assert torch.equal(value, before[key])
+    with pytest.warns(UserWarning, match="client_state without progress: .*" + name):
+        assert engine.load_checkpoint(tmp_path / "kept", load_module_only=True)[1] == {"epoch": 1}
+    assert torch.equal(engine.module.state_dict()["norm.weight"], saved)
+    step(engine, batches(1)[0])
+    assert engine.global_steps == steps + 1
+    engine.destroy()
+
+
 def test_what_cannot_be_pickled_is_named_and_nothing_is_left(tmp_path):
     engine = engine_in(tmp_path)
     step(engine, batches(1)[0])

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
-from .. import _core
+from .. import _client_state, _core
 from .._buffers import truth
 from . import _checkpoint_names as checkpoint_names
 from . import _deepspeed_checkpoint as deepspeeds
@@ -67,6 +67,7 @@ class Loading:
         custom_load_fn: Any = None,
         *,
         names: deepspeeds.Names = None,
+        trust_client_state: bool = False,
     ) -> Tuple[Optional[str], Dict[str, Any]]:
         """Goes on from a checkpoint. Returns its path and its ``client_state``. Waits for what ``save_checkpoint`` copies into load_dir.
 
@@ -85,6 +86,10 @@ class Loading:
         the scheduler's count go on, and nothing in its files is executed. names: where parameters are called otherwise there, a mapping
         from the module's names to the checkpoint's, or the path of a JSON file with one. Raises ValueError naming a parameter that is
         missing there, of another shape, or left over.
+
+        trust_client_state: values of client_state that are in a file beside the checkpoint (a save under DeepSpeed's name) may be of classes
+        that execute what the file says. FileNotFoundError, RuntimeError: that file is missing, or would execute something; the engine is as it
+        was. With load_module_only that is a warning, and client_state comes back without these values.
         """
         if custom_load_fn is not None:
             raise NotImplementedError("custom_load_fn is not served: load_module_only=True takes the weights, by their names")
@@ -93,6 +98,7 @@ class Loading:
         only = not truth(load_optimizer_states, "load_optimizer_states") or module_only
         strict = truth(load_module_strict, "load_module_strict")
         takes_scheduler = truth(load_lr_scheduler_states, "load_lr_scheduler_states")
+        trusts = truth(trust_client_state, "trust_client_state")
         if tag is not None and "\0" in str(tag):
             raise ValueError(f"tag is {tag!r}: no checkpoint has a zero byte in its name")
         self._check_may_load(only)
@@ -105,9 +111,9 @@ class Loading:
                     f"{path}: {'load_module_only' if module_only else 'load_optimizer_states=False'}: all of a checkpoint of DeepSpeed's is loaded; its "
                     "weights alone are taken by the model's load_state_dict (deepspeed.utils.zero_to_fp32)"
                 )
-            found, client = self._load_deepspeeds(path, deepspeeds.names_of(names), takes_scheduler)
+            found = self._load_deepspeeds(path, deepspeeds.names_of(names), takes_scheduler)
             self._start_over()
-            return found, client
+            return found
         if tag is None:
             tag = checkpoint_names.newest(directory)
             if tag is None:
@@ -132,15 +138,23 @@ class Loading:
             kept = decode(json.loads(_core.record_of([path], "step"))) or {}
         except FileNotFoundError as error:  # "never committed": it has its name since it was whole
             raise OSError(errno.EIO, f"the checkpoint is damaged ({error.strerror}): load another one, with tag=", path) from None
+        client: Dict[str, Any] = {}
+
+        def look(rank: int, world: int) -> None:
+            beside = os.path.dirname(os.path.realpath(path))
+            client.update(_client_state.whole(kept.get("client", {}), beside, trusts, needs_all=not module_only))
+            if not only and self._run.begun:
+                _core.verify_checkpoint(path, rank, world)
+
+        self._verify_before_giving_up(look, always=True)
         if only:
             self._take_weights(path, strict)
             if takes_scheduler and not module_only:
                 self._record.take_scheduler(kept)
         else:
-            self._verify_before_giving_up(lambda rank, world: _core.verify_checkpoint(path, rank, world))
             self._preparation.begin_with(Source(path, takes_scheduler))
             self._start_over()
-        return path, kept.get("client", {})
+        return path, client
 
     # The engine goes on with what it has where what is to take its place is damaged: known on all ranks before any gives it up. One that has
     # not begun has nothing yet; the run that its first forward replaces is looked after there.
