@@ -19,29 +19,40 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 
 from ._engine._json import encode
+from ._engine._tree import tensors_of
 from ._files import whole_file
 from ._small_files import is_directory, make_directory
 
-#: Of the client_state that the record has: the name of the file, and which values are in it.
+#: In the client_state that a record has: the name of the file, and which values are in it.
 KEY = "__penstock_client_state__"
-_LONG = 4 << 10  # bytes of JSON, of one value
-_MOST = 24 << 10  # of all: a commit has room for 56 KiB, with the scheduler and buffers
+_NAMING = 128  # bytes of JSON, of KEY, the file's name and what is around them
 _NAME = re.compile(r"client_state-step-(\d{8})-rank-(\d+)-[0-9a-f]{8}\.pt")
 
 
-def split(client_state: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """(What the record takes, what goes into a file.)"""
-    kept: Dict[str, Any] = {}
-    apart: Dict[str, Any] = {}
-    size = 0
-    for key, value in client_state.items():
-        try:
-            length = len(json.dumps(encode(value), allow_nan=False))
-        except (TypeError, ValueError, RecursionError):
-            length = _MOST
-        (kept if length <= _LONG else apart)[key] = value
-        size += length if length <= _LONG else 0
-    return (kept, apart) if size <= _MOST else ({}, dict(client_state))
+def split(client_state: Mapping[str, Any], room: int) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """(What the record takes, what goes into a file.) room: bytes of JSON that the record takes."""
+    lengths = {key: _length(key, value, room) for key, value in client_state.items()}
+    apart = {key for key, length in lengths.items() if length is None}
+    by_length = sorted((key for key in lengths if key not in apart), key=lambda key: lengths[key] or 0)
+    size = sum(length for length in lengths.values() if length is not None)
+    named = _NAMING + sum(len(json.dumps(encode(key))) + 2 for key in apart)
+    while by_length and size + (named if apart else 0) > room:
+        longest = by_length.pop()
+        apart.add(longest)
+        size -= lengths[longest] or 0
+        named += len(json.dumps(encode(longest))) + 2
+    kept = {key: value for key, value in client_state.items() if key not in apart}
+    return kept, {key: value for key, value in client_state.items() if key in apart}
+
+
+# Of its JSON, in bytes. None: it has none, or tensors that are longer than there is room for, which are not encoded to learn that.
+def _length(key: Any, value: Any, room: int) -> Optional[int]:
+    try:
+        if sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value)) > room:
+            return None
+        return len(json.dumps(encode([key, value]), allow_nan=False)) + 2
+    except (TypeError, ValueError, RuntimeError):  # RecursionError is a RuntimeError
+        return None
 
 
 def write(directory: str, step: int, rank: int, apart: Mapping[str, Any]) -> str:

@@ -399,7 +399,7 @@ class DeepSpeedEngine(nn.Module):
             raise TypeError(f"save_checkpoint() got an unexpected keyword argument {next(iter(options))!r}")
         save = self.engine.save_checkpoint
         begins = self.engine._copy.begins
-        given, apart = _client_state.split(client_state or {})
+        given, apart = _client_state.split(client_state or {}, self.engine._record.room() if self.engine.started else sys.maxsize)
         name = ""
         try:
             if apart:
@@ -416,7 +416,8 @@ class DeepSpeedEngine(nn.Module):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(save_dir, name))
             raise
-        self.engine.client_state.pop(_client_state.KEY, None)
+        finally:
+            self.engine._record.forget_file()
         _client_state.tidy(os.fspath(save_dir), self.global_steps if waits else None, self.global_rank, name)
         if self.global_rank == 0:
             place_script(save_dir)

@@ -2,7 +2,9 @@
 
 import argparse
 import collections
+import json
 import os
+import pathlib
 import types
 
 import pytest
@@ -11,7 +13,7 @@ torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
 import penstock.deepspeed as deepspeed  # noqa: E402
-from engine_models import batches, net, step  # noqa: E402
+from engine_models import batches, make, net, step  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.serialization, "safe_globals"), reason="torch before 2.5 allows no classes: all of it is to be trusted")
 
@@ -141,6 +143,60 @@ def test_what_cannot_be_pickled_is_named_and_nothing_is_left(tmp_path):
     engine.save_checkpoint(tmp_path / "kept", client_state={"what": 1})
     assert engine.load_checkpoint(tmp_path / "kept")[1] == {"what": 1}
     engine.destroy()
+
+
+def plain_json(size, keys=8):
+    return {f"key {number}": [round(number / 7 + each, 6) for each in range(size // keys // 10)] for number in range(keys)}
+
+
+def test_json_that_a_record_has_room_for_stays_in_it(tmp_path):
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    given = {**plain_json(42 << 10), "text": "x" * 2000}
+    assert 40 << 10 < len(json.dumps(given)) < 52 << 10
+    engine.save_checkpoint(tmp_path / "kept", client_state=given)
+    assert files(tmp_path / "kept") == [] and engine.engine.client_state == given
+    # What does not fit is the longest alone.
+    more = {**given, "long": "y" * 9000}
+    engine.save_checkpoint(tmp_path / "kept", client_state=more)
+    assert len(files(tmp_path / "kept")) == 1 and engine.engine.client_state == given
+    assert engine.load_checkpoint(tmp_path / "kept")[1] == more and engine.engine.client_state == given
+    step(engine, batches(1)[0])
+    engine.destroy()
+
+
+def test_a_large_tensor_is_not_encoded_to_learn_that_it_is_large(monkeypatch):
+    from penstock import _client_state
+
+    given = {"large": [{"a": torch.zeros(1 << 20)}], "small": 1}
+    monkeypatch.setattr(_client_state, "encode", lambda value: pytest.fail("encoded") if isinstance(value, list) and value[1] is given["large"] else value)
+    assert _client_state.split(given, 50 << 10) == ({"small": 1}, {"large": given["large"]})
+
+
+def test_values_apart_come_back_to_penstocks_own_engine_and_are_named_by_an_export(tmp_path):
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    given = {"args": argparse.Namespace(a=1), "epoch": 3}
+    engine.save_checkpoint(tmp_path / "kept", client_state=given)
+
+    def check_export(engine, tag):
+        with pytest.warns(UserWarning, match="client_state: args is more than") as told:
+            path = engine.export_checkpoint(tmp_path / "out", tag)
+        assert not any("penstock_client_state" in str(each.message) for each in told)
+        assert b"penstock_client_state" not in b"".join(each.read_bytes() for each in pathlib.Path(path).rglob("*") if each.is_file())
+
+    check_export(engine, "first")
+    engine.destroy()
+    model = net()
+    with make(model, tmp_path / "run", gradient_clipping=0.0) as own:
+        assert own.load_checkpoint(tmp_path / "kept")[1] == given
+        step(own, batches(1)[0])
+        assert own.client_state == {"epoch": 3}
+        check_export(own, "second")
+        own.save_checkpoint(tmp_path / "own")
+    with make(net(), tmp_path / "run", gradient_clipping=0.0, resume=True) as own:
+        own.eval()(**batches(1)[0])
+        assert own.client_state == {"epoch": 3} and own.load_checkpoint(tmp_path / "own", load_module_only=True)[1] == {"epoch": 3}
 
 
 def test_an_interrupt_while_a_checkpoint_is_waited_for_leaves_what_it_names(tmp_path):

@@ -68,10 +68,11 @@ class Exporting:
         if unknown:
             raise ValueError(f"names= has {unknown[0]}, which is no parameter of this model")
         client, left_out = deepspeeds.plain_client(self._record.client_state)
+        left_out += self._record.kept_apart
         if left_out:
             warnings.warn(
-                f"client_state: {', '.join(left_out)} is more than numbers of 64 bits, texts, lists and dicts, or has a name of DeepSpeed's own, and "
-                "left out",
+                f"client_state: {', '.join(left_out)} is more than numbers of 64 bits, texts, lists and dicts, has a name of DeepSpeed's own, or is in a "
+                "file beside the last checkpoint, and left out",
                 stacklevel=3,
             )
         if len({group["lr"] for group in self._given.optimizer.param_groups}) > 1:

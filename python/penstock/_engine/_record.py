@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 import torch
 
+from .._client_state import KEY
 from ._accumulation import Accumulation
 from ._given import Given
 from ._identity import changes, groups_go_on, identity_of, same_scheduler, scheduler_of, values_of
@@ -18,6 +19,7 @@ from ._run import Run
 
 MOST_BUFFERS = 24 << 10  # bytes, in every commit
 MOST_KEPT = 56 << 10  # with all else; the store takes 64 KiB (swap/format.h)
+_GROWTH = 1 << 10  # of what later commits say in more digits
 
 
 def is_kept(value: Any) -> bool:
@@ -42,6 +44,8 @@ class Record:
         self.identity = identity_of(given.described, given.torch_optimizer.param_groups, given.settings, given.scheduler)
         #: Kept with every commit, and there again after a resume: anything that is JSON.
         self.client_state: Dict[str, Any] = {}
+        #: Names of values that the last checkpoint's client_state has in a file beside it, and no commit has.
+        self.kept_apart: List[str] = []
         self.steps = 0  # of the run, as far as this process knows
         self.skipped_steps = 0
         self.watched: Optional[Dict[str, Any]] = None  # what monitors get of the last step
@@ -102,6 +106,20 @@ class Record:
             self._partly_written = whether
             self._run.ready()
             self.commit()
+
+    def room(self) -> int:
+        """Bytes of JSON that client_state may take, beside what commits keep just now."""
+        own, self.client_state = self.client_state, {}
+        try:
+            return max(0, MOST_KEPT - _GROWTH - len(self.text()))
+        finally:
+            self.client_state = own
+
+    def forget_file(self) -> None:
+        """client_state names no file beside a checkpoint any more: it is that checkpoint's, and commits have a life of their own."""
+        said = self.client_state.pop(KEY, None)
+        if said is not None:
+            self.kept_apart = [str(key) for key in said[1]]
 
     def text(self) -> str:
         """The record as JSON. ValueError, TypeError: a part of it cannot be kept."""
@@ -211,7 +229,8 @@ class Record:
             module, short, _, _ = self._run.buffers[name]
             with torch.no_grad():
                 module._buffers[short].copy_(value)  # type: ignore[union-attr]
-        self.client_state = kept.get("client", {})
+        self.client_state, self.kept_apart = kept.get("client", {}), []
+        self.forget_file()
         self.skipped_steps = kept.get("skipped", 0)
         self.watched = kept.get("watched")
         self._samples_before = kept.get("samples", 0)

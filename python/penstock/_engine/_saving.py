@@ -68,6 +68,7 @@ class Saving:
             except (TypeError, ValueError):
                 self._record.client_state = before
                 raise
+            self._record.kept_apart = []
         self._record.describe()
         return self._checkpoint(os.fspath(save_dir), tag or "", save_latest, replaces_others, wait)
 
