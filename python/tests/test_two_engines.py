@@ -173,3 +173,20 @@ def test_one_engine_before_another_and_once_more_in_a_loss(made, kind):
     with pytest.raises(RuntimeError, match="forwards_per_step="):
         train(kind)
     assert train(kind, forwards_per_step=2) == pytest.approx(train("plain"), abs=1e-5)
+
+
+def test_weights_are_not_changed_while_another_engines_backward_waits_for_the_step(made):
+    """The forward that it came to is computed again in step(), with the weights that it had."""
+    student, teacher = made("penstock", 8, 4, 0), made("penstock", 8, 4, 1)
+    torch.manual_seed(5)
+    for number in range(2):
+        x = torch.randn(16, 8)
+        loss = (student(x) - teacher(x)).pow(2).mean() + teacher(x + 1).pow(2).mean()
+        student.backward(loss)
+        if number:
+            with pytest.raises(RuntimeError, match=r"0\.weight is changed between a backward and its step\(\)"):
+                teacher.module[0].weight.data.mul_(2)
+            with pytest.raises(RuntimeError, match="a step is open"):
+                teacher.load_checkpoint("nowhere")
+        teacher.step()
+        student.step()

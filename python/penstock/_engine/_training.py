@@ -241,7 +241,7 @@ class Training:
         """RuntimeError: a step has begun, whose gradients are of the weights as they are. name: of the one that is to be changed."""
         self._refuse_early()
         if self.is_under_way:
-            raise RuntimeError(f"{name} is changed between a backward and its step(), which computes the forward again: change it after step()")
+            raise RuntimeError(f"{name} is changed between a backward and its step(), which computes the forward again: change it after step(), or zero_grad()")
 
     # The pass over all forwards of the step. Whatever goes wrong in it, they are given up with it.
     def _repeat(self, accumulation: Accumulation) -> None:
@@ -349,8 +349,8 @@ class Training:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a step has had a backward of a forward that will be computed again."""
-        return bool(self._accumulation.backwards)
+        """Whether a step has had a backward of a forward that will be computed again, another engine's too."""
+        return bool(self._accumulation.backwards or self._accumulation.forwards())
 
     @property
     def last_step(self) -> Dict[str, Any]:
