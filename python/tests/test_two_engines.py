@@ -190,3 +190,60 @@ def test_weights_are_not_changed_while_another_engines_backward_waits_for_the_st
                 teacher.load_checkpoint("nowhere")
         teacher.step()
         student.step()
+
+
+def in_fp16(made, inputs, outputs, seed, scale, **options):
+    return made("penstock", inputs, outputs, seed, config={"fp16": {"enabled": True, "loss_scale": scale}}, **options)
+
+
+SCALED = r"this loss is of Sequential in fp(16|32), which scales gradients by \d+, and of Sequential in fp(16|32).*Give both engines bf16, or fp32"
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("accumulates", [{}, {"forwards_per_step": 2}])
+@pytest.mark.parametrize("from_fp16", [True, False])
+def test_engines_with_other_loss_scales_in_one_loss_are_refused_by_name(made, from_fp16, accumulates, twice):
+    half, whole = in_fp16(made, 8, 4, 0, 128, **accumulates), made("penstock", 8, 4, 1, **accumulates)
+    torch.manual_seed(5)
+    x = torch.randn(16, 8)
+    first, second = (half, whole) if from_fp16 else (whole, half)
+    for number in range(2):
+        loss = (half(x).float() - whole(x)).pow(2).mean()
+        if twice:
+            loss = loss + whole(x + 1).pow(2).mean()
+        with pytest.raises(RuntimeError, match=SCALED):
+            first.backward(loss)
+        first.zero_grad()
+        second.zero_grad()
+    # Of each alone, and of both without gradients of one, it is served.
+    if not accumulates:
+        half.backward((half(x).float() - whole(x).detach()).pow(2).mean())
+        half.step()
+        whole.backward((half(x).detach().float() - whole(x)).pow(2).mean())
+        whole.step()
+
+
+def test_a_generator_in_fp16_before_a_judge_in_fp32_is_refused_by_name(made):
+    generator, judge = in_fp16(made, 8, 4, 0, 128), made("penstock", 4, 1, 1)
+    torch.manual_seed(5)
+    for _ in range(2):
+        fake = generator(torch.randn(16, 8))
+        judge.backward(bce(judge(torch.randn(16, 4)), torch.ones(16, 1)) + bce(judge(fake.detach().float()), torch.zeros(16, 1)))
+        judge.step()
+        loss = bce(judge(fake.float()), torch.ones(16, 1))
+        for engine in (generator, judge):
+            with pytest.raises(RuntimeError, match=SCALED):
+                engine.backward(loss)
+        judge.zero_grad()
+        generator.zero_grad()
+
+
+def test_a_loss_scale_of_one_is_no_other_scale(made):
+    half, whole = in_fp16(made, 8, 4, 0, 1), made("penstock", 8, 4, 1)
+    torch.manual_seed(5)
+    for _ in range(3):
+        x = torch.randn(16, 8)
+        loss = (half(x).float() - whole(x)).pow(2).mean()
+        half.backward(loss)
+        whole.step()
+        half.step()

@@ -154,6 +154,10 @@ class Forward:
         """Whether an output is still held."""
         return bool(self.ends) or any(leaf() is not None for leaf in self._leaves)
 
+    def leaves(self) -> List[torch.Tensor]:
+        """Those of the caller's graph that tell of their gradients, as far as they are held."""
+        return [leaf for leaf in (each() for each in self._leaves) if leaf is not None]
+
     def forget_gradients(self) -> None:
         self._gradients.clear()
         self._samples.clear()
@@ -254,9 +258,26 @@ def cut_off(given: Any, ends: Mapping[Any, Any]) -> Any:
             edges = [ends[node] for node in passed]
             leaf.register_hook(lambda gradient: _as_far_as(tensor, gradient.detach(), edges, leaves, True))
             leaf._penstock_end = True  # type: ignore[attr-defined]
+            leaf._penstock_before = tensor  # type: ignore[attr-defined]
             return leaf.clone() if leaf.numel() <= _COPIED else leaf.view_as(leaf)
 
     return map_tensors(given, cut)
+
+
+def forwards_of(loss: torch.Tensor, forwards: Sequence[Forward]) -> List[Forward]:
+    """Those of these that the gradient of a loss comes to, through others that it is an input of and that are computed again later too."""
+    by_node = {edge.node: forward for forward in forwards for edge in forward.ends.values()}
+    by_leaf = {id(leaf): forward for forward in forwards for leaf in forward.leaves()}
+    found: List[Forward] = []
+    tensors = [loss]
+    while tensors:
+        passed, leaves = reached(tensors, by_node)
+        tensors = [leaf._penstock_before for leaf in leaves if hasattr(leaf, "_penstock_before")]
+        for forward in [by_node[node] for node in passed] + [by_leaf[id(leaf)] for leaf in leaves if id(leaf) in by_leaf]:
+            if not any(forward is each for each in found):
+                found.append(forward)
+                tensors += [tensor for tensor in tensors_of((forward.args, forward.kwargs)) if tensor.requires_grad]
+    return found
 
 
 class Accumulation:
@@ -324,6 +345,15 @@ class Accumulation:
     def under_way(self) -> bool:
         """Whether a forward of the next step has come."""
         return bool(self._forwards)
+
+    @property
+    def scale(self) -> float:
+        """Of gradients, so that 16 bits hold them."""
+        return self._scale
+
+    def all_forwards(self) -> List[Forward]:
+        """Those that a backward has come to, or may come to."""
+        return list(self._forwards)
 
     def forwards(self) -> List[Forward]:
         """Those that a backward has come to."""

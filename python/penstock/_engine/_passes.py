@@ -150,8 +150,13 @@ class Passes:
 
     def open_ends(self) -> Dict[Any, Any]:
         """Of the forward whose pass is open: where the caller's graph leaves it, by node."""
-        forward = self._open.drivers[0].remembers if self._open.drivers else None
-        return {} if forward is None else {edge.node: edge for edge in forward.ends.values()}
+        known = self.open_forward()
+        return {} if known is None else {edge.node: edge for edge in known[0].ends.values()}
+
+    def open_forward(self) -> Optional[Tuple[Forward, float]]:
+        """That whose pass is open, and the scale of gradients; None: there is none, or it is computed with others."""
+        driver = self._open.drivers[0] if self._open.drivers else None
+        return None if driver is None or driver.remembers is None else (driver.remembers, driver.loss_gradient)
 
     # --- backward, and the end
 

@@ -80,6 +80,7 @@ class Runtime:
         # What the engine calls, without a call of its own in between.
         self.begin, self.finish, self.give_up = passes.begin, passes.finish, passes.give_up
         self.backward, self.take_forward, self.open_ends = passes.backward, passes.take_forward, passes.open_ends
+        self.open_forward = passes.open_forward
         self.check_trains, self.are_here, self.fetched = passes.check_trains, passes.are_here, self._blocks.fetched
         self.train_forward, self.forward_of_accumulation = forward.train, forward.for_accumulation
         self.train_batch, self.repeat = order.train_batch, order.repeat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
@@ -10,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 from torch import nn
 
-from ._accumulation import Accumulation, Forward, cut_off, reached
+from ._accumulation import Accumulation, Forward, cut_off, forwards_of, reached
 from ._attributes import merged
 from ._checkpoint_copy import CheckpointCopy
 from ._given import Given
@@ -79,8 +80,36 @@ class Training:
         return outputs
 
     def _add(self, forward: Forward, gradient: float) -> None:
+        self._accumulation.add(forward, self._scale_of(gradient))
+
+    # gradient: at a micro-batch's loss.
+    def _scale_of(self, gradient: float) -> float:
         scale = gradient * self._settings.micro_batches
-        self._accumulation.add(forward, round(scale) if abs(scale - round(scale)) < 1e-9 * scale else scale)
+        return round(scale) if abs(scale - round(scale)) < 1e-9 * scale else scale
+
+    # Forwards that gradients may come to, those of the pass that is open among them, and what their gradients are scaled by.
+    def _forwards_now(self) -> Tuple[List[Forward], float]:
+        forwards, runtime = self._accumulation.all_forwards(), self._run.runtime
+        known = None if runtime is None or not runtime.is_open else runtime.open_forward()
+        return (forwards, self._accumulation.scale) if known is None else (forwards + [known[0]], self._scale_of(known[1]))
+
+    # Backward of this engine begins with its scale, and gradients of another one's weights would be taken for ones of that one's.
+    def _refuse_other_scales(self, loss: torch.Tensor) -> None:
+        mine, scale = self._forwards_now()
+        others = [(each, *each._forwards_now()) for each in list(_trainings) if each is not self]
+        others = [each for each in others if each[1] and not math.isclose(each[2], scale, rel_tol=1e-6)]
+        if not others:
+            return
+        came = forwards_of(loss, mine + [forward for _, forwards, _ in others for forward in forwards])
+        for other, forwards, theirs in others:
+            if any(forward is each for forward in forwards for each in came):
+                raise RuntimeError(
+                    f"this loss is of {self._described()}, which scales gradients by {scale:g}, and of {other._described()}, which scales them by "
+                    f"{theirs:g}: the latter would get wrong ones. Give both engines bf16, or fp32; detach() what one of them is not to learn from"
+                )
+
+    def _described(self) -> str:
+        return f"{type(self._given.module).__name__} in {self._settings.dtype}"
 
     def interrupted(self, with_gradients: bool = True) -> bool:
         """Gives up the open pass before another forward. Returns whether its forward will be computed again for the step."""
@@ -122,6 +151,7 @@ class Training:
         """
         runtime = self._run.ready()
         runtime.check_trains()
+        self._refuse_other_scales(loss)
         ended = _ended()
         of_ended = bool(ended) and bool(reached([loss], ended)[0])
         if of_ended:
