@@ -98,13 +98,37 @@ std::map<std::string, std::string> Contents(const std::string& directory) {
   return contents;
 }
 
-// Begins a verb in a child, in the directory `work`, which is watched. `later`: it exists at once, and does
-// nothing for so long.
+// What children wait for that are to begin together.
+class Gate {
+ public:
+  Gate() { EXPECT_EQ(pipe(ends_.data()), 0); }
+  ~Gate() {
+    Open();
+    close(ends_[0]);
+  }
+  // Of a child: returns when the parent opens it.
+  void Wait() {
+    Open();
+    char none = 0;
+    while (read(ends_[0], &none, 1) < 0 && errno == EINTR) {
+    }
+  }
+  void Open() {
+    if (ends_[1] >= 0) close(std::exchange(ends_[1], -1));
+  }
+
+ private:
+  std::array<int, 2> ends_{};
+};
+
+// Begins a verb in a child, in the directory `work`, which is watched. It exists at once; `gate` and then
+// `later`: and does nothing until that is open, and for so long.
 pid_t StartVerb(const std::string& work, const std::string& notes, const Arguments& arguments,
-                const FaultyCall& faulty, std::chrono::milliseconds later = {}) {
+                const FaultyCall& faulty, std::chrono::milliseconds later = {}, Gate* gate = nullptr) {
   std::fflush(nullptr);
   const pid_t child = fork();
   if (child == 0) {
+    if (gate != nullptr) gate->Wait();
     std::this_thread::sleep_for(later);
     if (chdir(work.c_str()) != 0) _exit(99);
     const int null = open("/dev/null", O_RDWR);
@@ -559,8 +583,11 @@ TEST_F(Workplace, OfTwoThatOverwriteAtOneInstantOneHasTheDirectory) {
       const std::chrono::milliseconds later(random() % 3 == 0 ? random() % 400 : random() % 40);
       SCOPED_TRACE(testing::Message() << (memory ? "in memory, " : "on a drive, ") << "round " << round
                                       << ", " << later.count() << " ms later");
-      const pid_t first = StartVerb(work_, notes_, train(2), {});
-      const pid_t second = StartVerb(work_, notes_ + "/second", train(3), {}, later);
+      Gate gate;
+      const pid_t first = StartVerb(work_, notes_, train(2), {}, {}, &gate);
+      const pid_t second = StartVerb(work_, notes_ + "/second", train(3), {}, later, &gate);
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));  // a start is known to a tick of 10 ms
+      gate.Open();
       const Outcome two = FinishVerb(first, notes_), three = FinishVerb(second, notes_ + "/second");
       const Outcome& refused = two.code == 0 ? three : two;
       ASSERT_EQ(std::min(two.code, three.code), 0) << two.err << three.err;
