@@ -100,7 +100,7 @@ def whole(client_state: Mapping[str, Any], directory: str, trusts: bool, needs_a
     except Exception as error:  # noqa: B902 - what a trusted file executes may raise anything
         if needs_all:
             raise
-        warnings.warn(f"client_state without {', '.join(map(str, keys))}: {error}", stacklevel=4)
+        warnings.warn(f"client_state without {', '.join(map(str, keys))}: {error}", stacklevel=6)
         return kept
 
 

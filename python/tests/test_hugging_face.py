@@ -159,17 +159,14 @@ def test_a_checkpoint_of_the_same_step_is_replaced_and_client_state_comes_back(t
         config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": offload}
         model = net()
         engine = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
-        print(engine.load_checkpoint(where + "/checkpoints")[1])
+        print({} if len(sys.argv) > 3 else engine.load_checkpoint(where + "/checkpoints")[1])
         loss = engine(**batches(1)[0])
         engine.backward(loss)
         engine.step()
-        if len(sys.argv) > 3:
+        if len(sys.argv) > 3:  # the same step once more, from the beginning
             engine.save_checkpoint(where + "/checkpoints", client_state={"run": sys.argv[3]})
         """
-    latest = tmp_path / "checkpoints" / "latest"
     for words, told in ((["a"], "{}"), (["b"], "{}"), ([], "{'run': 'b'}")):
-        if words:
-            latest.unlink(missing_ok=True)  # the same step once more, from the beginning
         status, out, error = in_child(text, tmp_path, os.path.dirname(__file__), *words)
         assert status == 0 and out.strip() == told, error
 

@@ -425,6 +425,18 @@ def test_what_was_read_keeps_its_value_when_the_parameter_gets_another_tensor(tm
         assert torch.equal(engine.state_dict()["2.weight"], plain) and torch.equal(others[0], others[1])
 
 
+def test_two_parameters_of_an_engine_change_places(tmp_path):
+    model = net(tied=False)
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        before, (first, second) = engine.state_dict(), (model.layers[0].up.weight, model.layers[1].up.weight)
+        first.data, second.data = second.data, first.data
+        after = engine.state_dict()
+        assert torch.equal(after["layers.0.up.weight"], before["layers.1.up.weight"])
+        assert torch.equal(after["layers.1.up.weight"], before["layers.0.up.weight"])
+        step(engine, batches(1)[0])
+
+
 def test_a_value_that_was_replaced_is_not_changed_without_a_word(tmp_path):
     model = net(tied=False)
     with make(model, tmp_path) as engine:
