@@ -1,20 +1,18 @@
 #include "run/watch/written_count.h"
 
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <filesystem>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "base/atomic_file.h"
-#include "base/directory.h"
 #include "base/io_error.h"
 #include "base/json.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
+#include "swap/store_files.h"
 #include "zero/config/json_field.h"
 
 namespace penstock::run {
@@ -53,14 +51,7 @@ absl::StatusOr<WrittenCount> WrittenCount::Read(const std::string& directory,
 
 absl::Status WrittenCount::Save(const std::string& run_id, int64_t bytes) {
   if (bytes == saved_) return absl::OkStatus();
-  std::error_code error;
-  std::filesystem::create_directories(DirectoryOf(directory_), error);
-  if (error) return MakeIoError({.op = "make directory", .path = directory_, .error = error.value()});
-  if (::mkdir(directory_.c_str(), 0700) == 0) {
-    made_directory_ = true;
-  } else if (errno != EEXIST) {
-    return MakeIoError({.op = "make directory", .path = directory_, .error = errno});
-  }
+  RETURN_IF_ERROR(swap::MakeDirectories(directory_, &made_));
   if (saved_ < 0) {
     absl::StatusOr<std::string> found = ReadSmallFile(path_);
     if (!found.ok() && !absl::IsNotFound(found.status())) return found.status();
@@ -77,7 +68,9 @@ absl::Status WrittenCount::Revert() const {
   if (replaced_.has_value()) return ReplaceFile(path_, *replaced_, {.mode = 0600});
   if (::unlink(path_.c_str()) != 0 && errno != ENOENT)
     return MakeIoError({.op = "remove", .path = path_, .error = errno});
-  if (made_directory_) (void)::rmdir(directory_.c_str());  // only where nothing else is in it
+  // Only where nothing else is in them.
+  for (auto each = made_.rbegin(); each != made_.rend() && ::rmdir(each->c_str()) == 0; ++each) {
+  }
   return absl::OkStatus();
 }
 

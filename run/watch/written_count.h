@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -40,7 +41,7 @@ class WrittenCount {
   int64_t before_ = 0;
   int64_t saved_ = -1;                   // -1: not yet
   std::optional<std::string> replaced_;  // what the first Save found
-  bool made_directory_ = false;
+  std::vector<std::string> made_;        // directories, in order
 };
 
 }  // namespace penstock::run
