@@ -33,7 +33,7 @@ class WrittenCount {
   // so already.
   absl::Status Save(const std::string& run_id, int64_t bytes);
   // Of a new run that was refused: gives the file the content that the first Save found, of the run that was
-  // to be replaced, or removes it, and the directory that Save made.
+  // to be replaced, or removes it, and the directories that Save made where nothing else is in them.
   absl::Status Revert() const;
 
  private:
