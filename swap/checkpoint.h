@@ -97,7 +97,9 @@ absl::StatusOr<std::string> FindCheckpoint(const std::string& path);
 absl::Status RemovePartialCheckpoints(const std::string& parent);
 
 // Removes all but the newest `keep` (0: none is removed). On an error nothing was removed.
-absl::Status KeepNewestCheckpoints(const std::string& parent, uint32_t keep);
+absl::Status KeepNewestCheckpoints(const std::string& parent, uint32_t keep,
+                                   std::span<const CheckpointSeen> replaced = {},
+                                   const std::string& spare = "");
 
 // Returns the checkpoints in a directory, as ListCheckpoints does. `until_ns`: without those whose file was
 // modified later, in nanoseconds since the epoch.

@@ -325,8 +325,9 @@ absl::Status RemovePartialCheckpoints(const std::string& parent) {
   return absl::OkStatus();
 }
 
-absl::Status KeepNewestCheckpoints(const std::string& parent, uint32_t keep) {
-  return KeepNewest(parent, keep, {}, "", nullptr, nullptr);
+absl::Status KeepNewestCheckpoints(const std::string& parent, uint32_t keep,
+                                   std::span<const CheckpointSeen> replaced, const std::string& spare) {
+  return KeepNewest(parent, keep, replaced, spare, nullptr, nullptr);
 }
 
 absl::Status CheckSeen(const std::string& parent, std::span<const CheckpointSeen> seen) {

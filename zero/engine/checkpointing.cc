@@ -186,6 +186,30 @@ absl::Status Checkpointing::Finish() {
   return goes_on ? absl::OkStatus() : status;
 }
 
+absl::Status Checkpointing::RemoveReplaced() {
+  if (comm_ != nullptr && comm_->rank() > 0) return absl::OkStatus();
+  const auto newer = [this]() -> std::string {
+    const std::string kept = std::filesystem::path(kept_path_).filename();
+    for (const swap::CheckpointSeen& each :
+         schedule_.replaces.value_or(std::vector<swap::CheckpointSeen>())) {
+      if (each.name > kept) return each.name;
+    }
+    return "";
+  };
+  ForgetReplaced();
+  if (newer().empty()) return absl::OkStatus();
+  const absl::Status again =
+      swap::KeepNewestCheckpoints(schedule_.parent, Options(0).keep, *schedule_.replaces, kept_path_);
+  ForgetReplaced();
+  const std::string left = newer();
+  if (left.empty()) return absl::OkStatus();
+  return absl::Status(again.ok() ? absl::StatusCode::kFailedPrecondition : again.code(),
+                      absl::StrCat("the last step is kept in ", kept_path_, ", and ", schedule_.parent, "/",
+                                   left, ", of the run that this one replaces, could not be removed",
+                                   again.ok() ? "" : absl::StrCat(" (", again.message(), ")"),
+                                   ": remove it, or --resume goes on from there"));
+}
+
 // What is gone is not removed again, should somebody put it back.
 void Checkpointing::ForgetReplaced() {
   if (!schedule_.replaces.has_value() || schedule_.replaces->empty()) return;

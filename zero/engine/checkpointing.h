@@ -69,6 +69,9 @@ class Checkpointing {
   // on from has been read and checked: it may be the newest, which is no reason to remove an older one that
   // is whole. Of several ranks, rank 0 does.
   absl::Status KeepNewest() const;
+  // After the last checkpoint: of the run that this one replaces none is left that a resume would take for
+  // the newest. An error names one that is.
+  absl::Status RemoveReplaced();
   bool Due(int64_t step) const { return schedule_.every > 0 && step % schedule_.every == 0; }
   // The commit that is due is done. Errors are those of Finish.
   absl::Status BeginOfStore(swap::Store& store, bool commits_every_step);

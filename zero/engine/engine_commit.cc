@@ -118,11 +118,13 @@ absl::StatusOr<std::string> Engine::Impl::Keep() {
   RETURN_IF_ERROR(Flush());
   if (!options_.storage.checkpoints.at_end || store() != nullptr || last_result_.step == 0)
     return std::string();
-  if (checkpointing_->kept_step() == step_) return checkpointing_->kept_path();
-  absl::Status status = BeginOfMemory(step_);
-  if (status.ok()) status = checkpointing_->Finish();
-  if (status.ok()) status = checkpointing_->last_status();
-  RETURN_IF_ERROR(status);
+  if (checkpointing_->kept_step() != step_) {
+    absl::Status status = BeginOfMemory(step_);
+    if (status.ok()) status = checkpointing_->Finish();
+    if (status.ok()) status = checkpointing_->last_status();
+    RETURN_IF_ERROR(status);
+  }
+  RETURN_IF_ERROR(checkpointing_->RemoveReplaced());
   return checkpointing_->kept_path();
 }
 
