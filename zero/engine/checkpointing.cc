@@ -216,7 +216,10 @@ void Checkpointing::ForgetReplaced() {
   const absl::StatusOr<std::vector<swap::CheckpointSeen>> there = swap::SeeCheckpoints(schedule_.parent);
   if (!there.ok()) return;
   std::erase_if(*schedule_.replaces, [&](const swap::CheckpointSeen& each) {
-    return std::find(there->begin(), there->end(), each) == there->end();
+    return std::none_of(there->begin(), there->end(), [&](const swap::CheckpointSeen& now) {
+      // One that cannot be read is taken to be what it was.
+      return now.name == each.name && (now.uuid == each.uuid || now.uuid == swap::Uuid());
+    });
   });
 }
 
