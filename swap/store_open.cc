@@ -360,7 +360,8 @@ void Store::NoteOwnCommit() const {
   // Whether one that failed came to the disk is not known: what is there then is not replaced unasked.
   try {
     OwnCommits::Get().Add({shape_.uuid, record_.sequence});
-  } catch (const std::bad_alloc&) {  // likewise
+  } catch (const std::bad_alloc&) {
+    return;  // likewise
   }
 }
 

@@ -192,7 +192,7 @@ TEST_F(KeepingTest, GoingBackBesideNewerCheckpointsIsRefused) {
 
 // A budget of wear is one of the run, not of the processes that could commit something.
 TEST_F(KeepingTest, TheBudgetOfWearCountsWhatAKilledRunWroteBeforeItsFirstCheckpoint) {
-  const std::string state = dir_ + "/state", log = dir_ + "/log";
+  const std::string state = dir_ + "/state";
   const auto budget = [&](double terabytes) {
     WriteFile(dir_ + "/config.json",
               json{{"penstock", {{"wear_budget_tb", terabytes}, {"durability", "checkpoint"}}}}.dump());

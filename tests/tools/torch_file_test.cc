@@ -99,7 +99,7 @@ class TorchFileTest : public testing::Test {
       EXPECT_EQ(value.text(), expected.get<std::string>());
     } else if (expected.contains("bytes")) {
       // As Latin-1 has it: "a", and the byte 255.
-      const std::string bytes = expected["bytes"] == "" ? "" : "a\xff";
+      const std::string bytes = expected["bytes"].get<std::string>().empty() ? "" : "a\xff";
       EXPECT_EQ(value.text(), bytes);
     } else if (expected.contains("refused")) {
       EXPECT_EQ(value.tensor(), nullptr);

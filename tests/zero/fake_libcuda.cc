@@ -200,7 +200,7 @@ thread_local CUcontext current = nullptr;
 template <class T>
 T Argument(void** arguments, size_t which) {
   T value;
-  std::memcpy(&value, arguments[which], sizeof(T));
+  std::memcpy(static_cast<void*>(&value), arguments[which], sizeof(T));
   return value;
 }
 
