@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -25,6 +26,17 @@ absl::StatusOr<bool> TryLockFile(int fd, const std::string& path, LockMode mode,
 }
 
 void UnlockFile(int fd) { (void)::flock(fd, LOCK_UN); }
+
+absl::StatusOr<bool> IsFileAt(int fd, const std::string& path) {
+  struct stat mine, there;
+  if (::fstat(fd, &mine) != 0)
+    return MakeIoError({.op = "look at the open file of", .path = path, .error = errno});
+  if (::lstat(path.c_str(), &there) != 0) {
+    if (errno == ENOENT || errno == ENOTDIR) return false;
+    return MakeIoError({.op = "look at", .path = path, .error = errno});
+  }
+  return mine.st_dev == there.st_dev && mine.st_ino == there.st_ino;
+}
 
 DirectoryLock::~DirectoryLock() {
   if (fd_ < 0) return;

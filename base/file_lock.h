@@ -24,6 +24,10 @@ absl::StatusOr<bool> TryLockFile(int fd, const std::string& path, LockMode mode 
 // Gives the lock up, for forked children's copies of the descriptor too.
 void UnlockFile(int fd);
 
+// Returns whether the open file is what has this name, links not followed: who takes a lock by a name asks it
+// afterwards, since the name may have gone to another file before the lock was had.
+absl::StatusOr<bool> IsFileAt(int fd, const std::string& path);
+
 // An exclusive lock of a directory, given up when this is destroyed.
 class DirectoryLock {
  public:

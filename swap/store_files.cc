@@ -197,16 +197,6 @@ absl::Status PlainFile::Cut(uint64_t bytes) const {
   return result == 0 ? absl::OkStatus() : ErrnoError(error, "cut", path_);
 }
 
-absl::StatusOr<bool> IsFileAt(int fd, const std::string& path) {
-  struct stat mine, there;
-  if (::fstat(fd, &mine) != 0) return ErrnoError(errno, "look at the open file of", path);
-  if (::lstat(path.c_str(), &there) != 0) {
-    if (errno == ENOENT || errno == ENOTDIR) return false;
-    return ErrnoError(errno, "look at", path);
-  }
-  return mine.st_dev == there.st_dev && mine.st_ino == there.st_ino;
-}
-
 absl::StatusOr<bool> PlainFile::IsAt(const std::string& path) const { return IsFileAt(fd_, path); }
 
 uint64_t PlainFile::names() const {

@@ -82,9 +82,6 @@ class PlainFile {
   int64_t modified_ns_ = 0;
 };
 
-// Returns whether the open file is what has this name, links not followed.
-absl::StatusOr<bool> IsFileAt(int fd, const std::string& path);
-
 // One blocking transfer through the engine.
 absl::Status ReadFully(aio::Engine& engine, aio::File& file, uint64_t offset, std::span<std::byte> bytes);
 absl::Status WriteFully(aio::Engine& engine, aio::File& file, uint64_t offset,

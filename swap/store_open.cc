@@ -17,6 +17,7 @@
 #include "aio/bytes.h"
 #include "aio/sim_disk.h"
 #include "base/directory.h"
+#include "base/file_lock.h"
 #include "base/status_macros.h"
 #include "swap/store.h"
 #include "swap/store_files.h"

@@ -123,12 +123,10 @@ class Output {
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
       }
       // Another may have finished or removed it meanwhile: then there is a new one.
-      struct stat ours {
-      }, there{};
-      if (::fstat(fd.get(), &ours) != 0) return FileError(errno, "fstat", part);
-      const bool found = ::lstat(part.c_str(), &there) == 0;
-      if (!found && errno != ENOENT) return FileError(errno, "lstat", part);
-      if (found && there.st_ino == ours.st_ino && there.st_dev == ours.st_dev) {
+      ASSIGN_OR_RETURN(const bool at_its_place, IsFileAt(fd.get(), part));
+      if (at_its_place) {
+        struct stat ours {};
+        if (::fstat(fd.get(), &ours) != 0) return FileError(errno, "fstat", part);
         if (ours.st_nlink == 1) return Output(path, part, std::move(fd));
         // It is another file by this name too, which stays as it is.
         if (::unlink(part.c_str()) != 0) return FileError(errno, "unlink", part);

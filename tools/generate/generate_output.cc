@@ -37,7 +37,7 @@ absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (fd < 0) return Failed("open", path, errno);
     output.reset(new GenerateOutput(path, fd));
-    struct stat found = {}, there = {};
+    struct stat found = {};
     if (::fstat(fd, &found) != 0) return Failed("look at", path, errno);
     if (!S_ISREG(found.st_mode)) {
       return absl::InvalidArgumentError(
@@ -49,12 +49,12 @@ absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::
     if (!locked) {
       return absl::FailedPreconditionError(absl::StrCat("--out ", path, ": another process writes it"));
     }
-    // Another process may have put a file in its place before this one had the lock.
-    if (::stat(path.c_str(), &there) == 0) {
-      is_it = there.st_ino == found.st_ino && there.st_dev == found.st_dev;
-    } else if (errno != ENOENT) {
-      return Failed("look at", path, errno);
-    }
+    // Another process may have put a file in its place before this one had the lock. A link stays one.
+    std::error_code error;
+    output->target_ = std::filesystem::canonical(path, error).string();
+    if (error == std::errc::no_such_file_or_directory) continue;
+    if (error) return Failed("find", path, error.value());
+    ASSIGN_OR_RETURN(is_it, IsFileAt(fd, output->target_));
   }
   output->replaces_ = overwrite;
   if (!overwrite) RETURN_IF_ERROR(output->ReadDone());
@@ -117,11 +117,7 @@ absl::Status GenerateOutput::ReplaceBy(const std::string& text) {
   const auto named = [](const absl::Status& status) {
     return absl::Status(status.code(), absl::StrCat("--out: ", std::string(status.message())));
   };
-  // A link stays one.
-  std::error_code error;
-  const std::string target = std::filesystem::canonical(path_, error).string();
-  if (error) return Failed("find", path_, error.value());
-  absl::StatusOr<AtomicFile> file = AtomicFile::Create(target);
+  absl::StatusOr<AtomicFile> file = AtomicFile::Create(target_);
   // In a directory that nobody may write to, the file itself is written over.
   if (absl::IsPermissionDenied(file.status())) return WriteOver(text);
   if (!file.ok()) return named(file.status());

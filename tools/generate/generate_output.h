@@ -24,9 +24,10 @@ namespace penstock::tools {
 class GenerateOutput {
  public:
   // Makes the file, or reads what is done from the one that is there; cuts off a line that a kill has torn.
-  // `overwrite`: nothing is done, and what stands there is replaced by the first line that is appended, in
-  // one step. kFailedPrecondition: another process writes it. kInvalidArgument: not such a file, which stays
-  // as it is.
+  // `overwrite`: nothing is done, and what stands there is replaced by the first line that is appended: in
+  // one step, or where no other file may take its name (a directory that cannot be written to, a mount) in
+  // place. kFailedPrecondition: another process writes it. kInvalidArgument: not such a file, which stays as
+  // it is.
   static absl::StatusOr<std::unique_ptr<GenerateOutput>> Open(const std::string& path, bool overwrite);
   ~GenerateOutput();
   GenerateOutput(const GenerateOutput&) = delete;
@@ -47,6 +48,7 @@ class GenerateOutput {
   absl::Status AppendText(const std::string& text);
 
   const std::string path_;
+  std::string target_;  // what has the file, where path_ is a link
   int fd_;
   uint64_t bytes_ = 0;
   bool replaces_ = false;                // what stands in the file still goes

@@ -7,7 +7,7 @@ from typing import Any, Dict, List
 
 import torch.distributed as dist
 
-from penstock._deepspeed import absent, init_distributed
+from penstock._deepspeed import absent, init_distributed, world_group
 
 _ALIKE = {"inference_all_reduce": "all_reduce", "allgather_fn": "all_gather_into_tensor", "reduce_scatter_fn": "reduce_scatter_tensor"}
 # Their calls are timed in DeepSpeed, and take words for that.
@@ -68,7 +68,7 @@ def reset_log() -> None:
 
 
 def get_world_group() -> Any:
-    return dist.group.WORLD
+    return world_group()
 
 
 def get_all_ranks_from_group(group: Any = None) -> List[int]:
