@@ -1,5 +1,5 @@
 """Runs of DeepSpeed's that a driven engine goes on with, and its own as DeepSpeed's universal checkpoints. tests/golden/deepspeed.json has
-what DeepSpeed wrote, and with which losses it went on (scripts/golden-deepspeed)."""
+what DeepSpeed wrote, and with which losses it went on (tests/golden/make_deepspeed.py)."""
 
 import base64
 import json

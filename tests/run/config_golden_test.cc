@@ -1,5 +1,5 @@
 // Configurations as DeepSpeed and Hugging Face's Trainer answer them. tests/golden has their answers;
-// scripts/golden asks them.
+// tests/golden/make asks them.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // Encodes what stands on standard input, a JSON text a line, and prints a line for each:
 // {"ids": [...], "plain": [...], "text": "...", "shown": "..."}: ids with and without the template, decoded
 // without special tokens and with them. Ends with 1 if a text that comes in parts has other ids.
-// scripts/golden-text compares it with Hugging Face's. The tokenizer's notes are lines on standard error.
+// tests/golden/make text compares it with Hugging Face's. The tokenizer's notes are lines on standard error.
 //
 //   text_encode_lines TOKENIZER.json < LINES
 #include <algorithm>

@@ -1,5 +1,5 @@
 // Tokenizers in every published form against Hugging Face's tokenizers. tests/golden/text has what it
-// answered; scripts/golden-text asks it.
+// answered; tests/golden/make text asks it.
 #include <gtest/gtest.h>
 
 #include <algorithm>

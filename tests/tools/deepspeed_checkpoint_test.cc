@@ -1,5 +1,5 @@
 // Runs of DeepSpeed's that go on here, and ours as its checkpoints. tests/golden/deepspeed.json has what
-// DeepSpeed wrote and with which losses it went on (scripts/golden-deepspeed).
+// DeepSpeed wrote and with which losses it went on (tests/golden/make_deepspeed.py).
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // The example model against transformers' GPT-2, key by key of its config.json. tests/golden/gpt2.json has
-// its losses and gradient norms; scripts/golden asks for them. And updates against LibTorch's.
+// its losses and gradient norms; tests/golden/make asks for them. And updates against LibTorch's.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

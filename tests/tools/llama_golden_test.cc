@@ -1,5 +1,5 @@
 // The family of Llama against transformers: tests/golden/llama*.json have configs in both spellings, logits,
-// greedy tokens, losses and gradient norms of some steps. scripts/golden-llama asks for them.
+// greedy tokens, losses and gradient norms of some steps. tests/golden/make llama asks for them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

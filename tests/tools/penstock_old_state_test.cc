@@ -1,5 +1,5 @@
 // What earlier versions left on disk, opened by this one: tests/golden/state-*.json, one a version, which
-// scripts/golden-state makes with that version's program. Every file lies elsewhere than when it was written.
+// tests/golden/make_state.py makes with that version's program. Every file lies elsewhere than when it was written.
 #include <gmock/gmock.h>
 
 #include <filesystem>

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Makes tests/golden/deepspeed.json: checkpoints that DeepSpeed writes (in base64), and the losses with which it goes on from them.
 
-    scripts/golden-deepspeed                   needs torch, transformers and deepspeed (PyPI)
-    scripts/golden-deepspeed continue DIR --out FILE [--stage N] [--ranks W] [--universal] [--dtype D] [--steps N] [--save-at N]
+    tests/golden/make_deepspeed.py                   needs torch, transformers and deepspeed (PyPI)
+    tests/golden/make_deepspeed.py continue DIR --out FILE [--stage N] [--ranks W] [--universal] [--dtype D] [--steps N] [--save-at N]
                                                DeepSpeed goes on from DIR, a checkpoint with `latest`: its losses as JSON
-    scripts/golden-deepspeed make DIR [the same]   a checkpoint of such a run, its text, its config, its losses
+    tests/golden/make_deepspeed.py make DIR [the same]   a checkpoint of such a run, its text, its config, its losses
 
 The model is a small GPT-2 with weights of a fixed seed. A step sees the sequences that Penstock chooses for it (models/data/dataset.h).
 """
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 
-OUT = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden" / "deepspeed.json"
+OUT = pathlib.Path(__file__).resolve().parent / "deepspeed.json"
 MODEL = {
     "model_type": "gpt2", "n_layer": 1, "n_embd": 12, "n_head": 2, "n_positions": 16, "vocab_size": 29, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
@@ -125,7 +125,7 @@ def launch(ranks, *arguments):
     ]  # fmt: skip
     outputs = [process.communicate()[0] for process in running]
     if any(process.returncode for process in running):
-        raise SystemExit("scripts/golden-deepspeed: DeepSpeed failed:\n" + outputs[0][-4000:])
+        raise SystemExit("tests/golden/make_deepspeed.py: DeepSpeed failed:\n" + outputs[0][-4000:])
 
 
 def to_universal(directory, tag):

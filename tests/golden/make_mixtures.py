@@ -1,4 +1,4 @@
-"""Writes tests/golden/mixtures.json: what transformers answers for small mixtures of experts. scripts/golden-llama runs it. The same releases write the same bytes."""
+"""Writes tests/golden/mixtures.json: what transformers answers for small mixtures of experts. tests/golden/make llama runs it. The same releases write the same bytes."""
 import json
 import os
 import sys
@@ -9,7 +9,7 @@ import transformers
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
-OUT = sys.argv[1]
+OUT = os.path.dirname(os.path.abspath(__file__))
 GREEDY = 16
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -35,7 +35,7 @@ ROUTERS = {"mixtral": ("mlp.gate", "block_sparse_moe.gate"), "granitemoe": ("blo
 
 
 def drawn(name, shape):
-    """Weights that a test can make again: exact in fp32. As in golden.py."""
+    """Weights that a test can make again: exact in fp32. As in make_models.py."""
     salt = sum((i + 1) * b for i, b in enumerate(name.encode())) % 65521
     e = torch.arange(shape.numel(), dtype=torch.int64)
     values = (((e * 2654435761 + salt * 40503 + 12345) % 2**32) // 65536).double() / 65536 - 0.5

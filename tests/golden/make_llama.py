@@ -1,4 +1,4 @@
-"""Writes tests/golden/llama.json, llama_variants.json and llama_windows.json; scripts/golden-llama says what with. The same releases write the same bytes."""
+"""Writes tests/golden/llama.json, llama_variants.json and llama_windows.json; tests/golden/make llama says what with. The same releases write the same bytes."""
 import json
 import os
 import sys
@@ -9,7 +9,7 @@ import transformers
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
-OUT = sys.argv[1]
+OUT = os.path.dirname(os.path.abspath(__file__))
 STEPS = 20
 GREEDY = 12
 
@@ -78,7 +78,7 @@ WINDOWS = [
 
 
 def formula(model):
-    """Weights that a test can make again: exact in fp32. As in golden.py."""
+    """Weights that a test can make again: exact in fp32. As in make_models.py."""
     state = model.state_dict()
     with torch.no_grad():
         for name, value in state.items():

@@ -1,6 +1,6 @@
 """Compares every tokenizer class that a tokenizer_config.json can name with transformers: the same ids and texts, a note, or a refusal.
 
-usage: compare_tokenizer_classes.py [BASE ...]      after `ninja text_encode_lines` and with transformers; part of scripts/golden-text
+usage: compare_tokenizer_classes.py [BASE ...]      after `ninja text_encode_lines` and with transformers; part of tests/golden/make text
 
 BASE: names in tests/golden/text, whose tokenizers are held beside each class, model_type and setting. What has other ids, and no note that
 says so, is printed; then the exit status is 1.

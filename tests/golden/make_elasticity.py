@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes tests/golden/elasticity.json: what DeepSpeed's compute_elastic_config answers.
 
-    scripts/golden-elasticity DIR     DIR: the unpacked source of a DeepSpeed that has elasticity (0.16.4; 0.19 has none); needs numpy
+    tests/golden/make_elasticity.py DIR     DIR: the unpacked source of a DeepSpeed that has elasticity (0.16.4; 0.19 has none); needs numpy
                                       pip download --no-deps --no-binary :all: deepspeed==0.16.4
 
 Only its elasticity is imported, without torch. Left out are cases whose least common multiple is beyond the largest batch: 0.16.4
@@ -16,7 +16,7 @@ import random
 import sys
 import types
 
-OUT = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden" / "elasticity.json"
+OUT = pathlib.Path(__file__).resolve().parent / "elasticity.json"
 
 
 def elasticity(source):

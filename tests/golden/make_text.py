@@ -1,4 +1,4 @@
-"""Writes the golden files of tokenizers; scripts/golden-text says what with. The same release writes the same bytes."""
+"""Writes the golden files of tokenizers; tests/golden/make text says what with. The same release writes the same bytes."""
 import json
 import os
 import random
@@ -9,7 +9,8 @@ import unicodedata
 import tokenizers
 from tokenizers import Tokenizer, trainers
 
-OUT, PROGRAM, COUNT, SEED = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+OUT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "text")
+PROGRAM, COUNT, SEED = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 # ---- The published forms: everything of tokenizer.json but the vocabulary, which is trained here.
 

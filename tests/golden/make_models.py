@@ -1,4 +1,4 @@
-"""Writes the golden files; scripts/golden says what with. The same releases write the same bytes."""
+"""Writes the golden files; tests/golden/make says what with. The same releases write the same bytes."""
 import copy
 import inspect
 import json
@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 torch.set_num_threads(1)
-OUT = sys.argv[1]
+OUT = os.path.dirname(os.path.abspath(__file__))
 STEPS = 100  # of the run that "auto" keys are filled for
 WARMUP = 10  # what Penstock's tenth of them comes to
 

@@ -2,7 +2,7 @@
 """Makes tests/golden/torch_file.json: files of torch.save of every kind that DeepSpeed and transformers write (in base64), and
 what is in them.
 
-    scripts/golden-torch-file        needs torch, any version
+    tests/golden/make_torch_file.py        needs torch, any version
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 
 import torch
 
-OUT = os.path.join(os.path.dirname(__file__), "..", "tests", "golden", "torch_file.json")
+OUT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "torch_file.json")
 
 
 class Stage(enum.IntEnum):

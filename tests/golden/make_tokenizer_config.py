@@ -1,6 +1,6 @@
 """Writes tests/golden/text_config/*.json: what transformers makes of a tokenizer.json and the files beside it.
 
-Run by scripts/golden-text. The tokenizer.json are those of tests/golden/text; the classes are those that a
+Run by tests/golden/make text. The tokenizer.json are those of tests/golden/text; the classes are those that a
 tokenizer_config.json can name for them.
 """
 import json
@@ -13,7 +13,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import transformers  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
-BASES, OUT = sys.argv[1], sys.argv[2]
+HERE = os.path.dirname(os.path.abspath(__file__))
+BASES, OUT = os.path.join(HERE, "text"), os.path.join(HERE, "text_config")
 
 
 def token(content, **flags):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Keeps what a build of `penstock` leaves on disk: scripts/golden-state PROGRAM NAME writes tests/golden/state-NAME.json.
+"""Keeps what a build of `penstock` leaves on disk: tests/golden/make_state.py PROGRAM NAME writes tests/golden/state-NAME.json.
 
 Smallest models, trained in four ways, with all that a later version is asked about them: what PROGRAM's `inspect` says,
 a hash of the fp32 weights that it exports (FNV-1a), and the losses of the steps that it makes from there. tools_penstock_old_state_test holds the
@@ -40,7 +40,7 @@ def run(program, directory, arguments, ranks=1):
                for more in environments]
     out = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
-        sys.exit(f"scripts/golden-state: failed: {' '.join(arguments)}")
+        sys.exit(f"tests/golden/make_state.py: failed: {' '.join(arguments)}")
     return out[0].decode()
 
 
@@ -126,7 +126,7 @@ def main():
                 checkpoints = sorted(entry for entry in os.listdir(f"{made}/kept") if entry.startswith("step-"))
                 answers.append(asked(program, made, [f"kept/{checkpoints[-1]}"], fresh))
             runs.append({"name": name, "losses": losses, "files": files_below(made), "asked": answers})
-    path = f"{os.path.dirname(os.path.abspath(__file__))}/../tests/golden/state-{sys.argv[2]}.json"
+    path = f"{os.path.dirname(os.path.abspath(__file__))}/state-{sys.argv[2]}.json"
     with open(path, "w") as file:
         json.dump({"made_with": run(program, ".", ["--version"]).strip() + ", " + sys.argv[2], "runs": runs}, file, indent=1)
         file.write("\n")

@@ -1,4 +1,4 @@
-"""Writes tests/golden/lora.json; scripts/golden-lora says what with. The same releases write the same bytes."""
+"""Writes tests/golden/lora.json; tests/golden/make lora says what with. The same releases write the same bytes."""
 import json
 import os
 import sys
@@ -12,7 +12,7 @@ import transformers
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
-OUT = sys.argv[1]
+OUT = os.path.dirname(os.path.abspath(__file__))
 STEPS = 20
 LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 31, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
@@ -34,7 +34,7 @@ CASES = [
 
 
 def formula(named, scale=1.0):
-    """Weights that a test can make again: exact in fp32, by published names. As in golden_llama.py."""
+    """Weights that a test can make again: exact in fp32, by published names. As in make_llama.py."""
     with torch.no_grad():
         for name, value in named.items():
             salt = sum((i + 1) * b for i, b in enumerate(name.encode())) % 65521
