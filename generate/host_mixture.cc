@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -39,7 +40,21 @@ absl::StatusOr<HostRows> HostMixture::KeptProduct(int64_t layer, const std::stri
   const StoredMatrix matrix = {.rows = kept.rows(), .columns = kept.columns(), .type = kept.type()};
   ASSIGN_OR_RETURN(MatrixProduct product, MatrixProduct::Begin(x, single, matrix, &scratch_));
   RETURN_IF_ERROR(product.Add(kept.data(), 0, static_cast<int64_t>(kept.elements())));
-  return product.Result();
+  HostRows y = product.Result();
+  AddBias(parts_.kept->tensor(static_cast<int>(layer) + 1, name + ".bias"), &y);
+  return y;
+}
+
+void HostMixture::AddBias(int tensor, HostRows* y) {
+  if (tensor < 0) return;
+  const HostRows& bias = parts_.kept->vector(tensor);
+  scratch_.pool.ParallelFor(
+      static_cast<size_t>(y->rows()), Grain(y->columns()), [&](size_t begin, size_t end) {
+        for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
+          kernels::AddElements(y->type(), y->row(row), bias.data(), static_cast<size_t>(y->columns()),
+                               y->row(row));
+        }
+      });
 }
 
 absl::StatusOr<Routes> HostMixture::RoutesOf(int64_t layer, const HostRows& x, int64_t single) {
@@ -69,7 +84,10 @@ absl::StatusOr<HostRows> HostMixture::Product(int tensor, const WeightUnit& unit
   const auto part = std::find_if(unit.parts.begin(), unit.parts.end(),
                                  [tensor](const WeightPart& each) { return each.tensor == tensor; });
   PENSTOCK_CHECK(part != unit.parts.end(), "an expert's unit has its matrices");
-  const StoredMatrix matrix = StoredAs(*parts_.source, *parts_.layout, tensor);
+  StoredMatrix matrix = StoredAs(*parts_.source, *parts_.layout, tensor);
+  if (part->scales_bytes > 0) {
+    matrix.scaled = std::make_shared<const models::ScaledMatrix>(matrix.columns, memory + part->scales_at);
+  }
   ASSIGN_OR_RETURN(MatrixProduct product, MatrixProduct::Begin(x, single, matrix, &scratch_));
   RETURN_IF_ERROR(product.Add(memory + part->at, 0, part->elements));
   return product.Result();
@@ -79,8 +97,11 @@ absl::StatusOr<HostRows> HostMixture::ComputeExpert(size_t number, const std::by
                                                     int64_t single) {
   const ExpertMatrices& matrices = parts_.order->experts[number];
   const WeightUnit& unit = parts_.source->experts()[number];
-  ASSIGN_OR_RETURN(HostRows gate, Product(matrices.gate, unit, memory, x, single));
-  {
+  HostRows gate;
+  if (f_.mixture.pair_limit > 0) {
+    ASSIGN_OR_RETURN(gate, ComputePairs(matrices, unit, memory, x, single));
+  } else {
+    ASSIGN_OR_RETURN(gate, Product(matrices.gate, unit, memory, x, single));
     ASSIGN_OR_RETURN(const HostRows up, Product(matrices.up, unit, memory, x, single));
     scratch_.pool.ParallelFor(
         static_cast<size_t>(gate.rows()), Grain(gate.columns()), [&](size_t begin, size_t end) {
@@ -89,7 +110,30 @@ absl::StatusOr<HostRows> HostMixture::ComputeExpert(size_t number, const std::by
                             (end - begin) * static_cast<size_t>(gate.columns()), gate.row(first));
         });
   }
-  return Product(matrices.down, unit, memory, gate, single);
+  ASSIGN_OR_RETURN(HostRows y, Product(matrices.down, unit, memory, gate, single));
+  AddBias(matrices.down_bias, &y);
+  return y;
+}
+
+absl::StatusOr<HostRows> HostMixture::ComputePairs(const ExpertMatrices& matrices, const WeightUnit& unit,
+                                                   const std::byte* memory, const HostRows& x,
+                                                   int64_t single) {
+  ASSIGN_OR_RETURN(HostRows both, Product(matrices.up, unit, memory, x, single));
+  AddBias(matrices.up_bias, &both);
+  const int64_t inner = both.columns() / 2;
+  ASSIGN_OR_RETURN(HostRows gate, HostRows::Of(x.type(), both.rows(), inner));
+  ASSIGN_OR_RETURN(HostRows up, HostRows::Of(x.type(), both.rows(), inner));
+  const auto limit = static_cast<float>(f_.mixture.pair_limit);
+  scratch_.pool.ParallelFor(static_cast<size_t>(both.rows()), Grain(both.columns()),
+                            [&](size_t begin, size_t end) {
+                              const auto first = static_cast<int64_t>(begin);
+                              const size_t elements = (end - begin) * static_cast<size_t>(inner);
+                              kernels::SplitClampedPairs(x.type(), both.row(first), limit, elements,
+                                                         gate.row(first), up.row(first));
+                              kernels::Activate(x.type(), kernels::Activation::kQuickGelu, gate.row(first),
+                                                up.row(first), elements, gate.row(first));
+                            });
+  return gate;
 }
 
 absl::StatusOr<HostRows> HostMixture::Compute(const HostRows& x, int64_t single) {

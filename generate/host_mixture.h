@@ -46,6 +46,11 @@ class HostMixture {
                                        int64_t single);
   absl::StatusOr<HostRows> Product(int tensor, const WeightUnit& unit, const std::byte* memory,
                                    const HostRows& x, int64_t single);
+  // Adds a vector that is kept to each row; -1: none.
+  void AddBias(int tensor, HostRows* y);
+  // What goes into the matrix down of an expert with MixtureFunction::pair_limit.
+  absl::StatusOr<HostRows> ComputePairs(const ExpertMatrices& matrices, const WeightUnit& unit,
+                                        const std::byte* memory, const HostRows& x, int64_t single);
   absl::StatusOr<HostRows> ComputeExpert(size_t number, const std::byte* memory, const HostRows& x,
                                          int64_t single);
 

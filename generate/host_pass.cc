@@ -182,7 +182,8 @@ class HostPass : public PassRunner {
                                     .weight = kept.vector(weight).data(),
                                     .bias = bias >= 0 ? kept.vector(bias).data() : nullptr,
                                     .epsilon = static_cast<float>(f_.epsilon),
-                                    .from_one = f_.norms_from_one};
+                                    .from_one = f_.norms_from_one,
+                                    .rounds_normal = f_.rounds_normal};
       if (f_.norm == models::DecoderFunction::Norm::kLayer) {
         kernels::LayerNorm(in, out->row(first));
       } else {
@@ -423,6 +424,7 @@ class HostPass : public PassRunner {
     const auto depth = static_cast<size_t>(shape_.depth);
     constexpr size_t kLeastTerms = 64 << 10;  // for which another thread is worth waking
     const size_t terms = 2 * static_cast<size_t>(queries.back().positions) * depth * (heads / key_heads);
+    const float* const sinks = SinksOf();
     // A head's keys and values are used by one query after the other.
     scratch_.pool.ParallelFor(
         key_heads * queries.size(), std::max<size_t>(1, kLeastTerms / terms), [&](size_t begin, size_t end) {
@@ -431,12 +433,22 @@ class HostPass : public PassRunner {
             const Query& query = queries[i % queries.size()];
             const kernels::AttentionRecords seen = {
                 q.of->type(), query.records, static_cast<size_t>(query.positions),
-                key_heads,    depth,         static_cast<float>(f_.score_cap)};
+                key_heads,    depth,         static_cast<float>(f_.score_cap),
+                sinks};
             kernels::Attend(seen, q.row(query.row), heads,
                             static_cast<float>(f_.scales[static_cast<size_t>(layer)]), head, head + 1,
                             mixed->floats() + query.row * mixed->columns());
           }
         });
+  }
+
+  // Of the layer that is computed, in fp32; null: it has none.
+  const float* SinksOf() {
+    if (f_.sinks.empty()) return nullptr;
+    const HostRows& kept = parts_.kept->vector(parts_.kept->tensor(block_, f_.sinks));
+    sinks_.resize(static_cast<size_t>(kept.columns()));
+    kernels::Convert(kept.type(), kept.data(), DType::kFp32, sinks_.data(), sinks_.size());
+    return sinks_.data();
   }
 
   const models::DecoderFunction& f_;
@@ -445,6 +457,7 @@ class HostPass : public PassRunner {
   std::optional<HostMixture> mixture_;
   std::vector<Angles> angles_;  // by rotation
   HostRows logits_;
+  std::vector<float> sinks_;
   int block_ = 0;
 };
 

@@ -41,15 +41,16 @@ uint64_t RowBytes(const GenerationSizes& s) {
   const uint64_t inner = e * 5 * (U(d.width) + U(d.inner));  // in one matrix or in two
   // What a row's experts give, and of one of them what is in between; the scores, and what is chosen.
   const models::MixtureShape& m = d.mixture;
-  const uint64_t mixture = m.experts == 0 ? 0
-                                          : e * (U(m.chosen + 7) * U(d.width) + 5 * U(m.inner)) +
-                                                (e + 8) * U(m.experts) + 48 * U(m.chosen);
+  const uint64_t mixture = m.experts == 0
+                               ? 0
+                               : e * (U(m.chosen + 7) * U(d.width) + (m.paired ? 7 : 5) * U(m.inner)) +
+                                     (e + 8) * U(m.experts) + 48 * U(m.chosen);
   return 2 * e * U(d.width) + std::max({norm, attend, inner + mixture});
 }
 uint64_t WidestRow(const GenerationSizes& s) {
   const models::DecoderShape& d = s.decoder;
-  return U(std::max({d.width, d.inner, d.inner_rows, d.mixture.inner, d.mixture.experts,
-                     d.heads * d.depth + 2 * d.key_heads * d.depth}));
+  return U(std::max({d.width, d.inner, d.inner_rows, (d.mixture.paired ? 2 : 1) * d.mixture.inner,
+                     d.mixture.experts, d.heads * d.depth + 2 * d.key_heads * d.depth}));
 }
 uint64_t LogitsBytes(const GenerationSizes& s, int64_t decoded) {
   const models::DecoderShape& d = s.decoder;

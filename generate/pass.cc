@@ -16,7 +16,7 @@ using kernels::DType;
 
 bool IsMatrix(const models::ParameterDescription& parameter) { return parameter.columns > 0; }
 
-// A matrix of an expert of layer `layer`.
+// A parameter of an expert of layer `layer`.
 void AddExpert(const models::Decoder& decoder, size_t layer, const models::ParameterDescription& parameter,
                int number, std::vector<ExpertMatrices>* experts) {
   const models::DecoderShape& shape = decoder.shape;
@@ -24,10 +24,14 @@ void AddExpert(const models::Decoder& decoder, size_t layer, const models::Param
   experts->resize(static_cast<size_t>(shape.layers * shape.mixture.experts));
   const auto each = static_cast<size_t>(shape.mixture.experts);
   ExpertMatrices& of = (*experts)[layer * each + static_cast<size_t>(parameter.expert)];
-  for (const auto& [name, tensor] :
-       {std::pair(&mixture.gate, &of.gate), {&mixture.up, &of.up}, {&mixture.down, &of.down}}) {
-    if (parameter.name == mixture.ExpertParameter(parameter.expert, *name)) *tensor = number;
-  }
+  const auto is = [&](const std::string& name, const char* kind) {
+    return parameter.name == mixture.ExpertParameter(parameter.expert, name, kind);
+  };
+  if (!mixture.gate.empty() && is(mixture.gate, "weight")) of.gate = number;
+  if (is(mixture.up, "weight")) of.up = number;
+  if (is(mixture.down, "weight")) of.down = number;
+  if (is(mixture.up, "bias")) of.up_bias = number;
+  if (is(mixture.down, "bias")) of.down_bias = number;
 }
 
 }  // namespace

@@ -52,10 +52,14 @@ class SafetensorsSource : public WeightSource {
                          : place.scaled == nullptr                        ? models::StoredType(place.dtype)
                          : i > 0 && tensors_.front().type != DType::kBf16 ? DType::kFp32
                                                                           : DType::kBf16;
-      tensors_.push_back(
-          {type, layout_.tensors[i].transposed && !place.code.has_value(), place.code, place.scaled});
+      tensors_.push_back({type, place.turned, place.code, place.scaled});
       ASSIGN_OR_RETURN(const size_t file, FileOf(place.path));
       places_.push_back({file, place.offset});
+      scales_.push_back({{}, place.scales_bytes});
+      if (place.scales_bytes > 0) {
+        ASSIGN_OR_RETURN(scales_.back().place.file, FileOf(place.scales_path));
+        scales_.back().place.offset = place.scales_offset;
+      }
       largest_row_ = std::max(largest_row_, RowBytes(i));
     }
     for (const int tensor : uses.in_order) Cut(tensor);
@@ -115,6 +119,10 @@ class SafetensorsSource : public WeightSource {
   struct Place {
     size_t file = 0;
     uint64_t offset = 0;
+  };
+  struct Scales {
+    Place place;
+    uint64_t bytes = 0;  // 0: a matrix has none, or they are in memory
   };
   struct Extent {
     size_t file = 0;
@@ -185,31 +193,44 @@ class SafetensorsSource : public WeightSource {
     return RowBytes(index) * static_cast<uint64_t>(t.elements() / RowElements(index));
   }
 
-  // One unit of all of an expert's matrices. Those that lie side by side in a file are one extent.
+  // One unit of all of an expert's matrices. What lies side by side in a file is one extent.
   void AddExpert(const ExpertMatrices& expert) {
-    WeightUnit unit;
-    std::vector<Extent> extents;
-    if (expert.there()) {
-      std::array<int, 3> tensors = {expert.gate, expert.up, expert.down};
-      const auto place_of = [&](int tensor) {
-        const Place& place = places_[static_cast<size_t>(tensor)];
-        return std::pair(place.file, place.offset);
-      };
-      std::sort(tensors.begin(), tensors.end(), [&](int a, int b) { return place_of(a) < place_of(b); });
-      for (size_t i = 0; i < tensors.size();) {
-        const auto [file, begin] = place_of(tensors[i]);
-        size_t next = i;
-        uint64_t end = begin;
-        while (next < tensors.size() && place_of(tensors[next]) == std::pair(file, end))
-          end += TensorBytes(tensors[next++]);
-        const Sectors sectors(begin, end, sizes_[file]);
-        for (uint64_t from = begin; i < next; from += TensorBytes(tensors[i++])) {
-          unit.parts.push_back({tensors[i], 0, layout_.tensors[static_cast<size_t>(tensors[i])].elements(),
-                                unit.bytes + from - sectors.begin});
-        }
-        extents.push_back({file, sectors.begin, sectors.end - sectors.begin});
-        unit.bytes += sectors.padded();
+    struct Piece {
+      size_t file = 0;
+      uint64_t from = 0, bytes = 0;
+      size_t part = 0;
+      bool is_scales = false;
+      bool operator<(const Piece& other) const {
+        return std::pair(file, from) < std::pair(other.file, other.from);
       }
+    };
+    WeightUnit unit;
+    std::vector<Piece> pieces;
+    for (const int tensor : {expert.gate, expert.up, expert.down}) {
+      if (tensor < 0) continue;
+      const auto index = static_cast<size_t>(tensor);
+      const Place &place = places_[index], &scales = scales_[index].place;
+      pieces.push_back({place.file, place.offset, TensorBytes(tensor), unit.parts.size()});
+      if (scales_[index].bytes > 0)
+        pieces.push_back({scales.file, scales.offset, scales_[index].bytes, unit.parts.size(), true});
+      unit.parts.push_back({tensor, 0, layout_.tensors[index].elements(), 0, 0, scales_[index].bytes});
+    }
+    std::sort(pieces.begin(), pieces.end());
+    std::vector<Extent> extents;
+    for (size_t i = 0; i < pieces.size();) {
+      const size_t file = pieces[i].file;
+      const uint64_t begin = pieces[i].from;
+      size_t next = i;
+      uint64_t end = begin;
+      while (next < pieces.size() && pieces[next].file == file && pieces[next].from == end)
+        end += pieces[next++].bytes;
+      const Sectors sectors(begin, end, sizes_[file]);
+      for (; i < next; ++i) {
+        WeightPart& part = unit.parts[pieces[i].part];
+        (pieces[i].is_scales ? part.scales_at : part.at) = unit.bytes + pieces[i].from - sectors.begin;
+      }
+      extents.push_back({file, sectors.begin, sectors.end - sectors.begin});
+      unit.bytes += sectors.padded();
     }
     experts_.push_back(std::move(unit));
     expert_extents_.push_back(std::move(extents));
@@ -246,6 +267,7 @@ class SafetensorsSource : public WeightSource {
   std::vector<std::unique_ptr<aio::File>> files_;
   std::vector<uint64_t> sizes_;                      // parallel to files_
   std::vector<Place> places_;                        // parallel to layout_.tensors
+  std::vector<Scales> scales_;                       // likewise
   std::vector<Extent> extents_;                      // parallel to units_
   std::vector<std::vector<Extent>> expert_extents_;  // parallel to experts_
   std::array<aio::Request, kRowReads> requests_;

@@ -51,6 +51,8 @@ struct WeightPart {
   int64_t first = 0;
   int64_t elements = 0;
   uint64_t at = 0;  // byte in the unit's memory
+  // Of a matrix of an expert whose scales come with it (models::WeightImport::Place): where they are there.
+  uint64_t scales_at = 0, scales_bytes = 0;
 };
 
 struct WeightUnit {
@@ -58,10 +60,12 @@ struct WeightUnit {
   std::vector<WeightPart> parts;
 };
 
-// The matrices of an expert: numbers of layout.tensors. -1: a layer without a mixture.
+// The parameters of an expert: numbers of layout.tensors. -1: it has none; of a layer without a mixture, all.
+// Matrices are read when they are used, vectors are kept.
 struct ExpertMatrices {
   int gate = -1, up = -1, down = -1;
-  bool there() const { return gate >= 0; }
+  int up_bias = -1, down_bias = -1;
+  bool there() const { return up >= 0; }
 };
 
 // The matrices of a pass: numbers of layout.tensors.
@@ -80,7 +84,7 @@ struct UnitRead {
 
 // The reads of an expert in flight: one for each run of its bytes in a file.
 struct ExpertRead {
-  std::array<aio::Request, 3> requests;
+  std::array<aio::Request, 4> requests;
   size_t started = 0;  // of them
   bool finished() const {
     return std::all_of(requests.begin(), requests.begin() + static_cast<std::ptrdiff_t>(started),

@@ -14,6 +14,7 @@ void Attend(const AttentionRecords& records, const void* queries, size_t heads, 
                                                        .depth = records.depth,
                                                        .scale = scale,
                                                        .cap = records.cap,
+                                                       .sinks = records.sinks,
                                                        .first = first,
                                                        .end = end,
                                                        .out = out});

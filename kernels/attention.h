@@ -12,8 +12,10 @@
 //            calculation for softmax")
 //   sums     e[p] = exp(s[p] - m); lane j of 16 begins with +0 and adds e[p] of p = j, j + 16, ... of the
 //            block; sum = fma(sum, a, the lanes added up as in kernels/reduce.h)
-//   outputs  out[d] = a * out[d], then fma(e[p], value[p][d], out[d]) in the order of p; in the end they
-//            are divided by sum
+//   outputs  out[d] = a * out[d], then fma(e[p], value[p][d], out[d]) in the order of p
+//   sink     with one, as a last block of a single score without a value: M is the larger of m and it, and a
+//            the factor exp(m - M); sum = fma(sum, a, exp(sink - M)), out[d] = a * out[d]
+//   end      the outputs are divided by sum
 //   exp      of what is at most 0: below -86 it is that of -86. n = x * log2(e), rounded to an integer;
 //            r = fma(n, -0.693359375, x), r = fma(n, 2.12194440e-4, r); a polynomial of degree 7 in r
 //            (Cephes, expf) by Horner's rule, times 2^n
@@ -36,6 +38,8 @@ struct AttentionRecords {
   size_t positions;  // at least one
   size_t key_heads, depth;
   float cap = 0;  // of scores (soft-capping); 0: none
+  // A score of each query head that has no value (Xiao et al. 2023, "attention sinks"); null: none has one.
+  const float* sinks = nullptr;
 };
 
 // `queries`: [heads, depth], of which those that look at key heads [first, end) are computed, into the same

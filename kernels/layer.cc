@@ -30,6 +30,7 @@ NormArguments ArgumentsOf(const NormRows& in, void* out) {
           .columns = in.columns,
           .epsilon = in.epsilon,
           .from_one = in.from_one,
+          .rounds_normal = in.rounds_normal,
           .out = out};
 }
 
@@ -56,6 +57,15 @@ void Activate(DType type, Activation activation, const void* x, const void* time
   for (size_t i = 0; i < n; ++i) {
     const float value = std::tanh(Widened(type, x, i));
     Put(type, times == nullptr ? value : Rounded(type, value) * Widened(type, times, i), out, i);
+  }
+}
+
+// A number that is none stays so, as torch.clamp has it.
+void SplitClampedPairs(DType type, const void* pairs, float limit, size_t n, void* first, void* second) {
+  for (size_t i = 0; i < n; ++i) {
+    const float a = Widened(type, pairs, 2 * i), b = Widened(type, pairs, 2 * i + 1);
+    Put(type, a > limit ? limit : a, first, i);
+    Put(type, (b > limit ? limit : b < -limit ? -limit : b) + 1, second, i);
   }
 }
 

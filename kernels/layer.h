@@ -37,10 +37,13 @@ struct NormRows {
   const void* weight;
   const void* bias;  // null for RootMeanSquareNorm
   float epsilon;
-  bool from_one = false;  // of RootMeanSquareNorm: the weight is what is added to 1
+  // Of RootMeanSquareNorm: the weight is what is added to 1; and whether what the weight multiplies is
+  // rounded before that.
+  bool from_one = false, rounds_normal = true;
 };
 // x / sqrt(mean of x^2 + epsilon), rounded to the type; that times the weight (Zhang and Sennrich 2019). With
-// `from_one` it is not rounded before it is multiplied by 1 + the weight, as Gemma has it.
+// `from_one` it is not rounded before it is multiplied by 1 + the weight, as Gemma has it, and without
+// `rounds_normal` not before it is multiplied by the weight, as gpt-oss has it.
 void RootMeanSquareNorm(const NormRows& in, void* out);
 // fma((x - mean) / sqrt(mean of (x - mean)^2 + epsilon), weight, bias) (Ba et al. 2016).
 void LayerNorm(const NormRows& in, void* out);
@@ -56,6 +59,10 @@ void RotateHeads(const RotatedHeads& of, void* x, const float* cosine, const flo
 
 // activation(x), and where `times` is not null the rounded result times it.
 void Activate(DType type, Activation activation, const void* x, const void* times, size_t n, void* out);
+
+// Of n pairs that lie one behind the other, the first of each, at most `limit`, to `first`; and the second,
+// within [-limit, limit], plus 1, to `second`. Neither is one of the inputs.
+void SplitClampedPairs(DType type, const void* pairs, float limit, size_t n, void* first, void* second);
 
 void AddElements(DType type, const void* a, const void* b, size_t n, void* out);
 void ScaleElements(DType type, void* x, float factor, size_t n);    // x = x * factor

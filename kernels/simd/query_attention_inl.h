@@ -100,8 +100,18 @@ inline void AttendHead(const AttentionArguments& a, size_t head) {
       StoreF<kTail>(out + d, mixed, n);
     });
   }
+  float factor = 1;
+  if (a.sinks != nullptr) {
+    const float sink = a.sinks[head], top = sink > most ? sink : most;
+    alignas(64) float factors[16], power[16];
+    StoreF<false>(factors, ExpOfNegative(Set(most - top)), 16);
+    StoreF<false>(power, ExpOfNegative(Set(sink - top)), 16);
+    factor = factors[0];
+    sum = __builtin_fmaf(sum, factor, power[0]);
+  }
   ForVectors(a.depth, [&]<bool kTail>(size_t d, size_t n) {
-    StoreF<kTail>(out + d, Div(LoadF<kTail>(out + d, n), Set(sum)), n);
+    const F mixed = Mul(LoadF<kTail>(out + d, n), Set(factor));
+    StoreF<kTail>(out + d, Div(mixed, Set(sum)), n);
   });
 }
 

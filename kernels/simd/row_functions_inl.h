@@ -46,7 +46,9 @@ void RootNorm(const NormArguments& a) {
     ForVectors(a.columns, [&]<bool kTail>(size_t i, size_t n) {
       const F normal = Mul(Element<kType>::template Load<kTail>(x, i, n), scale);
       const F weight = Element<kType>::template Load<kTail>(a.weight, i, n);
-      const F product = a.from_one ? Mul(normal, Add(Set(1), weight)) : Mul(weight, RoundedTo<kType>(normal));
+      const F product = a.from_one        ? Mul(normal, Add(Set(1), weight))
+                        : a.rounds_normal ? Mul(weight, RoundedTo<kType>(normal))
+                                          : Mul(weight, normal);
       Element<kType>::template Store<kTail>(out, i, product, n);
     });
   }

@@ -66,7 +66,7 @@ struct NormArguments {
   const void* bias;
   size_t rows, columns;
   float epsilon;
-  bool from_one;
+  bool from_one, rounds_normal;
   void* out;
 };
 
@@ -84,6 +84,7 @@ struct AttentionArguments {
   const void* records;
   size_t positions, key_heads, depth;
   float scale, cap;
+  const float* sinks;
   size_t first, end;
   float* out;
 };

@@ -20,6 +20,8 @@
 //     + sigmoid(shared_router n) * the same of an expert that all rows share, where there is one
 //
 // where a weight is the expert's score, divided by the sum of the chosen ones' where the mixture normalizes.
+// With a pair limit l (gpt-oss) rows of the matrix up are a gate's and up's in turns, and of a pair (g, u) of
+// up_e n comes min(g, l) sigmoid(1.702 min(g, l)) (u within [-l, l], + 1).
 //
 // Between any two of these a value is rounded to the compute type, as transformers has it.
 #ifndef PENSTOCK_MODELS_FAMILIES_DECODER_H_
@@ -46,6 +48,7 @@ struct Rotation {
 struct MixtureShape {
   int64_t experts = 0, chosen = 0;  // of a layer, and of those for each row; 0: no layer has a mixture
   int64_t inner = 0;                // of an expert
+  bool paired = false;              // its matrices before `inner` are one, of twice as many rows
 };
 
 // Numbers of a decoder. Layer i is block 1 + i of the model's description.
@@ -66,19 +69,21 @@ struct DecoderShape {
 };
 
 // The parameters of a mixture, by name in the layer's block. Those of expert e are EXPERTS.e.GATE.weight and
-// so on (ExpertParameter).
+// so on (ExpertParameter), with .bias where the block has it; so has the router.
 struct MixtureFunction {
-  std::vector<bool> layers;  // by layer: whether it has one; empty: none has
-  std::string router;        // [experts, width]
-  std::string experts, gate, up, down;
+  std::vector<bool> layers;             // by layer: whether it has one; empty: none has
+  std::string router;                   // [experts, width]
+  std::string experts, gate, up, down;  // gate: empty with a pair limit
+  double pair_limit = 0;                // 0: none
   bool normalizes = false;
   bool rounds_weights = true;  // to the compute type, before they multiply
   // Of the expert that all rows share; empty: there is none.
   std::string shared_router, shared_gate, shared_up, shared_down;
 
   bool Has(int64_t layer) const { return !layers.empty() && layers[static_cast<size_t>(layer)]; }
-  std::string ExpertParameter(int64_t expert, const std::string& matrix) const {
-    return experts + "." + std::to_string(expert) + "." + matrix + ".weight";
+  std::string ExpertParameter(int64_t expert, const std::string& matrix,
+                              const std::string& kind = "weight") const {
+    return experts + "." + std::to_string(expert) + "." + matrix + "." + kind;
   }
   // Whether a matrix of this name is small, and used before a layer's other matrices: it stays in memory.
   bool IsRouter(const std::string& name) const {
@@ -92,7 +97,8 @@ struct DecoderFunction {
   enum class Norm : uint8_t { kRootMeanSquare, kLayer };
   Norm norm = Norm::kLayer;
   double epsilon = 1e-5;
-  bool norms_from_one = false;                        // what is published of a norm's weights is added to 1
+  bool norms_from_one = false;  // what is published of a norm's weights is added to 1
+  bool rounds_normal = true;    // what a norm's weights multiply is rounded to the compute type before
   std::string attention_norm, attention_result_norm;  // of what attention takes, and gives; empty: none
   std::string inner_norm, inner_result_norm;          // the same of what is between
   std::string last_norm;                              // in the block of the head
@@ -100,7 +106,8 @@ struct DecoderFunction {
   std::string query, key, value;                      // one for each
   std::string query_norm, key_norm;  // of each head, or of all: as long as its weight; empty: none
   std::string output;
-  std::string gate;  // empty: none
+  std::string sinks;  // of attention, a number for each head (kernels/attention.h); empty: none
+  std::string gate;   // empty: none
   std::string up, down;
   MixtureFunction mixture;  // instead of gate, up and down, in the layers that have one
   bool gate_in_up = false;  // the first half of what `up` gives is the gate

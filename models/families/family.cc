@@ -70,10 +70,10 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohman
   }
   if (type == "gemma3") return TextOfGemma3(json, notes);
   if (!type.is_null() && type != "gpt2") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("model: model_type is ", zero::ShowValue(type),
-                     ", none of gpt2, llama, mistral, qwen2, qwen3, smollm3, granite, olmo2, phi3, "
-                     "gemma2, gemma3, gemma3_text, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "model: model_type is ", zero::ShowValue(type),
+        ", none of gpt2, llama, mistral, qwen2, qwen3, smollm3, granite, olmo2, phi3, "
+        "gemma2, gemma3, gemma3_text, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, gpt_oss"));
   }
   ASSIGN_OR_RETURN(const GptConfig config, GptConfigFromJson(json, notes));
   return DescribeGpt(config);

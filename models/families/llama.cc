@@ -85,6 +85,7 @@ std::vector<BlockDescription> BlocksOfLlama(const LlamaConfig& c) {
                       .kind = c.mixture.Has(i) ? "mixture" : "layer",
                       .parameters = {}});
     if (c.norms_inputs) add_norm("input_layernorm", c.width);
+    if (c.sinks) add("self_attn.sinks", c.heads, 0, 0);
     if (c.joined) {
       add_linear("self_attn.qkv_proj", c.width, (c.heads + 2 * c.key_heads) * c.depth, c.qkv_bias);
     } else {
@@ -145,25 +146,28 @@ Decoder DecoderOf(const LlamaConfig& c) {
   const MixtureConfig& m = c.mixture;
   const bool dense = std::find(m.layers.begin(), m.layers.end(), false) != m.layers.end();
   const int64_t inner = m.experts == 0 || dense ? std::max(c.inner, m.shared_inner) : m.shared_inner;
-  decoder.shape = {.layers = c.layers,
-                   .width = c.width,
-                   .inner = inner,
-                   .vocab = c.vocab,
-                   .inner_rows = c.joined ? 2 * c.inner : inner,
-                   .rotations = c.window_rope.has_value() ? 2 : 1,
-                   .heads = c.heads,
-                   .key_heads = c.key_heads,
-                   .depth = c.depth,
-                   .token_table = "embed_tokens.weight",
-                   .position_table = "",
-                   .matrices_before_attention = c.joined ? 1 : 3,
-                   .head_block = c.tied ? 0 : static_cast<int>(c.layers) + 1,
-                   .head = c.tied ? "embed_tokens.weight" : "lm_head.weight",
-                   .mixture = {.experts = m.experts, .chosen = m.chosen, .inner = m.inner}};
+  decoder.shape = {
+      .layers = c.layers,
+      .width = c.width,
+      .inner = inner,
+      .vocab = c.vocab,
+      .inner_rows = c.joined ? 2 * c.inner : inner,
+      .rotations = c.window_rope.has_value() ? 2 : 1,
+      .heads = c.heads,
+      .key_heads = c.key_heads,
+      .depth = c.depth,
+      .token_table = "embed_tokens.weight",
+      .position_table = "",
+      .matrices_before_attention = c.joined ? 1 : 3,
+      .head_block = c.tied ? 0 : static_cast<int>(c.layers) + 1,
+      .head = c.tied ? "embed_tokens.weight" : "lm_head.weight",
+      .mixture = {.experts = m.experts, .chosen = m.chosen, .inner = m.inner, .paired = m.pair_limit > 0}};
   DecoderFunction& f = decoder.function;
   f.norm = DecoderFunction::Norm::kRootMeanSquare;
   f.epsilon = c.epsilon;
   f.norms_from_one = c.norms_from_one;
+  f.rounds_normal = !c.sinks;
+  if (c.sinks) f.sinks = "self_attn.sinks";
   if (c.norms_inputs) {
     f.attention_norm = "input_layernorm";
     f.inner_norm = c.norms_results ? "pre_feedforward_layernorm" : "post_attention_layernorm";

@@ -1,10 +1,10 @@
 // The family of Llama: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM 1 to 3, Granite, OLMo 2, Phi 3 and 4,
-// Gemma 2 and 3 (Touvron et al. 2023); and those of them whose inner networks are mixtures of experts
-// (models/families/mixture.h), which generate and do not train. RMSNorm before each half of a layer, behind
-// it (OLMo 2) or both (Gemma); rotary positions of all kinds (models/families/rope.h), in some layers none
-// (SmolLM 3); grouped queries, windows in all layers or in some, SwiGLU or GeGLU; biases, norms of queries
-// and keys, multipliers, soft caps, matrices that are several in one (Phi), and one embedding for input and
-// output where a model has them.
+// Gemma 2 and 3 (Touvron et al. 2023), gpt-oss; and those of them whose inner networks are mixtures of
+// experts (models/families/mixture.h), which generate and do not train. RMSNorm before each half of a layer,
+// behind it (OLMo 2) or both (Gemma); rotary positions of all kinds (models/families/rope.h), in some layers
+// none (SmolLM 3); grouped queries, windows in all layers or in some, SwiGLU or GeGLU; biases, norms of
+// queries and keys, multipliers, soft caps, matrices that are several in one (Phi), and one embedding for
+// input and output where a model has them.
 //
 // Block 0 is the embedding, blocks 1..L are the layers. With a head of its own (untied) the last block is the
 // last norm and the head; else block 0 has the norm, and is the first stage and the last. With a vocabulary
@@ -47,6 +47,8 @@ struct LlamaConfig {
   bool norms_from_one = false;  // a norm's weights are added to 1 (Gemma)
   bool joined = false;          // queries, keys and values are one matrix, and so are gate and up (Phi)
   bool tangent_gelu = false;    // the activation is "gelu_pytorch_tanh" instead of silu
+  bool sinks = false;           // attention has a score without a value for each head (gpt-oss), and what a
+                                // norm's weights multiply is not rounded before
   // Granite's. Scores of attention are multiplied by attention_multiplier; 0: 1 / sqrt(depth).
   double embedding_multiplier = 1, residual_multiplier = 1, attention_multiplier = 0, logits_scaling = 1;
   // Gemma's. Scores are divided by the root of query_scalar; 0: as above. Soft caps: 0: none.

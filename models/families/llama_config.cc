@@ -43,11 +43,11 @@ struct TypeDefaults {
   int64_t window = 0;           // of sliding_window
   int64_t pattern = 0;          // of sliding_window_pattern
   bool attention_bias = false;  // the key is there; of all four maps
-  bool qkv_bias = false;        // always
+  bool qkv_bias = false;        // always, or with attention_bias where that key is absent
   bool mlp_bias = false;        // the key is there
   QkNorm qk_norm = QkNorm::kNone;
   bool norms_inputs = true, norms_results = false;
-  bool phi = false, gemma = false;
+  bool phi = false, gemma = false, sinks = false;
   double score_cap = 0, logit_cap = 0;
   double theta = 10000;
   double epsilon = 1e-6;
@@ -108,6 +108,21 @@ constexpr auto kTypes = std::to_array<TypeDefaults>(
       .epsilon = 1e-5,
       .padding = 1},
      {.type = "granitemoe", .architecture = "GraniteMoeForCausalLM", .attention_bias = true},
+     {.type = "gpt_oss",
+      .architecture = "GptOssForCausalLM",
+      .heads = 64,
+      .key_heads = 8,
+      .depth = 64,
+      .vocab = 201088,
+      .positions = 131072,
+      .windows = Windows::kAllButNth,
+      .window = 128,
+      .pattern = 2,
+      .attention_bias = true,
+      .qkv_bias = true,
+      .sinks = true,
+      .theta = 150000,
+      .epsilon = 1e-5},
      {.type = "smollm3",
       .architecture = "SmolLM3ForCausalLM",
       .key_heads = 4,
@@ -199,6 +214,8 @@ const std::vector<std::string_view>& FunctionKeys() {
                                                                "decoder_sparse_step",
                                                                "mlp_only_layers",
                                                                "clip_qkv",
+                                                               "swiglu_limit",
+                                                               "swiglu_alpha",
                                                                "qkv_bias",
                                                                "model_type",
                                                                "vocab_size",
@@ -294,6 +311,17 @@ void ReadTurns(ModelKeys* keys, LlamaConfig* c) {
       return keys->Wrong("no_rope_layers", "not a list with a number for each layer");
     c->turns.push_back(each.is_boolean() ? each.get<bool>() : each.get<int64_t>() != 0);
   }
+}
+
+// What transformers takes for a gpt_oss whose config.json says nothing of positions.
+Rope GptOssRope() {
+  Rope rope;
+  rope.kind = Rope::Kind::kYarn;
+  rope.theta = 150000;
+  rope.factor = 32;
+  rope.truncate = false;
+  rope.original_context = 4096;
+  return rope;
 }
 
 // Which layers look at a part of the sequence alone, and how long it is.
@@ -506,7 +534,8 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   if (defaults == nullptr) return absl::InvalidArgumentError("model: model_type is none of Llama's family");
   keys.LookAtUnknown(FunctionKeys(),
                      {"pretraining_tp", "is_llama_config", "transformers.js_config", "cache_implementation",
-                      "router_aux_loss_coef", "router_jitter_noise", "output_router_logits"},
+                      "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",
+                      "experts_per_token", "initial_context_length"},
                      kMeant, notes);
   keys.RefuseOtherForms();
   LlamaConfig c;
@@ -559,6 +588,7 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   c.norms_inputs = defaults->norms_inputs;
   c.norms_results = defaults->norms_results;
   c.joined = defaults->phi;
+  c.sinks = defaults->sinks;
   c.norms_from_one = c.tangent_gelu = c.scales_embedding = defaults->gemma;
   c.score_cap = defaults->score_cap;
   c.logit_cap = defaults->logit_cap;
@@ -581,6 +611,8 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
     c.window_rope->theta = kLocalTheta;
     ReadRopes(c.positions, &keys, &c.rope, &*c.window_rope);
   } else {
+    if (c.sinks && keys.Find("rope_scaling") == nullptr && keys.Find("rope_parameters") == nullptr)
+      c.rope = GptOssRope();
     ReadRope({.takes_part = defaults->phi, .phi3 = defaults->phi}, c.positions, &keys, &c.rope);
   }
   ReadWindows(*defaults, json, &keys, &c);

@@ -23,79 +23,93 @@ struct Spelling {
   // In published files; the experts of a layer in one tensor are under `fused`.
   const char *router, *experts_name, *gate, *up, *down;
   const char *other_router, *fused_gate_up, *fused_down;  // as transformers 5 may write them
+  double pair_limit = 0;                                  // of swiglu_limit; 0: gate and up are apart
 };
-constexpr auto kSpellings =
-    std::to_array<Spelling>({{.type = "mixtral",
-                              .experts_key = "num_local_experts",
-                              .experts = 8,
-                              .chosen = 2,
-                              .normalizes = true,
-                              .rounds_weights = false,
-                              .router = "block_sparse_moe.gate",
-                              .experts_name = "block_sparse_moe.experts",
-                              .gate = "w1",
-                              .up = "w3",
-                              .down = "w2",
-                              .other_router = "mlp.gate",
-                              .fused_gate_up = "mlp.experts.gate_up_proj",
-                              .fused_down = "mlp.experts.down_proj"},
-                             {.type = "qwen2_moe",
-                              .experts_key = "num_experts",
-                              .experts = 60,
-                              .chosen = 4,
-                              .inner = 1408,
-                              .shared_inner = 5632,
-                              .has_normalizes_key = true,
-                              .some_layers = true,
-                              .router = "mlp.gate",
-                              .experts_name = "mlp.experts",
-                              .gate = "gate_proj",
-                              .up = "up_proj",
-                              .down = "down_proj",
-                              .other_router = nullptr,
-                              .fused_gate_up = "mlp.experts.gate_up_proj",
-                              .fused_down = "mlp.experts.down_proj"},
-                             {.type = "qwen3_moe",
-                              .experts_key = "num_experts",
-                              .experts = 128,
-                              .chosen = 8,
-                              .inner = 768,
-                              .has_normalizes_key = true,
-                              .some_layers = true,
-                              .router = "mlp.gate",
-                              .experts_name = "mlp.experts",
-                              .gate = "gate_proj",
-                              .up = "up_proj",
-                              .down = "down_proj",
-                              .other_router = nullptr,
-                              .fused_gate_up = "mlp.experts.gate_up_proj",
-                              .fused_down = "mlp.experts.down_proj"},
-                             {.type = "olmoe",
-                              .experts_key = "num_experts",
-                              .experts = 64,
-                              .chosen = 8,
-                              .has_normalizes_key = true,
-                              .router = "mlp.gate",
-                              .experts_name = "mlp.experts",
-                              .gate = "gate_proj",
-                              .up = "up_proj",
-                              .down = "down_proj",
-                              .other_router = nullptr,
-                              .fused_gate_up = "mlp.experts.gate_up_proj",
-                              .fused_down = "mlp.experts.down_proj"},
-                             {.type = "granitemoe",
-                              .experts_key = "num_local_experts",
-                              .experts = 8,
-                              .chosen = 2,
-                              .normalizes = true,
-                              .router = "block_sparse_moe.router.layer",
-                              .experts_name = "block_sparse_moe.experts",
-                              .gate = "gate_proj",
-                              .up = "up_proj",
-                              .down = "down_proj",
-                              .other_router = "block_sparse_moe.router",
-                              .fused_gate_up = "block_sparse_moe.input_linear.weight",
-                              .fused_down = "block_sparse_moe.output_linear.weight"}});
+constexpr auto kSpellings = std::to_array<Spelling>({{.type = "mixtral",
+                                                      .experts_key = "num_local_experts",
+                                                      .experts = 8,
+                                                      .chosen = 2,
+                                                      .normalizes = true,
+                                                      .rounds_weights = false,
+                                                      .router = "block_sparse_moe.gate",
+                                                      .experts_name = "block_sparse_moe.experts",
+                                                      .gate = "w1",
+                                                      .up = "w3",
+                                                      .down = "w2",
+                                                      .other_router = "mlp.gate",
+                                                      .fused_gate_up = "mlp.experts.gate_up_proj",
+                                                      .fused_down = "mlp.experts.down_proj"},
+                                                     {.type = "qwen2_moe",
+                                                      .experts_key = "num_experts",
+                                                      .experts = 60,
+                                                      .chosen = 4,
+                                                      .inner = 1408,
+                                                      .shared_inner = 5632,
+                                                      .has_normalizes_key = true,
+                                                      .some_layers = true,
+                                                      .router = "mlp.gate",
+                                                      .experts_name = "mlp.experts",
+                                                      .gate = "gate_proj",
+                                                      .up = "up_proj",
+                                                      .down = "down_proj",
+                                                      .other_router = nullptr,
+                                                      .fused_gate_up = "mlp.experts.gate_up_proj",
+                                                      .fused_down = "mlp.experts.down_proj"},
+                                                     {.type = "qwen3_moe",
+                                                      .experts_key = "num_experts",
+                                                      .experts = 128,
+                                                      .chosen = 8,
+                                                      .inner = 768,
+                                                      .has_normalizes_key = true,
+                                                      .some_layers = true,
+                                                      .router = "mlp.gate",
+                                                      .experts_name = "mlp.experts",
+                                                      .gate = "gate_proj",
+                                                      .up = "up_proj",
+                                                      .down = "down_proj",
+                                                      .other_router = nullptr,
+                                                      .fused_gate_up = "mlp.experts.gate_up_proj",
+                                                      .fused_down = "mlp.experts.down_proj"},
+                                                     {.type = "olmoe",
+                                                      .experts_key = "num_experts",
+                                                      .experts = 64,
+                                                      .chosen = 8,
+                                                      .has_normalizes_key = true,
+                                                      .router = "mlp.gate",
+                                                      .experts_name = "mlp.experts",
+                                                      .gate = "gate_proj",
+                                                      .up = "up_proj",
+                                                      .down = "down_proj",
+                                                      .other_router = nullptr,
+                                                      .fused_gate_up = "mlp.experts.gate_up_proj",
+                                                      .fused_down = "mlp.experts.down_proj"},
+                                                     {.type = "granitemoe",
+                                                      .experts_key = "num_local_experts",
+                                                      .experts = 8,
+                                                      .chosen = 2,
+                                                      .normalizes = true,
+                                                      .router = "block_sparse_moe.router.layer",
+                                                      .experts_name = "block_sparse_moe.experts",
+                                                      .gate = "gate_proj",
+                                                      .up = "up_proj",
+                                                      .down = "down_proj",
+                                                      .other_router = "block_sparse_moe.router",
+                                                      .fused_gate_up = "block_sparse_moe.input_linear.weight",
+                                                      .fused_down = "block_sparse_moe.output_linear.weight"},
+                                                     {.type = "gpt_oss",
+                                                      .experts_key = "num_local_experts",
+                                                      .experts = 128,
+                                                      .chosen = 4,
+                                                      .normalizes = true,
+                                                      .router = "mlp.router",
+                                                      .experts_name = "mlp.experts",
+                                                      .gate = "",
+                                                      .up = "gate_up_proj",
+                                                      .down = "down_proj",
+                                                      .other_router = nullptr,
+                                                      .fused_gate_up = "mlp.experts.gate_up_proj",
+                                                      .fused_down = "mlp.experts.down_proj",
+                                                      .pair_limit = 7}});
 // Granite's, where transformers 5 writes its own form.
 constexpr const char *kGraniteGateUp = "block_sparse_moe.experts.gate_up_proj",
                      *kGraniteDown = "block_sparse_moe.experts.down_proj";
@@ -126,6 +140,53 @@ void ReadLayers(const Spelling& spelling, int64_t layers, ModelKeys* keys, Mixtu
     mixture->layers.push_back(!dense[static_cast<size_t>(i)] && (i + 1) % step == 0);
 }
 
+// The clamped product of a gate and a row beside it, which gpt-oss alone has.
+void ReadPairs(std::string_view model_type, ModelKeys* keys, double* limit) {
+  double alpha = 1.702;
+  for (const auto& [key, value] : {std::pair{"swiglu_limit", limit}, {"swiglu_alpha", &alpha}}) {
+    keys->Number(key, value);
+    if (model_type != "gpt_oss" && keys->Find(key) != nullptr)
+      keys->Wrong(key, absl::StrCat("which no ", std::string(model_type), " has"));
+  }
+  if (model_type != "gpt_oss") return;
+  if (!(*limit > 0 && *limit <= 1e6)) keys->Wrong("swiglu_limit", "not above 0 and at most 1e6");
+  if (alpha != 1.702) keys->Wrong("swiglu_alpha", "and 1.702 alone is computed");
+}
+
+// One matrix for gate and up, turned in files. Biases come first, so that an expert's matrices lie side by
+// side where they are packed.
+template <typename Add>
+void AddPairedExperts(const Spelling& s, const MixtureConfig& mixture, const std::string& prefix,
+                      int64_t width, const Add& add) {
+  struct Matrix {
+    const char *name, *fused;
+    int64_t rows, columns;
+  };
+  const Matrix matrices[] = {{s.up, s.fused_gate_up, 2 * mixture.inner, width},
+                             {s.down, s.fused_down, width, mixture.inner}};
+  const auto u = [](int64_t n) { return static_cast<uint64_t>(n); };
+  const auto for_all = [&](auto&& each) {
+    for (int64_t e = 0; e < mixture.experts; ++e) {
+      for (const Matrix& m : matrices) each(m, e, absl::StrCat(s.experts_name, ".", e, ".", m.name));
+    }
+  };
+  for_all([&](const Matrix& m, int64_t e, const std::string& name) {
+    add(name + ".bias", m.rows, 0,
+        {{.name = absl::StrCat(prefix, m.fused, "_bias"),
+          .shape = {u(mixture.experts), u(m.rows)},
+          .first = e * m.rows}},
+        static_cast<int>(e));
+  });
+  for_all([&](const Matrix& m, int64_t e, const std::string& name) {
+    add(name + ".weight", m.rows, m.columns,
+        {{.name = prefix + m.fused,
+          .shape = {u(mixture.experts), u(m.columns), u(m.rows)},
+          .first = e * m.rows * m.columns,
+          .transposed = true}},
+        static_cast<int>(e));
+  });
+}
+
 }  // namespace
 
 bool IsMixtureType(std::string_view model_type) { return SpellingOf(model_type) != nullptr; }
@@ -134,6 +195,8 @@ void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, Mod
                  MixtureConfig* mixture) {
   const Spelling* const spelling = SpellingOf(model_type);
   if (spelling == nullptr) {
+    double limit = 0;
+    ReadPairs(model_type, keys, &limit);
     for (const char* key : {"num_local_experts", "num_experts"}) {
       int64_t experts = 0;
       keys->Whole(key, &experts);
@@ -169,6 +232,8 @@ void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, Mod
   keys->Switch("norm_topk_prob", &mixture->normalizes);
   if (!spelling->has_normalizes_key && mixture->normalizes != spelling->normalizes)
     keys->Wrong("norm_topk_prob", absl::StrCat("which no ", std::string(model_type), " has"));
+  mixture->pair_limit = spelling->pair_limit;
+  ReadPairs(model_type, keys, &mixture->pair_limit);
   double clip = 0;
   keys->Number("clip_qkv", &clip);
   if (keys->Find("clip_qkv") != nullptr) keys->Wrong("clip_qkv", "which is not computed");
@@ -189,6 +254,7 @@ void WriteMixture(std::string_view model_type, const MixtureConfig& mixture, nlo
   if (spelling->inner > 0) (*json)["moe_intermediate_size"] = mixture.inner;
   if (spelling->shared_inner > 0) (*json)["shared_expert_intermediate_size"] = mixture.shared_inner;
   if (spelling->has_normalizes_key) (*json)["norm_topk_prob"] = mixture.normalizes;
+  if (spelling->pair_limit > 0) (*json)["swiglu_limit"] = mixture.pair_limit;
   if (!spelling->some_layers) return;
   (*json)["decoder_sparse_step"] = 1;
   (*json)["mlp_only_layers"] = nlohmann::ordered_json::array();
@@ -216,6 +282,11 @@ void AddMixture(std::string_view model_type, const MixtureConfig& mixture, const
     router.push_back({absl::StrCat(prefix, s.other_router, ".weight"), {u(mixture.experts), u(width)}, 0});
   }
   add(absl::StrCat(s.router, ".weight"), mixture.experts, width, std::move(router), -1);
+  if (s.pair_limit > 0) {
+    add(absl::StrCat(s.router, ".bias"), mixture.experts, 0, {}, -1);
+    AddPairedExperts(s, mixture, prefix, width, add);
+    return;
+  }
   if (mixture.shared_inner > 0) {
     add("mlp.shared_expert_gate.weight", 1, width, {}, -1);
     add("mlp.shared_expert.gate_proj.weight", mixture.shared_inner, width, {}, -1);
@@ -259,6 +330,7 @@ MixtureFunction MixtureFunctionOf(std::string_view model_type, const MixtureConf
   function.up = s->up;
   function.down = s->down;
   function.normalizes = mixture.normalizes;
+  function.pair_limit = mixture.pair_limit;
   function.rounds_weights = s->rounds_weights;
   if (mixture.shared_inner > 0) {
     function.shared_router = "mlp.shared_expert_gate";

@@ -1,10 +1,11 @@
 // Mixtures of experts, as the families of Llama publish them: Mixtral, Qwen 2 MoE, Qwen 3 MoE, OLMoE,
-// Granite MoE. What config.json says of them, and their parameters. What is computed stands in
+// Granite MoE, gpt-oss. What config.json says of them, and their parameters. What is computed stands in
 // models/families/decoder.h.
 //
 // Files have an expert's matrices each under a name of its own, or those of all experts of a layer in tensors
 // of three dimensions (transformers 5): [experts, 2 * inner, width], the gate before the matrix up, and
-// [experts, width, inner]. Both are read in place.
+// [experts, width, inner]. Both are read in place. gpt-oss's are turned, [experts, width, 2 * inner] with the
+// gate's columns and up's in turns, or in mxfp4 with these as rows.
 #ifndef PENSTOCK_MODELS_FAMILIES_MIXTURE_H_
 #define PENSTOCK_MODELS_FAMILIES_MIXTURE_H_
 
@@ -27,6 +28,7 @@ struct MixtureConfig {
   int64_t inner = 0;                // of an expert
   int64_t shared_inner = 0;         // of the expert that all rows share; 0: there is none
   bool normalizes = false;          // the weights of the chosen ones sum to 1
+  double pair_limit = 0;            // MixtureFunction::pair_limit
   std::vector<bool> layers;         // by layer: whether it has one
 
   bool Has(int64_t layer) const { return experts > 0 && layers[static_cast<size_t>(layer)]; }

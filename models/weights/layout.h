@@ -20,11 +20,14 @@ namespace penstock::models {
 inline constexpr int64_t kParameterAlignment = 64;  // zero/compute/block.h's
 
 // Where a published file may have a parameter under another name: elements [first, first + elements) of that
-// tensor, which has this shape.
+// tensor, which has this shape. With `transposed` a matrix lies there as [columns, rows]. One that has it
+// not may also lie there in mxfp4 (models/weights/scaled_weights.h), whose tensors have this one's name and
+// shape.
 struct OtherPlace {
   std::string name;
   std::vector<uint64_t> shape;
   int64_t first = 0;
+  bool transposed = false;
 };
 
 struct ParameterDescription {

@@ -61,6 +61,9 @@ ScaledMatrix ScaledMatrix::Plain(ScaledCode code, int64_t rows, int64_t columns)
   return {columns, std::vector<uint8_t>(static_cast<size_t>(rows * Blocks(columns, kMxfp4Block)), 127)};
 }
 
+ScaledMatrix::ScaledMatrix(int64_t columns, const std::byte* exponents)
+    : code_(ScaledCode::kMxfp4), columns_(columns), elsewhere_(reinterpret_cast<const uint8_t*>(exponents)) {}
+
 std::vector<float> ScaledMatrix::Scales() const {
   if (code_ == ScaledCode::kFp8) return scales_;
   std::vector<float> scales;
@@ -77,6 +80,7 @@ void ScaledMatrix::Decode(int64_t row, const std::byte* numbers, kernels::DType 
   const auto* const codes = reinterpret_cast<const uint8_t*>(numbers);
   const Fp8Table& fp8 = Fp8Values();
   const auto first_scale = static_cast<size_t>(row / block_rows_ * Blocks(columns_, block_columns_));
+  const uint8_t* const exponents = elsewhere_ != nullptr ? elsewhere_ : exponents_.data();
   std::array<float, kPiece> piece{};
   for (int64_t from = 0; from < columns_;) {
     // Of one scale.
@@ -88,7 +92,7 @@ void ScaledMatrix::Decode(int64_t row, const std::byte* numbers, kernels::DType 
       const float scale = scales_[first_scale + static_cast<size_t>(block)];
       for (size_t i = 0; i < n; ++i) values[i] = fp8[codes[static_cast<size_t>(from) + i]] * scale;
     } else {
-      const float scale = Exponent(exponents_[first_scale + static_cast<size_t>(block)]);
+      const float scale = Exponent(exponents[first_scale + static_cast<size_t>(block)]);
       for (size_t i = 0; i < n; i += 2) {
         const uint8_t both = codes[(static_cast<size_t>(from) + i) / 2];
         values[i] = kFp4Values[both & 15] * scale;

@@ -10,7 +10,8 @@
 //
 //   value = scale * number, in fp32, rounded to nearest even where it is decoded to bf16
 //
-// The numbers stay where they are published; scales are kept in memory.
+// The numbers stay where they are published; scales are kept in memory, but those of experts, which are read
+// with their numbers.
 //
 // Immutable; thread-safe.
 #ifndef PENSTOCK_MODELS_WEIGHTS_SCALED_WEIGHTS_H_
@@ -41,6 +42,8 @@ class ScaledMatrix {
   ScaledMatrix(int64_t columns, int64_t block_rows, int64_t block_columns, std::vector<float> scales);
   // mxfp4: `columns` are a multiple of kMxfp4Block.
   ScaledMatrix(int64_t columns, std::vector<uint8_t> exponents);
+  // mxfp4, with exponents that lie elsewhere and outlive it: [rows, columns / kMxfp4Block].
+  ScaledMatrix(int64_t columns, const std::byte* exponents);
   // Of `rows` rows, with the scale 1.
   static ScaledMatrix Plain(ScaledCode code, int64_t rows, int64_t columns);
 
@@ -61,6 +64,7 @@ class ScaledMatrix {
   const int64_t columns_, block_rows_ = 1, block_columns_ = kMxfp4Block;
   const std::vector<float> scales_;
   const std::vector<uint8_t> exponents_;
+  const uint8_t* const elsewhere_ = nullptr;  // exponents that are not its own
 };
 
 // The number of each code: 256 of fp8, 16 of mxfp4.

@@ -201,9 +201,9 @@ absl::Status WeightImport::TakeFp8(const PublishedTensor& tensor, const Sources&
 }
 
 absl::StatusOr<WeightImport::Source> WeightImport::TakeMxfp4(const PublishedTensor& tensor,
-                                                             const Sources& there,
+                                                             const std::string& name, uint64_t matrices,
+                                                             uint64_t index, const Sources& there,
                                                              std::set<std::string>* known) const {
-  const std::string name = WithoutPrefix(tensor.name);
   const auto blocks = there.find(name + "_blocks"), scales = there.find(name + "_scales");
   if (blocks == there.end()) return Source{};
   const auto rows = static_cast<uint64_t>(tensor.rows);
@@ -211,16 +211,29 @@ absl::StatusOr<WeightImport::Source> WeightImport::TakeMxfp4(const PublishedTens
   const auto is = [&](const Sources::const_iterator& at, const std::vector<uint64_t>& shape) {
     return at != there.end() && at->second.info->dtype == swap::Dtype::kU8 && at->second.info->shape == shape;
   };
-  if (tensor.transposed || tensor.columns % kMxfp4Block != 0 ||
-      !is(blocks, {rows, groups, kMxfp4Block / 2}) || !is(scales, {rows, groups})) {
-    return WrongWeights(path_, absl::StrCat(blocks->second.info->name, " and ", name, "_scales are not [",
-                                            rows, ", ", groups, ", 16] and [", rows, ", ", groups,
-                                            "] of U8, as this model's matrix has them in mxfp4"));
+  std::vector<uint64_t> of_scales = {rows, groups};
+  if (matrices > 0) of_scales.insert(of_scales.begin(), matrices);
+  std::vector<uint64_t> of_blocks = of_scales;
+  of_blocks.push_back(kMxfp4Block / 2);
+  if (tensor.transposed || tensor.columns % kMxfp4Block != 0 || !is(blocks, of_blocks) ||
+      !is(scales, of_scales)) {
+    return WrongWeights(path_, absl::StrCat(blocks->second.info->name, " and ", name, "_scales are not ",
+                                            ShapeText(of_blocks), " and ", ShapeText(of_scales),
+                                            " of U8, as this model has them in mxfp4"));
   }
-  std::vector<uint8_t> exponents(rows * groups);
-  RETURN_IF_ERROR(
-      scales->second.file->Read(*scales->second.info, 0, std::as_writable_bytes(std::span(exponents))));
+  std::vector<uint8_t> exponents;
+  if (matrices == 0) {
+    exponents.resize(rows * groups);
+    RETURN_IF_ERROR(
+        scales->second.file->Read(*scales->second.info, 0, std::as_writable_bytes(std::span(exponents))));
+  }
   Source source = blocks->second;
+  if (matrices > 0) {
+    source.first = static_cast<int64_t>(index * rows * groups * (kMxfp4Block / 2));
+    source.scales_file = scales->second.file;
+    source.scales_offset = scales->second.info->offset + index * rows * groups;
+    source.scales_bytes = rows * groups;
+  }
   source.scaled = std::make_shared<const ScaledMatrix>(tensor.columns, std::move(exponents));
   known->insert({blocks->first, scales->first});
   return source;
@@ -232,6 +245,14 @@ absl::StatusOr<WeightImport::Source> WeightImport::TakeOtherPlace(const Publishe
   for (const OtherPlace& place : tensor.other_places) {
     const std::string name = WithoutPrefix(place.name);
     const auto found = there.find(name);
+    // Of a tensor that has whole matrices alone.
+    const bool whole = tensor.columns > 0 && place.shape.size() == 3 &&
+                       place.shape[1] * place.shape[2] == static_cast<uint64_t>(tensor.elements());
+    if (found == there.end() && takes_scaled_ && whole) {
+      const auto index = static_cast<uint64_t>(place.first / tensor.elements());
+      ASSIGN_OR_RETURN(Source source, TakeMxfp4(tensor, name, place.shape.front(), index, there, known));
+      if (source.file != nullptr) return source;
+    }
     if (found == there.end()) continue;
     const swap::TensorInfo& info = *found->second.info;
     if (info.shape != place.shape) {
@@ -249,6 +270,7 @@ absl::StatusOr<WeightImport::Source> WeightImport::TakeOtherPlace(const Publishe
     known->insert(name);
     Source source = found->second;
     source.first = place.first;
+    source.turned = place.transposed;
     return source;
   }
   return Source{};
@@ -262,7 +284,7 @@ absl::Status WeightImport::Find(const Sources& there) {
     known.insert(name);
     const auto found = there.find(name);
     if (found == there.end() && takes_scaled_ && tensor.columns > 0) {
-      ASSIGN_OR_RETURN(Source source, TakeMxfp4(tensor, there, &known));
+      ASSIGN_OR_RETURN(Source source, TakeMxfp4(tensor, name, /*matrices=*/0, /*index=*/0, there, &known));
       if (source.scaled != nullptr) {
         scaled = true;
         sources_.push_back(std::move(source));
@@ -272,6 +294,7 @@ absl::Status WeightImport::Find(const Sources& there) {
     if (found == there.end() && !tensor.other_places.empty()) {
       ASSIGN_OR_RETURN(Source source, TakeOtherPlace(tensor, there, &known));
       if (source.file != nullptr) {
+        scaled |= source.scaled != nullptr;
         sources_.push_back(std::move(source));
         continue;
       }
@@ -309,6 +332,7 @@ absl::Status WeightImport::Find(const Sources& there) {
                                            : ""));
     }
     sources_.push_back(found->second);
+    sources_.back().turned = tensor.transposed;
   }
   for (const auto& [name, source] : there) {
     if (known.count(name) > 0 || IsPassedOver(name)) continue;

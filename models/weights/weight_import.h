@@ -66,8 +66,8 @@ class WeightImport {
   // Elements [from, to) of tensor `i` of the layout, likewise.
   absl::Status ReadTensor(size_t i, int64_t from, int64_t to, float* out) {
     const PublishedTensor& tensor = layout_.tensors[i];
-    return tensor.transposed ? ReadTurned(tensor, sources_[i], from, to, out)
-                             : ReadPlain(sources_[i], from, to, out);
+    return sources_[i].turned ? ReadTurned(tensor, sources_[i], from, to, out)
+                              : ReadPlain(sources_[i], from, to, out);
   }
 
   // Where tensor `i` of the layout lies, for who reads it in place.
@@ -78,12 +78,23 @@ class WeightImport {
     // Of a coded matrix, which is row by row as kept, even where it is published turned.
     std::optional<kernels::WeightCode> code;
     std::shared_ptr<const ScaledMatrix> scaled;  // of a matrix with scales of its own; else null
+    bool turned = false;                         // a matrix that lies there as [columns, rows]
+    // Of an expert's matrix in mxfp4, whose `scaled` has no scales: where the exponents are. 0 bytes: it has.
+    std::string scales_path = {};
+    uint64_t scales_offset = 0, scales_bytes = 0;
   };
   Place PlaceOf(size_t i) const {
     const Source& source = sources_[i];
     const uint64_t before = static_cast<uint64_t>(source.first) * swap::DtypeBytes(source.info->dtype);
-    return {source.file->path(), source.file->data_start() + source.info->offset + before, source.info->dtype,
-            CodeOf(i), source.scaled};
+    Place place = {source.file->path(), source.file->data_start() + source.info->offset + before,
+                   source.info->dtype,  CodeOf(i),
+                   source.scaled,       source.turned && !CodeOf(i).has_value()};
+    if (source.scales_bytes > 0) {
+      place.scales_path = source.scales_file->path();
+      place.scales_offset = source.scales_file->data_start() + source.scales_offset;
+      place.scales_bytes = source.scales_bytes;
+    }
+    return place;
   }
   // Null: not packed.
   const std::optional<PackedWeights>& packed() const { return packed_; }
@@ -93,7 +104,11 @@ class WeightImport {
     const swap::SafetensorsReader* file = nullptr;
     const swap::TensorInfo* info = nullptr;
     std::shared_ptr<const ScaledMatrix> scaled = nullptr;
-    int64_t first = 0;  // element of the file's tensor that the model's begins with
+    int64_t first = 0;    // element of the file's tensor that the model's begins with
+    bool turned = false;  // the model's lies there as [columns, rows]
+    // Place::scales_bytes, and where they begin in that file's data.
+    const swap::SafetensorsReader* scales_file = nullptr;
+    uint64_t scales_offset = 0, scales_bytes = 0;
   };
   using Sources = std::map<std::string, Source>;  // by name, without the prefix
   WeightImport(std::string path, ModelLayout layout) : path_(std::move(path)), layout_(std::move(layout)) {}
@@ -106,8 +121,10 @@ class WeightImport {
   // Sets `scaled` of a source whose matrix has scales of its own, and adds their names to `known`.
   absl::Status TakeFp8(const PublishedTensor& tensor, const Sources& there, Source* source,
                        std::set<std::string>* known) const;
-  absl::StatusOr<Source> TakeMxfp4(const PublishedTensor& tensor, const Sources& there,
-                                   std::set<std::string>* known) const;
+  // Of the matrices of this shape that lie under `name`, one behind the other: number `index` of `matrices`;
+  // 0: it is a matrix. Without a file: it is not there in mxfp4.
+  absl::StatusOr<Source> TakeMxfp4(const PublishedTensor& tensor, const std::string& name, uint64_t matrices,
+                                   uint64_t index, const Sources& there, std::set<std::string>* known) const;
   // Where a tensor that has not its own name there has another place. Without a file: it has none.
   absl::StatusOr<Source> TakeOtherPlace(const PublishedTensor& tensor, const Sources& there,
                                         std::set<std::string>* known) const;

@@ -36,6 +36,7 @@ def tiny(family):
         "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
         "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
         "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
+        "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
     }[family]
     if not hasattr(transformers, config):
         pytest.skip(f"this transformers has no {config}")
@@ -57,6 +58,7 @@ def tiny(family):
         "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 24, "head_dim": 24, "norm_topk_prob": True},
         "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None},
         "granitemoe": {"num_local_experts": 5, "residual_multiplier": 0.25, "attention_multiplier": 0.125, "logits_scaling": 5.0},
+        "gpt_oss": {"intermediate_size": 96, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 30, "swiglu_limit": 0.05},
     }.get(family, {})
     made = getattr(transformers, config)(**{**LLAMA, **more}, tie_word_embeddings=family in ("qwen2", "gemma2", "gemma3"))
     made._attn_implementation = "eager"
@@ -96,7 +98,7 @@ def test_greedy_tokens_are_those_of_transformers(directory, family):
     assert [text.prompt_tokens for text in texts] == [len(prompt) for prompt in prompts]
 
 
-MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"]
 
 
 @pytest.mark.parametrize("family", MIXTURES)

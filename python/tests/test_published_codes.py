@@ -186,3 +186,54 @@ def test_inspect_names_their_types(tmp_path):
         assert done.returncode == 0 and name in done.stdout and words in done.stdout, done
         assert json.loads(program("inspect", coded, "--json").stdout)["form"] == name
         assert json.loads(program("inspect", whole, "--json").stdout)["form"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_experts_of_gpt_oss_are_read_as_they_are_published(tmp_path, dtype):
+    torch.manual_seed(5)
+    model = tiny("gpt_oss").eval()
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    model.config.torch_dtype = dtype
+    published, formula = {}, {}
+    for name, value in model.state_dict().items():
+        which = name.rsplit(".", 1)[1]
+        if which not in ("gate_up_proj", "down_proj") or ".experts." not in name:
+            value = (value * (6 if value.dim() > 1 and not which.endswith("_bias") else 1)).to(dtype)
+            published[name] = value.contiguous()
+            if ".experts." not in name:
+                formula[name] = value.contiguous()
+                continue
+            for number, bias in enumerate(value):
+                formula[name.replace(which, f"{number}.{which[:-5]}.bias")] = bias.contiguous()
+            continue
+        codes, scales, decoded = [], [], []
+        for number, turned in enumerate(value):
+            made, whole = mxfp4("w", 6 * turned.T.contiguous() * torch.exp(torch.linspace(-1, 1, turned.shape[1]))[:, None], None)
+            codes.append(made["w_blocks"])
+            scales.append(made["w_scales"])
+            decoded.append(whole.T)
+            formula[name.replace(which, f"{number}.{which}.weight")] = whole.to(dtype)
+        published[name + "_blocks"], published[name + "_scales"] = torch.stack(codes), torch.stack(scales)
+        value.copy_(torch.stack(decoded))
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    directories = {"coded": (published, {"quantization_config": FORMS["gpt-oss"][0]}), "formula": (formula, {})}
+    for name, (tensors, more) in directories.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, **more}))
+    expected = texts(tmp_path / "formula")
+    assert texts(tmp_path / "coded") == expected
+    with pytest.raises(MemoryError) as small:
+        penstock.LLM(tmp_path / "coded", host_memory="1MiB")
+    least = int(str(small.value).rsplit("(", 1)[1].split()[0])
+    assert texts(tmp_path / "coded", host_memory=least) == expected
+    if dtype == torch.float32:
+        for name, value in published.items():
+            if name in dict(model.named_parameters()):
+                model.get_parameter(name).data.copy_(value)
+        reference = logits_of(model, PROMPT)[0].double().log_softmax(-1)
+        assert expected[0][1][0][0] == pytest.approx(float(reference[expected[0][0][0]]), abs=2e-3)
+    tensors = {**published, "model.layers.0.mlp.experts.down_proj_scales": published["model.layers.0.mlp.experts.down_proj_scales"][:-1]}
+    save_file(tensors, tmp_path / "coded" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"down_proj_scales are not \[6, 64, 3, 16\] and \[6, 64, 3\] of U8"):
+        penstock.LLM(tmp_path / "coded")

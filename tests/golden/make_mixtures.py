@@ -26,6 +26,10 @@ CASES = [
     ("olmoe", {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True, "attention_bias": True}),
     ("granitemoe", {"num_local_experts": 6, "num_experts_per_tok": 2, "embedding_multiplier": 6.0, "residual_multiplier": 0.25,
                     "attention_multiplier": 0.125, "logits_scaling": 5.0, "tie_word_embeddings": True}),
+    # Limits that clamp.
+    ("gpt_oss", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5, "swiglu_limit": 0.25,
+                 "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 8}}),
+    ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 4, "attention_bias": False, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
 ]
 # How files with a tensor for each matrix name an expert's gate, up and down. (Granite's files have none.)
 SEPARATE = {"mixtral": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
@@ -52,11 +56,18 @@ def fill(model, kind):
             layer = name.split(".experts.")[0].rsplit(".", 1)[0] + "."
             if name == "lm_head.weight" and model.config.tie_word_embeddings:
                 continue
-            if name.endswith("experts.gate_up_proj"):
+            if name.endswith("experts.gate_up_proj") and kind != "gpt_oss":
                 half = value.shape[1] // 2
                 for e in range(value.shape[0]):
                     value[e, :half] = drawn(layer + gate.format(e) + ".weight", value[e, :half].shape)
                     value[e, half:] = drawn(layer + up.format(e) + ".weight", value[e, half:].shape)
+            elif kind == "gpt_oss" and ".experts." in name:  # an expert's are named by themselves, and turned there
+                which = name.rsplit(".", 1)[1]
+                for e in range(value.shape[0]):
+                    if which.endswith("_bias"):
+                        value[e] = drawn(f"{layer}mlp.experts.{e}.{which[:-5]}.bias", value[e].shape)
+                    else:
+                        value[e] = drawn(f"{layer}mlp.experts.{e}.{which}.weight", value[e].T.shape).T
             elif name.endswith("experts.down_proj"):
                 for e in range(value.shape[0]):
                     value[e] = drawn(layer + down.format(e) + ".weight", value[e].shape)

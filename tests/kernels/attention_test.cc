@@ -15,6 +15,7 @@ struct Case {
   float scale;
   Values kind = Values::kNormal;
   float cap = 0;
+  std::vector<float> sinks = {};  // of the heads
 };
 
 // What an element of `type` holds after `value` was put there, and its bytes.
@@ -100,6 +101,11 @@ std::vector<float> Definition(const Case& c, const Input& in) {
           of_head[d] = std::fmaf(e[p], key(first + p)[c.key_heads * c.depth + d], of_head[d]);
       }
     }
+    if (!c.sinks.empty()) {
+      const float top = c.sinks[h] > most ? c.sinks[h] : most, factor = Exp(most - top);
+      sum = std::fmaf(sum, factor, Exp(c.sinks[h] - top));
+      for (size_t d = 0; d < c.depth; ++d) of_head[d] *= factor;
+    }
     for (size_t d = 0; d < c.depth; ++d) of_head[d] /= sum;
   }
   return out;
@@ -114,8 +120,9 @@ void ExpectDefinition(const Case& c) {
     Misaligned<float> out(std::vector<float>(expected.size(), 7.0f), 12);
     for (size_t head = 0; head < c.key_heads; ++head) {  // each by itself, the last first
       const size_t first = c.key_heads - 1 - head;
-      Attend({c.type, records.data(), c.positions, c.key_heads, c.depth, c.cap}, queries.data(), c.heads,
-             c.scale, first, first + 1, out.data());
+      Attend({c.type, records.data(), c.positions, c.key_heads, c.depth, c.cap,
+              c.sinks.empty() ? nullptr : c.sinks.data()},
+             queries.data(), c.heads, c.scale, first, first + 1, out.data());
     }
     ASSERT_TRUE(out.GuardsIntact());
     ASSERT_TRUE(SameFloats(out.Get(), expected))
@@ -132,6 +139,8 @@ TEST(AttentionTest, EveryLevelHasTheBitsOfTheDefinition) {
         ExpectDefinition({type, 4, 2, depth, positions, 0.3f});
         ExpectDefinition({type, 3, 3, depth, positions, 4.0f});
         ExpectDefinition({type, 4, 2, depth, positions, 2.0f, Values::kNormal, 5.0f});
+        ExpectDefinition(
+            {type, 4, 2, depth, positions, 0.5f, Values::kNormal, 0, {-40.0f, 0.3f, 2.5f, 60.0f}});
       }
     }
     for (const Values kind : AllValues()) ExpectDefinition({type, 2, 1, 20, 70, 0.5f, kind});
@@ -163,6 +172,30 @@ TEST(AttentionTest, ItIsTheSoftmaxOfTheScores) {
         EXPECT_NEAR(out[h * c.depth + d], mixed, 2e-6 * (1 + double{scale} * 40)) << scale;
       }
     }
+  }
+}
+
+TEST(AttentionTest, ASinkTakesItsShareOfTheSoftmaxAndGivesNoValue) {
+  const Case c = {DType::kFp32, 2, 1, 24, 150, 1.0f};
+  const Input in(c);
+  std::vector<float> plain(2 * c.depth), out(plain.size());
+  const AttentionRecords records = {c.type, in.records.data(), c.positions, 1, c.depth};
+  Attend(records, in.queries.data(), 2, c.scale, 0, 1, plain.data());
+  const float sinks[] = {1.5f, -2.0f};
+  AttentionRecords with = records;
+  with.sinks = sinks;
+  Attend(with, in.queries.data(), 2, c.scale, 0, 1, out.data());
+  for (size_t h = 0; h < 2; ++h) {
+    double sum = 0;
+    for (size_t p = 0; p < c.positions; ++p) {
+      double score = 0;
+      for (size_t d = 0; d < c.depth; ++d)
+        score += double{in.queries[h * c.depth + d]} * double{in.records[p * 2 * c.depth + d]};
+      sum += std::exp(score);
+    }
+    const double share = sum / (sum + std::exp(double{sinks[h]}));
+    for (size_t d = 0; d < c.depth; ++d)
+      EXPECT_NEAR(out[h * c.depth + d], share * double{plain[h * c.depth + d]}, 1e-4);
   }
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
+#include <utility>
 
 #include "tests/kernels/kernel_testing.h"
 
@@ -83,18 +85,27 @@ TEST(LayerTest, NormsAreThoseOfTheRowsAtEveryLevel) {
   }
 }
 
-TEST(LayerTest, ANormWhoseWeightsCountFromOneIsRoundedOnce) {
-  for (const DType type : kTypes) {
+TEST(LayerTest, ANormWhoseWeightsCountFromOneIsRoundedOnceAndSoIsOneThatIsAskedTo) {
+  for (const auto& [type, from_one] :
+       {std::pair(DType::kFp32, true), {DType::kFp32, false}, {DType::kBf16, true}, {DType::kBf16, false}}) {
     for (const size_t n : kLengths) {
       const Elements x(type, Random(n, Values::kNormal, n)), weight(type, Random(n, Values::kNormal, 2));
-      const NormRows in = {type, x.bytes.data(), 1, n, weight.bytes.data(), nullptr, 1e-5F, true};
+      const NormRows in = {.type = type,
+                           .x = x.bytes.data(),
+                           .rows = 1,
+                           .columns = n,
+                           .weight = weight.bytes.data(),
+                           .bias = nullptr,
+                           .epsilon = 1e-5F,
+                           .from_one = from_one,
+                           .rounds_normal = false};
       const auto out = AtEveryLevel(type, n, [&](void* to) { RootMeanSquareNorm(in, to); });
       double squares = 0;
       for (const float value : x.wide) squares += static_cast<double>(value) * value;
       const double deviation = std::sqrt(squares / static_cast<double>(n) + 1e-5);
       for (size_t i = 0; i < n; ++i) {
         // Half a unit of bf16's last place is 2^-8 at most.
-        const double exact = (1.0 + weight.wide[i]) * x.wide[i] / deviation;
+        const double exact = ((from_one ? 1.0 : 0.0) + weight.wide[i]) * x.wide[i] / deviation;
         EXPECT_NEAR(out[i], exact, std::fabs(exact) * (type == DType::kFp32 ? 1e-6 : 0x1p-8 + 1e-6));
       }
     }
@@ -227,6 +238,21 @@ TEST(LayerTest, SumsAreRoundedOnce) {
       for (size_t i = 0; i < n; ++i) exact.push_back(a.wide[i] + b.wide[i]);
       EXPECT_TRUE(SameFloats(sum, Elements(type, exact).wide));
     }
+  }
+}
+
+TEST(LayerTest, PairsAreSplitAndClamped) {
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN(),
+                  kInf = std::numeric_limits<float>::infinity();
+  const std::vector<float> pairs = {1,    2,     8,     8,    -8,    -8,    7,    -7,
+                                    kInf, -kInf, -kInf, kInf, 0.25F, -0.5F, kNan, kNan};
+  for (const DType type : kTypes) {
+    const Elements in(type, pairs);
+    const size_t n = pairs.size() / 2;
+    std::vector<uint8_t> first(n * BytesPerElement(type)), second(first.size());
+    SplitClampedPairs(type, in.bytes.data(), 7, n, first.data(), second.data());
+    EXPECT_TRUE(SameFloats(Widened(type, first), {1, 7, -8, 7, 7, -kInf, 0.25F, kNan}));
+    EXPECT_TRUE(SameFloats(Widened(type, second), {3, 8, -6, -6, -6, 8, 0.5F, kNan}));
   }
 }
 

@@ -43,7 +43,13 @@ inline std::vector<nlohmann::json> MixtureConfigs() {
        {"num_local_experts", 5},
        {"num_experts_per_tok", 2},
        {"residual_multiplier", 0.5},
-       {"logits_scaling", 3.0}}};
+       {"logits_scaling", 3.0}},
+      {{"model_type", "gpt_oss"},
+       {"num_local_experts", 7},
+       {"num_experts_per_tok", 3},
+       {"head_dim", 24},
+       {"sliding_window", 40},
+       {"swiglu_limit", 0.5}}};
   for (nlohmann::json& config : all) {
     nlohmann::json whole = base;
     whole.update(config);
@@ -76,7 +82,16 @@ inline void WriteFused(const std::string& directory, const nlohmann::json& confi
       of.resize(elements);
     }
     const auto first = has_other ? tensor.other_places[other].first : 0;
-    std::copy(own.begin(), own.end(), of.begin() + first);
+    if (!has_other || !tensor.other_places[other].transposed) {
+      std::copy(own.begin(), own.end(), of.begin() + first);
+      continue;
+    }
+    for (int64_t row = 0; row < tensor.rows; ++row) {
+      for (int64_t column = 0; column < tensor.columns; ++column) {
+        of[static_cast<size_t>(first + column * tensor.rows + row)] =
+            own[static_cast<size_t>(row * tensor.columns + column)];
+      }
+    }
   }
   auto writer =
       swap::SafetensorsWriter::Create(directory + "/model.safetensors", infos, {}, /*overwrite=*/true);
