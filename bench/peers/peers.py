@@ -130,14 +130,16 @@ def run(command, limit=0, timeout=3600, env=None):
             list(map(str, group.wrap(command))), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, **(env or {})},
         )  # fmt: skip
+        late = False
         try:
             output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
+            late = True
             process.kill()
             output, errors = process.communicate()
-            errors += f"\nno end after {timeout} s"
+            errors += f"\nno end after {timeout:.0f} s"
     lines = [line for line in errors.splitlines() if line.strip()]
-    if process.returncode < 0:  # what it said last is no reason
+    if process.returncode < 0 and not late:  # what it said last is no reason
         lines.append(f"ended by {signal.Signals(-process.returncode).name}")
     return {"status": process.returncode, "output": output, "error": lines[-1] if lines else ""}
 
