@@ -543,3 +543,33 @@ def test_trainer_under_torchrun(directory):
     assert ranks["loaded"] == pytest.approx(plain["loaded"], abs=1e-4)
     assert (directory / "ranks" / "checkpoint-4" / "global_step4" / "rank-1").is_dir()
     assert os.listdir(directory / "nvme") == []
+
+
+def test_an_engine_that_has_begun_loads_on_deepspeeds_scratch(directory, on_ranks):
+    """nvme_path is scratch of each process: no rank sees the parts of the others there."""
+    told = on_ranks(
+        """
+        import sys
+        import penstock.deepspeed as deepspeed
+        import torch
+        sys.path.insert(0, sys.argv[2])
+        from engine_models import batches, net, step
+        deepspeed.init_distributed()
+        nvme = {"device": "nvme", "nvme_path": sys.argv[1] + "/nvme"}
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+        engine, *_ = deepspeed.initialize(model=net(), config=config)
+        steps = batches(6, seed=1 + engine.local_rank)
+        losses = [step(engine, batch) for batch in steps[:3]]
+        engine.save_checkpoint(sys.argv[1] + "/kept")
+        after = [step(engine, batch) for batch in steps[3:]]
+        engine.load_checkpoint(sys.argv[1] + "/kept")
+        again = [step(engine, batch) for batch in steps[3:]]
+        engine.destroy()
+        print(after == again, engine.world_size, len(set(after)))
+        """,
+        2,
+        directory,
+        os.path.dirname(__file__),
+    )
+    assert [(status, out.splitlines()[-1:]) for status, out, _ in told] == [(0, ["True 2 3"])] * 2, told

@@ -31,6 +31,7 @@ class Places:
         self._overwrite = overwrite
         self._asked_ns = _asked_ns()
         self._made = False
+        self._begun = False
         self._mine: Set[str] = set()
 
     def made(self, whether: bool) -> None:
@@ -81,6 +82,7 @@ class Places:
 
     def hold(self) -> None:
         """Reserves the directories within this process, until ``let_go``."""
+        self._begun = True
         self._mine = {os.path.realpath(directory) for directory in self.own()}
         _held.update(self._mine)
 
@@ -135,7 +137,8 @@ class Places:
     def check_ranks(self) -> None:
         """ValueError: the run in the directories is of another number of ranks: it is neither resumed nor replaced. OSError: they cannot be read."""
         dirs, world = self._settings.state_dirs, self._run.ranks.world
-        there = _core.ranks_of(dirs) if dirs else 0
+        # What this engine itself has left there may be less than all ranks: each may have a directory of its own.
+        there = _core.ranks_of(dirs) if dirs and not (self._begun or self._made) else 0
         known = self._run.ranks.texts("the number of ranks", str(there))
         for theirs in map(int, known):
             if theirs in (0, world):
