@@ -38,6 +38,24 @@ constexpr uint64_t kLargestConfig = uint64_t{1} << 20;
 // Stages 1 and 2, where DeepSpeed does not look at offload_param.
 bool KeepsWeightsWhole(const ZeroConfig& zero) { return zero.stage == 1 || zero.stage == 2; }
 
+// penstock.dtype is what bf16.enabled and fp16.enabled say, in one key.
+absl::Status TakeDtype(Config* config) {
+  if (!config->penstock.dtype.has_value()) return absl::OkStatus();
+  const std::string& dtype = *config->penstock.dtype;
+  const bool is_bf16 = dtype == "bf16", is_fp16 = dtype == "fp16";
+  const auto contradicts = [&](const char* key, std::optional<bool> said, bool meant) {
+    return !said.has_value() || *said == meant
+               ? absl::OkStatus()
+               : absl::InvalidArgumentError(absl::StrCat("penstock.dtype: ", dtype, " beside ", key, ": ",
+                                                         *said ? "true" : "false", "; leave one of them out"));
+  };
+  RETURN_IF_ERROR(contradicts("bf16.enabled", config->bf16, is_bf16));
+  RETURN_IF_ERROR(contradicts("fp16.enabled", config->fp16.enabled, is_fp16));
+  config->bf16 = is_bf16;
+  config->fp16.enabled = is_fp16;
+  return absl::OkStatus();
+}
+
 // What no single key can be blamed for.
 absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
   if (c.fp16.enabled.value_or(false) && c.bf16.value_or(false)) {
@@ -174,6 +192,7 @@ absl::StatusOr<ParsedConfig> ParseConfigJson(const nlohmann::ordered_json& json)
                       .autos = std::move(keys.autos),
                       .deepspeeds = json.size() != 1 || !json.contains("penstock")};
   Fill(keys.served, &parsed.config);
+  RETURN_IF_ERROR(TakeDtype(&parsed.config));
   RETURN_IF_ERROR(CheckTogether(parsed.config, parsed.notes));
   return parsed;
 }

@@ -235,6 +235,11 @@ struct PenstockConfig {
   std::optional<double> wear_budget_tb;          // terabytes that the run is to write to drives at the most
   std::optional<std::vector<std::string>> blocks;  // modules that are fetched as one; Python's
   std::optional<int64_t> forwards_per_step;        // likewise
+  std::optional<std::string> dtype;                // "fp32", "bf16" or "fp16": bf16 and fp16 say it too
+  std::optional<int64_t> seed;                     // of what the engine draws; Python's, as all that follow
+  std::optional<std::string> device;               // "cpu", "cuda" or "cuda:1"
+  std::optional<bool> progress;
+  std::optional<double> rank_timeout;  // seconds
 
   bool operator==(const PenstockConfig&) const = default;
 };

@@ -42,6 +42,7 @@ absl::Status SetDType(const ordered_json& value, Config* config) {
 absl::Status TakeKeywords(Keywords keywords, Config* config) {
   if (IsGiven(keywords, "dtype")) {
     RETURN_IF_ERROR(SetDType(keywords["dtype"], config));
+    keywords.erase("dtype");
   }
   RETURN_IF_ERROR(TakeGiven(keywords, config));
   if (IsGiven(keywords, "state_dir") && !IsGiven(keywords, "offload"))

@@ -146,6 +146,10 @@ constexpr std::string_view kCometsClient =
 constexpr std::string_view kPythonsModels =
     "it is about models of Python, whose front end serves it; the command line knows the blocks of its "
     "models";
+constexpr std::string_view kSeedFlag = "the command line's seed is --seed";
+constexpr std::string_view kDeviceFlag = "the command line's device is --device";
+constexpr std::string_view kQuietFlag = "the command line prints its progress without --quiet";
+constexpr std::string_view kRankTimeoutFlag = "the command line's timeout is --rank-timeout";
 constexpr std::string_view kRankOrderSum =
     "gradients cross ranks as bytes and are summed in fp32 in the order of ranks";
 
@@ -1005,6 +1009,44 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .EachStart()
         .OnCommandLine(kPythonsModels)
         .At([](auto& c) -> auto& { return c.penstock.forwards_per_step; }),
+    Choice("dtype", "fp32|bf16|fp16")
+        .Says("Type of weights and activations, in the place of bf16.enabled and fp16.enabled, which it may "
+              "not contradict",
+              "what bf16 and fp16 say")
+        .Python("what bf16 and fp16 say, else fp32")
+        .Keyword("dtype")
+        .Fixed("")
+        .At([](auto& c) -> auto& { return c.penstock.dtype; }),
+    Whole("seed", 0, 0x1p62)
+        .Says("Seed of what the engine itself draws: the rounding of 8-bit optimizer states", "1")
+        .Keyword("seed")
+        .Fixed("")
+        .OnCommandLine(kSeedFlag)
+        .At([](auto& c) -> auto& { return c.penstock.seed; }),
+    Text("device")
+        .Says("Device that computes forward and backward: cpu, cuda or cuda:1", "the GPU where torch has one")
+        .Keyword("device")
+        .EachStart()
+        .OfRank()
+        .OnCommandLine(kDeviceFlag)
+        .At([](auto& c) -> auto& { return c.penstock.device; }),
+    Bool("progress")
+        .Says("Draws a line with step, loss, tokens and bytes a second",
+              "where a terminal or a notebook shows it; from deepspeed.initialize: false")
+        .Keyword("progress")
+        .EachStart()
+        .OfRank()
+        .OnCommandLine(kQuietFlag)
+        .At([](auto& c) -> auto& { return c.penstock.progress; }),
+    Number("rank_timeout", 1)
+        .Says("Heartbeat timeout of other ranks in seconds; 10 times as long for the rendezvous, 60 times "
+              "for a rank that answers but makes no progress",
+              "30")
+        .Keyword("rank_timeout")
+        .EachStart()
+        .OfRank()
+        .OnCommandLine(kRankTimeoutFlag)
+        .At([](auto& c) -> auto& { return c.penstock.rank_timeout; }),
 });
 
 // Settings of the command line and of Python that configurations do not have.
@@ -1062,13 +1104,9 @@ constexpr auto kNoKeys = std::to_array<Setting>({
     OnlyFlag("--config").Says("DeepSpeed's JSON; flags win over it").Keyword("config"),
     OnlyFlag("--device")
         .Says("Device for forward and backward: cpu or cuda", "cpu")
-        .Keyword("device")
-        .Python("the GPU where torch has one")
         .OfRank(),
     OnlyFlag("--dtype")
         .Says("Type of weights and activations: bf16, fp16, fp32 or auto", "auto")
-        .Keyword("dtype")
-        .Python("fp32")
         .Fixed("dtype"),
     OnlyFlag("--steps")
         .Says("Number of the last step, counted from the start of the run", "100")
@@ -1081,7 +1119,6 @@ constexpr auto kNoKeys = std::to_array<Setting>({
         .ByName("schedule"),
     OnlyFlag("--seed")
         .Says("Seed of initial values, data order and dropout", "1")
-        .Keyword("seed")
         .Fixed("seed"),
     OnlyFlag("--threads").Says("Intra-op threads, recorded with the run", "one per core").Once("threads"),
     OnlyFlag("--resume")
@@ -1112,7 +1149,6 @@ constexpr auto kNoKeys = std::to_array<Setting>({
               "for a rank "
               "that answers but makes no progress",
               "30")
-        .Keyword("rank_timeout")
         .Of(Verb::kTrain),
     OnlyFlag("--report").OfRank().Says("Write the run's report, a JSON file").Of(Verb::kTrain),
     OnlyFlag("--log")
@@ -1126,9 +1162,6 @@ constexpr auto kNoKeys = std::to_array<Setting>({
     OnlyFlag("--trace").OfRank().Says("Write a trace for Perfetto or chrome://tracing").Of(Verb::kTrain),
     OnlyFlag("--check").OfRank().Says("Validate flags and config, then exit").Of(Verb::kTrain),
     OnlyFlag("--quiet").OfRank().Says("Print no progress").Of(Verb::kTrain),
-    OnlyKeyword("progress")
-        .Says("Draws a line with step, loss, tokens and bytes a second",
-              "where a terminal or a notebook shows it"),
     OnlyKeyword("ranks").Says("Whether the processes of torch.distributed train together",
                               "they do where there are several"),
 });

@@ -606,7 +606,8 @@ def initialize(
     has_optimizer = optimizer is not None or bool(described.get("optimizer"))
     if lr_scheduler is not None and not has_optimizer:
         warnings.warn("lr_scheduler: accepted and ignored: there is no optimizer, here or in the configuration, and the engine evaluates only", stacklevel=2)
-    device = _accelerates_device()
+    own = described.get("penstock") or {}
+    device = own.get("device") or _accelerates_device()
     scratch: List[str] = []
     config_of_engine = _with_scratch(described, scratch)
     if not has_optimizer and not scratch:
@@ -621,7 +622,7 @@ def initialize(
         lr_scheduler=lr_scheduler if has_optimizer else None,
         overwrite=True,
         device=device,
-        progress=False,  # these scripts, and Trainer, say themselves how it goes
+        progress=None if "progress" in own else False,  # these scripts, and Trainer, say themselves how it goes
         ranks=None if has_optimizer else False,  # each has a copy of its own, on its drive
     )
     made = DeepSpeedEngine(engine, described, scratch, has_optimizer)

@@ -208,6 +208,11 @@ void BindSettings(nb::module_& module) {
                    [](Self self) { return self.resolved().config.train_batch_size.value_or(0); })
       .def_prop_ro("micro_batch_size", [](Self self) { return self.resolved().micro_batch_size.value_or(0); })
       .def_prop_ro("blocks", [](Self self) { return self.resolved().config.penstock.blocks; })
+      .def_prop_ro("seed", [](Self self) { return self.resolved().config.penstock.seed; })
+      .def_prop_ro("chosen_device", [](Self self) { return self.resolved().config.penstock.device; })
+      .def_prop_ro("draws_progress", [](Self self) { return self.resolved().config.penstock.progress; })
+      .def_prop_ro("chosen_rank_timeout",
+                   [](Self self) { return self.resolved().config.penstock.rank_timeout; })
       .def_prop_ro(
           "managed",
           [](Self self) { return self.resolved().config.managed_gradient_accumulation.value_or(true); })

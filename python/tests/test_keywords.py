@@ -842,7 +842,7 @@ KEYWORDS = {
         **of(SETTINGS, "dtype", "offload", "gradient_accumulation_steps", "forwards_per_step", "gradient_clipping", "blocks"),
         "resume": held(OPTIONS + "test_an_optimizers_groups_may_be_empty"),
         "overwrite": held(OPTIONS + "test_a_checkpoint_is_loaded_into_an_engine_that_has_begun"),
-        "seed": held("test_engine_mistakes.py: test_an_argument_of_another_kind_is_refused_by_name"),
+        "seed": held(OPTIONS + "test_a_seed_of_the_configuration_is_the_seed"),
         "device": held("test_device.py: test_losses_are_plain_pytorchs"),
         "progress": setting("progress", True),
         "ranks": alone,

@@ -544,6 +544,47 @@ def test_a_keyword_is_checked_as_its_key_is(tmp_path):
     assert not [each for each in caught if str(each.message).startswith("gradient_clipping")]
 
 
+def test_what_a_keyword_says_a_configuration_says_under_penstock(tmp_path):
+    own = {"seed": 7, "device": "cpu", "progress": True, "rank_timeout": 12.5, "dtype": "bf16"}
+    engine = penstock.initialize(model=net(), config={"penstock": own}, offload="none")[0]
+    assert (engine._settings.dtype, engine._settings.progress, engine._settings.rank_timeout, str(engine.device)) == ("bf16", True, 12.5, "cpu")
+    engine.close()
+    # Arguments win.
+    given = dict(progress=False, rank_timeout=3, dtype=torch.float32, offload="none")
+    engine = penstock.initialize(model=net(), config={"penstock": own}, **given)[0]
+    assert (engine._settings.dtype, engine._settings.progress, engine._settings.rank_timeout) == ("fp32", False, 3)
+    engine.close()
+    # Trainer and accelerate have no other way.
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
+    config = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}, "penstock": own}
+    engine = deepspeed.initialize(model=net(), config=config)[0]
+    assert engine.bfloat16_enabled() and engine.engine._settings.progress and engine.engine._settings.rank_timeout == 12.5
+    engine.destroy()
+    for wrong, told in (
+        ({"penstock": {"seed": -1}}, "penstock.seed: must be a whole number"),
+        ({"penstock": {"rank_timeout": 0.5}}, "penstock.rank_timeout: must be a number of 1 or more, not 0.5"),
+        ({"penstock": {"progress": "yes"}}, "penstock.progress: must be true or false"),
+        ({"penstock": {"dtype": "int8"}}, "penstock.dtype: must be one of fp32, bf16, fp16"),
+        ({"penstock": {"device": "tpu"}}, "device is 'tpu': 'cpu', 'cuda' or 'cuda:N'"),
+        ({"penstock": {"dtype": "fp32"}, "bf16": {"enabled": True}}, "penstock.dtype: fp32 beside bf16.enabled: true; leave one of them out"),
+        ({"penstock": {"dtype": "fp16"}, "fp16": {"enabled": False}}, "penstock.dtype: fp16 beside fp16.enabled: false"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            penstock.initialize(model=net(), config=wrong, offload="none")
+
+
+def test_a_seed_of_the_configuration_is_the_seed(tmp_path):
+    """It draws the rounding of 8-bit states."""
+
+    def losses(seed, **options):
+        own = {"optimizer_states": "8bit", **({} if seed is None else {"seed": seed})}
+        with make(net(), tmp_path / "run", config={"penstock": own}, overwrite=True, **options) as engine:
+            return [step(engine, batch) for batch in batches(6)]
+
+    default, other = losses(None), losses(7)
+    assert default == losses(1) and other == losses(None, seed=7) and other == losses(3, seed=7) and other != default
+
+
 def test_an_error_of_the_engine_names_settings_as_python_spells_them(tmp_path):
     engine = penstock.initialize(model=net(), offload="none", host_memory="16KiB", optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))[0]
     with pytest.raises(RuntimeError, match="too small: the least that works.* with offload='nvme' less would do") as raised:

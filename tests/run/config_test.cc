@@ -437,6 +437,22 @@ TEST(ParseConfig, EveryOptimizerHasItsOwnParameters) {
   EXPECT_THAT(Refusal(R"({"penstock": {"optimizer_states": "4bit"}})"), HasSubstr("fp32, bf16, 8bit"));
 }
 
+TEST(ParseConfig, OneKeySaysTheTypeOfWeights) {
+  const Config bf16 = Parse(R"({"penstock": {"dtype": "bf16"}})").config;
+  EXPECT_EQ(bf16.bf16, true);
+  EXPECT_EQ(bf16.fp16.enabled, false);
+  const Config fp16 =
+      Parse(R"({"penstock": {"dtype": "fp16"}, "fp16": {"enabled": "auto", "loss_scale": 8}})").config;
+  EXPECT_EQ(fp16.bf16, false);
+  EXPECT_EQ(fp16.fp16.enabled, true);
+  EXPECT_EQ(fp16.fp16.loss_scale, 8);
+  EXPECT_EQ(Parse(R"({"penstock": {"dtype": "bf16"}, "bf16": {"enabled": true}})").config.bf16, true);
+  EXPECT_EQ(Refusal(R"({"penstock": {"dtype": "fp32"}, "bf16": {"enabled": true}})"),
+            "penstock.dtype: fp32 beside bf16.enabled: true; leave one of them out");
+  EXPECT_EQ(Refusal(R"({"penstock": {"dtype": "bf16"}, "fp16": {"enabled": true}})"),
+            "penstock.dtype: bf16 beside fp16.enabled: true; leave one of them out");
+}
+
 TEST(ParseConfig, AdamMeansAdamWUnlessToldOtherwise) {
   EXPECT_TRUE(Parse(R"({"optimizer": {"type": "Adam"}})").config.optimizer.DecoupledDecay());
   EXPECT_FALSE(Parse(R"({"optimizer": {"type": "Adam", "params": {"adam_w_mode": false}}})")

@@ -126,6 +126,12 @@ TEST(Resolve, WithoutAConfigurationNothingIsClippedAndStateIsOnADrive) {
   const ordered_json own = {{"penstock", {{"sync", "power"}}}};
   EXPECT_EQ(Resolve(&own, {}, 1, true)->offload, OffloadDevice::kNone);
   EXPECT_EQ(Resolve(&own, {}, 1, true)->config.gradient_clipping, 0);
+  // A keyword wins over the key of its name.
+  const ordered_json half = {{"penstock", {{"dtype", "bf16"}, {"seed", 7}}}};
+  EXPECT_EQ(Resolve(&half, {}, 1, true)->dtype, kernels::DType::kBf16);
+  EXPECT_EQ(Resolve(&half, {{"dtype", "fp32"}}, 1, true)->dtype, kernels::DType::kFp32);
+  EXPECT_EQ(Resolve(&half, {}, 1, true)->config.penstock.seed, 7);
+  EXPECT_EQ(Resolve(&half, {{"seed", 3}}, 1, true)->config.penstock.seed, 3);
   const ordered_json empty = ordered_json::object();
   EXPECT_EQ(Resolve(&empty, {}, 1, true)->config.gradient_clipping, 1);
 }

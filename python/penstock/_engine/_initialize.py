@@ -18,6 +18,12 @@ from ._optimizer import EngineOptimizer, optimizer_of
 from ._ranks import world_size
 from ._settings import PathLike, Settings
 
+
+# The first that is given; None is not.
+def _first_of(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
 #: For initialize: the engine evaluates and generates only, whatever requires a gradient.
 NO_OPTIMIZER: Any = object()
 
@@ -41,16 +47,19 @@ def initialize(
     blocks: Optional[Sequence[str]] = None,
     resume: Union[bool, str] = False,
     overwrite: bool = False,
-    seed: int = 1,
+    seed: Optional[int] = None,
     device: Union[None, str, int, torch.device] = None,
     progress: Optional[bool] = None,
     ranks: Optional[bool] = None,
-    rank_timeout: float = 30.0,
+    rank_timeout: Optional[float] = None,
     training_data: Any = None,
     collate_fn: Any = None,
     **unknown: Any,
 ) -> Tuple[Engine, EngineOptimizer, Optional[DeepSpeedDataLoader], Any]:
     """An engine for an unmodified torch module, after ``deepspeed.initialize``.
+
+    What is a number, a name or a list here is a key of the configuration too, under "penstock" where DeepSpeed has none: Trainer and
+    accelerate reach all of it. ``resume``, ``overwrite`` and ``ranks`` are of one start, and no configuration's.
 
     model: with its values, in host memory; what is on a GPU is taken from there.
     config: a DeepSpeed configuration, as a dictionary or the path of a JSON file. What it gives and the engine does otherwise is a
@@ -62,8 +71,8 @@ def initialize(
     model_parameters: parameters, or groups of them, for the configuration's optimizer; the default is all that require gradients.
     lr_scheduler: of ``engine.optimizer``, or a function that makes one of it; ``engine.step()`` makes its steps.
     state_dir: a directory, or one for each drive, for weights and states; made where it is missing. Several share the bytes of a new
-        run: in proportion to the measured speed of their drives, or to the weights of ["DIR=WEIGHT", ...]. Also
-        ``"penstock": {"state_dirs": [...]}`` in the configuration, in place of nvme_path.
+        run: in proportion to the measured speed of their drives, or to the weights of ["DIR=WEIGHT", ...]. In the configuration
+        ``"penstock": {"state_dirs": [...]}``, in place of nvme_path.
     host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
         activations comes on top. Default: as much as it likes; of a model of which nothing trains, half of what is free.
     device_memory: bytes, or "16GiB", of the GPU that the engine's blocks and torch's tensors of a step may take together. Blocks get what a
@@ -77,11 +86,11 @@ def initialize(
         each micro-batch; more are noticed as they come, and computed twice.
     gradient_clipping: the largest global norm of a step's gradients; 0 for no bound. Default: the configuration's, else 0.
     blocks: names of modules that are fetched as one; parameters of none of them stay in memory for a whole pass. By default blocks are
-        found. Also ``"penstock": {"blocks": [...]}`` in the configuration, and ``forwards_per_step`` likewise.
+        found.
     resume: go on from what ``state_dir`` holds; "auto": if it holds a run. What cannot be read, or is damaged, is an error.
     overwrite: what ``state_dir`` held when the process was started may be replaced; at a prompt or in a notebook, what it holds now. What
         another process trains there later is not.
-    seed: of what the engine itself draws: the rounding of 8-bit states.
+    seed: of what the engine itself draws: the rounding of 8-bit states. Default: 1.
     device: that computes forward and backward: "cuda", "cuda:1", "cpu". Default: the GPU where torch has one, as with DeepSpeed; with
         torchrun each process has its own.
     progress: a line on stderr, or in a notebook's cell, with step, loss, tokens and bytes a second. Default: where a terminal or a
@@ -89,7 +98,7 @@ def initialize(
     ranks: False: this process trains by itself, whatever others there are. Default: the processes of torch.distributed's process
         group train together, which is made of torchrun's environment where there is none and WORLD_SIZE is above 1.
     rank_timeout: seconds that one of them may give no sign of life; ten times as long may pass until all have come to their first
-        forward.
+        forward. Default: 30.
 
     Returns (engine, engine.optimizer, None, the scheduler), as DeepSpeed does.
     """
@@ -102,8 +111,6 @@ def initialize(
         misspelt = min(unknown)
         near = difflib.get_close_matches(misspelt, inspect.signature(initialize).parameters, 1)
         raise TypeError(f"initialize has no argument {misspelt!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
-    if not rank_timeout >= 1:
-        raise ValueError(f"rank_timeout is {rank_timeout}: a second, or more")
     world = world_size(None if ranks is None else truth(ranks, "ranks"))
     keywords = {
         "state_dir": state_dir,
@@ -117,13 +124,15 @@ def initialize(
         "blocks": blocks,
     }
     settings = Settings(config if config is not None else config_params, keywords, world)
-    settings.device, settings.engine_device = choose_devices(device, settings.device_memory)
-    settings.progress = None if progress is None else truth(progress, "progress")
+    settings.device, settings.engine_device = choose_devices(settings.chosen_device if device is None else device, settings.device_memory)
+    settings.progress = settings.draws_progress if progress is None else truth(progress, "progress")
     overwrite = truth(overwrite, "overwrite")
     if resume != "auto":
         resume = truth(resume, "resume (or 'auto')")
-    seed = whole_number(seed, "seed", 0, 2**63 - 1)
-    settings.rank_timeout = rank_timeout
+    seed = whole_number(_first_of(seed, settings.seed, 1), "seed", 0, 2**63 - 1)
+    settings.rank_timeout = _first_of(rank_timeout, settings.chosen_rank_timeout, 30.0)
+    if not settings.rank_timeout >= 1:
+        raise ValueError(f"rank_timeout is {settings.rank_timeout}: a second, or more")
     for note in (*settings.notes, *tell_of_unused_settings(settings)):
         warnings.warn(note, stacklevel=2)
     parameters = model_parameters
