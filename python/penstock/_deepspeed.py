@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 import weakref
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union, cast
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union, cast
 
 import torch
 from torch import nn
@@ -464,9 +464,23 @@ class _FlatValue:
         return parameter.detach().reshape(-1)
 
 
+class _PartOfRank:
+    """partition_numel() of such a parameter: elements of which a rank keeps the states, as Lightning's summary tells them."""
+
+    def __get__(self, parameter: Optional[nn.Parameter], _: Any) -> Callable[[], int]:
+        if parameter is None or "ds_id" not in parameter.__dict__:
+            raise AttributeError("partition_numel: deepspeed.initialize has made no engine with this parameter")
+        return functools.partial(_part_of_rank, parameter)
+
+
+def _part_of_rank(parameter: nn.Parameter) -> int:
+    return -(-parameter.numel() // int(os.environ.get("WORLD_SIZE", "1")))
+
+
 # DeepSpeed's names of a parameter that is not whole in memory; Hidden (_engine/_weights.py) has what changes with that.
 def _describe_parameter(parameter: nn.Parameter, number: int) -> None:
     nn.Parameter.ds_tensor = _FlatValue()  # type: ignore[attr-defined]
+    nn.Parameter.partition_numel = _PartOfRank()  # type: ignore[attr-defined]
     parameter.ds_id = number  # type: ignore[attr-defined]
     parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
     parameter.ds_numel = parameter.numel()  # type: ignore[attr-defined]

@@ -10,6 +10,8 @@ import os
 import sys
 from typing import Any, Iterator, Optional
 
+from ._lightning import watch_imports
+
 _SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_shim")
 
 
@@ -49,6 +51,7 @@ def install() -> None:
     # By itself: a spawned worker has its parent's path already.
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+    watch_imports()
 
 
 install()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Set, Tuple
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -42,6 +43,14 @@ _SAMPLE = 4096  # elements of an output that are compared when it is computed ag
 _COPIED = 1 << 18  # elements; larger outputs are views of the leaves, which cannot be changed in place
 
 
+@dataclass(frozen=True)
+class Part:
+    """What was called in the place of the model's forward: a module, and its forward."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+
+
 #: Which tensor of a forward: ("output", n), ("attribute", n), ("input" or "result" of a module with hooks, its id, the call, n).
 Key = Tuple[Any, ...]
 
@@ -49,8 +58,11 @@ Key = Tuple[Any, ...]
 class Forward:
     """One forward, as it was called, and the gradients at its outputs that have come so far."""
 
-    def __init__(self, model: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], settings: Any, attributes: Attributes) -> None:
-        """settings: torch's of the calling thread (AutogradSettings). attributes: before it."""
+    def __init__(
+        self, model: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], settings: Any, attributes: Attributes, part: Optional["Part"] = None
+    ) -> None:
+        """settings: torch's of the calling thread (AutogradSettings). attributes: before it. part: as for ModelForward."""
+        self.part = part
         # Containers of our own: the caller's may be filled with the next batch.
         self.args, self.kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
         self._versions = [(tensor, version_of(tensor)) for tensor in tensors_of((self.args, self.kwargs))]

@@ -16,6 +16,7 @@ from ._tree import map_tensors, tensors_of
 # What torch and the engine put into a module's __dict__: parameters, buffers, submodules, hooks, modes.
 _OWN = frozenset(vars(nn.Module())) | {"forward", "state_dict", "load_state_dict", "zero_grad", "__deepcopy__", "__reduce_ex__"}
 _OPAQUE = (nn.Module, nn.Parameter, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_FOREIGN = frozenset(("lightning", "lightning_fabric", "pytorch_lightning"))  # packages whose objects have the module, as a Trainer has: their state is theirs
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 4
 _COPIED = 1 << 12  # elements: tensors of up to as many are always copied
@@ -164,7 +165,7 @@ class Attributes:
 
     # All that this value holds, itself included, by id. copied: large tensors too; None: no tensors.
     def _look(self, value: Any, depth: int, copied: Optional[bool]) -> Dict[int, _Content]:
-        if depth == 0 or isinstance(value, _SCALARS) or isinstance(value, _OPAQUE):
+        if depth == 0 or isinstance(value, _SCALARS) or isinstance(value, _OPAQUE) or type(value).__module__.partition(".")[0] in _FOREIGN:
             return {}
         key = (id(value), depth, copied)
         if key in self._below:

@@ -64,6 +64,8 @@ class BlockForwards:
             driver = self._here.driver
             if driver is None:
                 return self._by_itself(original, key, name, args, kwargs)
+            if not driver.trains and driver.forward is None and self._stages.next(driver, key) is None:
+                driver = self._passes.evaluate_on()
             stage = self._stages.of(driver, key, name)
             settings = AutogradSettings()
             if not driver.trains:

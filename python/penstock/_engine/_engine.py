@@ -27,12 +27,13 @@ import torch
 from torch import nn
 
 from .._buffers import truth
-from ._accumulation import Accumulation
+from ._accumulation import Accumulation, Part
 from ._checkpoint_copy import CheckpointCopy
 from ._exporting import Exporting
 from ._first_forward import FirstForward
 from ._given import MARK, Given, closed_forward
 from ._loading import Loading
+from ._modules import forward_of_another
 from ._places import Places
 from ._preparation import Preparation
 from ._ranks import end_group
@@ -184,8 +185,25 @@ class Engine:
 
         With ``gradient_accumulation_steps`` above 1 (or ``forwards_per_step``) it is computed without a graph, and once more at the
         step, in one pass over all forwards of the step: each block is fetched once for all of them.
+
+        Where the module's forward is another one for this call, as Lightning makes it its training_step, that one is the model's: what is
+        called within is one pass. Without automatic optimization, when it makes whole steps, its calls of the model are passes of their own.
         """
-        return self.module(*args, **kwargs)
+        other = forward_of_another(self.module)
+        if other is None or self._run.closed:
+            return self.module(*args, **kwargs)
+        try:
+            if getattr(self.module, "automatic_optimization", True):
+                self.module.forward = functools.partial(self._call_as, other)  # type: ignore[method-assign]
+            return self.module(*args, **kwargs)
+        finally:
+            if not self._run.closed:
+                self.module.forward = (self._run.runtime or self._first_forward).forward_of_model  # type: ignore[method-assign]
+
+    def _call_as(self, other: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._run.runtime is None:
+            self._first_forward.look(args, kwargs, other)
+        return self._run.ready().called(args, kwargs, Part(self.module, other))
 
     forward = __call__
     backward = _method("_training", Training.backward)

@@ -12,10 +12,11 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, T
 import torch
 from torch import nn
 
+from .._lightning import unlogged
 from ._device import give_back_cache
 from ._given import Given
 from ._hidden import Read, hide_copies, show_copies
-from ._modules import move_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._modules import has_all_parameters, move_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._run import Run
 from ._tensor_memory import StepTensors
 from ._trace import Use, settled, trace, with_other_modes
@@ -44,33 +45,35 @@ class FirstForward:
         self._prepare = prepare
         self._input_gradients = False
         self._all_of_it: Sequence[Tuple[nn.Module, Any]] = []
+        self._looks = False  # at a call that is not the module's own forward, and may call that
 
     def wait(self) -> None:
         """Replaces the module's forward: the next call is taken for the first forward."""
+        previous = self._module.forward
 
         def first_forward(*args: Any, **kwargs: Any) -> Any:
-            self.look(args, kwargs)
-            return self._module(*args, **kwargs)
+            if self._looks:
+                return previous(*args, **kwargs)
+            if self._run.runtime is None:
+                self.look(args, kwargs)
+                return self._module(*args, **kwargs)
+            # Lightning has put this one back, which it found before the first forward.
+            return self._run.runtime.forward_of_model(*args, **kwargs)
 
         self._previous_forward = replace_forward(self._module, first_forward)
-        every = {id(parameter) for parameter in self._module.parameters()}
+        self.forward_of_model = self._module.forward
         self._all_of_it = [
             (part, replace_forward(part, self._first_forward_of(part)))
             for part in self._module.modules()
-            if part is not self._module
-            and {id(parameter) for parameter in part.parameters()} == every
-            and type(part).forward is not nn.Module.forward
+            if part is not self._module and has_all_parameters(part, self._module)
         ]
 
-    # Of a module that has all parameters, and generates without the model's forward, as peft's does.
+    # Of a module that has all parameters, and is called without the model: peft's generates so, and a LightningModule trains it.
     def _first_forward_of(self, part: nn.Module) -> Callable[..., Any]:
         def first_forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                self.look(args, kwargs, lambda: _apart_for(part, args, kwargs))
-                return part(*args, **kwargs)
-            return previous(*args, **kwargs)
+            self.look(args, kwargs, part)
+            return part(*args, **kwargs)
 
-        previous = part.forward
         return first_forward
 
     def stop(self) -> None:
@@ -80,8 +83,8 @@ class FirstForward:
             restore_forward(part, previous)
         self._all_of_it = []
 
-    def look(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], call: Optional[Callable[[], Any]] = None) -> None:
-        """Finds the order of the blocks, and hands the parameters over to the engine. call: instead of module(*args, **kwargs)."""
+    def look(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], call: Optional[Callable[..., Any]] = None) -> None:
+        """Finds the order of the blocks, and hands the parameters over to the engine. call: in the place of the module, which it may call."""
         module, device = self._module, self._given.settings.device
         self.stop()
         for parameter in module.parameters():
@@ -90,10 +93,13 @@ class FirstForward:
             self._given.look_at_parameters()
             switch_off_checkpointing(module.modules())
             if module.training:
-                kwargs = without_cache(module.forward, kwargs)
+                kwargs = without_cache(getattr(call or module, "forward", call), kwargs)  # type: ignore[arg-type]
             move_buffers(module, device)
-            with self._inputs_of_the_models_type():
-                forward = call or (lambda: _apart_for(module, args, kwargs))
+            with self._inputs_of_the_models_type() as take_in, unlogged():
+
+                def forward() -> Any:
+                    return _apart_for(module, args, kwargs) if call is None else self._look_at(call, *take_in(args, kwargs))
+
                 tensors = StepTensors(device) if self._given.settings.engine_device else None
                 once_more = functools.partial(trace, module, self._given.blocks, forward, device, tensors)
                 traced = with_other_modes(module, self._given.blocks, once_more(), once_more)
@@ -114,6 +120,15 @@ class FirstForward:
                 move_buffers(module, torch.device("cpu"))
                 self.wait()
             raise
+
+    def _look_at(self, call: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        held = self._module.__dict__.get("forward")
+        self._looks = True
+        try:
+            return _apart_for(call, args, kwargs)
+        finally:
+            self._looks = False
+            restore_forward(self._module, held)  # also where Lightning has put another back
 
     # Of the first forward: (matrix products' FLOPs, tokens or samples); None where torch does not count.
     def _flops_of(self, forward: Callable[[], Any]) -> Optional[Tuple[float, int]]:
@@ -140,7 +155,7 @@ class FirstForward:
 
     # As later forwards take them in (Runtime._taken_in). A model of several types does what it does with them.
     @contextmanager
-    def _inputs_of_the_models_type(self) -> Iterator[None]:
+    def _inputs_of_the_models_type(self) -> Iterator[Callable[..., Tuple[Tuple[Any, ...], Dict[str, Any]]]]:
         types = set(self._given.dtypes.values())
         cast_to = types.pop() if len(types) == 1 and self._given.settings.dtype != "fp32" else None
         own = self._module.forward
@@ -148,14 +163,17 @@ class FirstForward:
         def taken_in(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self._given.settings.device, tensor.dtype if cast_to is None or not tensor.is_floating_point() else cast_to)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def take_in(args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
             self._input_gradients |= any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
-            args, kwargs = map_tensors((args, kwargs), taken_in)
+            return map_tensors((args, kwargs), taken_in)  # type: ignore[no-any-return]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = take_in(args, kwargs)
             return own(*args, **kwargs)
 
         previous = replace_forward(self._module, forward)
         try:
-            yield
+            yield take_in
         finally:
             restore_forward(self._module, previous)
 
@@ -170,7 +188,7 @@ def _apart(given: Any) -> Any:
         return given
 
 
-def _apart_for(module: nn.Module, args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _apart_for(module: Callable[..., Any], args: Tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return module(*(_apart(each) for each in args), **{name: _apart(each) for name, each in kwargs.items()})
 
 

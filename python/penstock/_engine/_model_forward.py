@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 import torch
 from torch import nn
 
-from ._accumulation import Forward
+from ._accumulation import Forward, Part
 from ._autograd_settings import AutogradSettings
 from ._backward_pass import BackwardPass
 from ._changing import Changing
@@ -21,10 +21,14 @@ from ._tree import counted, map_tensors, tensors_of
 
 
 class ModelForward:
-    """Makes this forward, and those of modules between the model and its blocks."""
+    """Makes this forward, and those of modules between the model and its blocks.
+
+    A ``Part`` is called in the place of the model's forward: a module below the model that has all of its parameters, or the model with
+    another forward, which Lightning's training_step is.
+    """
 
     # Set by the engine: begins the pass, then calls ``train``.
-    on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any]], Any]
+    on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any], Optional[Part]], Any]
 
     _original: Callable[..., Any]
 
@@ -53,22 +57,28 @@ class ModelForward:
     def of_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What takes the place of the model's own forward, `original`."""
         self._original = original
-        return self._called
+        return lambda *args, **kwargs: self.called(args, kwargs)
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
+    def called(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Part] = None) -> Any:
+        """A forward of the model, or of `part`: one of a step, of an evaluation, or within another one."""
         driver = self._here.driver
         if driver is not None and self._here.inside_model:
-            return self._original(*args, **kwargs)  # the model calls itself
+            return self._forward_in(part)(*args, **kwargs)  # the model calls itself
         if driver is not None and driver.trains and driver.forward_at == 0 and self._here.awaited:
             self._here.awaited = False
             self._refuse_lost_gradients(args, kwargs)
             driver.counts = counted(args, kwargs)
-            return self._inside(args, self.without_cache(kwargs))
+            if part is None and driver.forward is not None:
+                part = driver.forward.part
+            return self._inside(args, self.without_cache(kwargs, part), self._forward_in(part))
         if torch.is_grad_enabled() and (self._model.training or self._stages.trains):
             self._refuse_lost_gradients(args, kwargs)
             if self._stages.trains:
-                return self.on_training_forward(args, kwargs)
-        return self.evaluate(args, kwargs)
+                return self.on_training_forward(args, kwargs, part)
+        return self.evaluate(args, kwargs, self._forward_in(part))
+
+    def _forward_in(self, part: Optional[Part]) -> Callable[..., Any]:
+        return self._original if part is None else part.forward
 
     def _refuse_lost_gradients(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
         goes_all_the_way = self._stages.trains and self._stages.first_trained == 0
@@ -85,25 +95,23 @@ class ModelForward:
             "forward has it so"
         )
 
-    def train(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        """The model's forward of the training pass that has begun."""
+    def train(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Part] = None) -> Any:
+        """The model's forward, or that of `part`, of the training pass that has begun."""
         driver = self._open.drivers[0]
         driver.counts = counted(args, kwargs)
         with self._passes.given_up_on_error():
-            driver.remembers = self._forward_of(args, kwargs)
-            out = self._inside(args, self.without_cache(kwargs))
+            driver.remembers = self._forward_of(args, kwargs, part)
+            out = self._inside(args, self.without_cache(kwargs, part), self._forward_in(part))
             self._changing.note(driver.remembers)
             return driver.remembers.ended(out)
 
-    def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
-        """A forward by itself, without gradients. part: instead of the model's."""
+    def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], forward: Callable[..., Any]) -> Any:
+        """A forward by itself, without gradients."""
         with self._passes.evaluation():
-            return self._inside(args, kwargs, part)
+            return self._inside(args, kwargs, forward)
 
     def of_part(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the place of the forward of a module that has blocks below it: it may be called without the model, as an encoder, or as
-        what peft's model generates with.
-        """
+        """What takes the place of the forward of a module that has blocks below it: it may be called without the model, as an encoder."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             trains = self._stages.trains and torch.is_grad_enabled() and self._model.training
@@ -113,24 +121,36 @@ class ModelForward:
 
         return forward
 
-    def for_accumulation(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Forward, Any, float]:
+    def of_whole(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What takes the place of the forward of a module that has all parameters: called without the model, it is the model, as what peft's
+        model generates with is, or what a LightningModule trains.
+        """
+        part = Part(module, original)
+        return lambda *args, **kwargs: self.called(args, kwargs, part)
+
+    def for_accumulation(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Part] = None) -> Tuple[Forward, Any, float]:
         """A training forward whose backward is made by ``VerticalOrder.repeat``: (it, its outputs, the scale of gradients)."""
-        forward = self._forward_of(args, self.without_cache(kwargs) if self._model.training else kwargs)
+        forward = self._forward_of(args, self.without_cache(kwargs, part) if self._model.training else kwargs, part)
         switch_off_checkpointing(self._passes.checkpointing)
         with self._passes.evaluation() as driver, self.hooks_told():
             driver.forward = forward
-            out = self._inside(forward.args, forward.kwargs)
+            out = self._inside(forward.args, forward.kwargs, self._forward_in(part))
             self._changing.last = self._changing.note(forward)
             outputs = forward.outputs(out)
             forward.keep_attributes()
         return forward, outputs, driver.loss_gradient
 
-    def without_cache(self, kwargs: Dict[str, Any]) -> Dict[str, Any]:
-        """These arguments of the model, and no cache of keys and values."""
-        return without_cache(self._original, kwargs)
+    def without_cache(self, kwargs: Dict[str, Any], part: Optional[Part]) -> Dict[str, Any]:
+        """These arguments of the model, or of `part`, and no cache of keys and values."""
+        return without_cache(self._forward_in(part), kwargs)
 
-    def _forward_of(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Forward:
-        return Forward(self._model, args, kwargs, AutogradSettings(), self._changing.of_all())
+    def _forward_of(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Part]) -> Forward:
+        return Forward(self._model, args, kwargs, AutogradSettings(), self._changing.of_all(), part)
+
+    def again(self, forward: Forward) -> Any:
+        """This forward is made again, by the thread of its driver; what it gives."""
+        module = self._model if forward.part is None else forward.part.module
+        return module(*forward.args, **self.without_cache(forward.kwargs, forward.part))
 
     @contextlib.contextmanager
     def hooks_told(self) -> Iterator[None]:
@@ -164,14 +184,14 @@ class ModelForward:
                     tensor.register_hook(lambda _, stage=driver.at: self._backward.enter(driver, stage))
         return value
 
-    def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Callable[..., Any]] = None) -> Any:
+    def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], forward: Callable[..., Any]) -> Any:
         if self._stages.has_residents:
             self._entering.pass_by(self._here.driver, 1)  # type: ignore[arg-type]
         self._here.inside_model = True
         if self._dtype != torch.float32 or self._device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), self._taken_in)
         try:
-            out = (part or self._original)(*args, **kwargs)
+            out = forward(*args, **kwargs)
         finally:
             self._here.inside_model = False
         return self._entering.apart(0, out) if self._stages.has_residents else out

@@ -20,8 +20,18 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Optional[
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
+    replaced._penstock_forward = True  # type: ignore[attr-defined]
     module.forward = replaced  # type: ignore[method-assign]
     return previous
+
+
+def forward_of_another(module: nn.Module) -> Optional[Callable[..., Any]]:
+    """The forward that was put in the place of the one of ``replace_forward``, as Lightning does for one call: its training_step, say.
+
+    None: there is no such forward. One that wraps the replaced forward (functools.wraps) is none.
+    """
+    forward = module.__dict__.get("forward")
+    return None if forward is None or hasattr(forward, "_penstock_forward") else forward
 
 
 def restore_forward(module: nn.Module, previous: Optional[Callable[..., Any]]) -> None:
@@ -30,6 +40,12 @@ def restore_forward(module: nn.Module, previous: Optional[Callable[..., Any]]) -
         module.__dict__.pop("forward", None)
     else:
         module.forward = previous  # type: ignore[method-assign]
+
+
+def has_all_parameters(part: nn.Module, model: nn.Module) -> bool:
+    """Whether `part`, a module of the model with a forward, has all of its parameters."""
+    every = {id(parameter) for parameter in model.parameters()}
+    return {id(parameter) for parameter in part.parameters()} == every and type(part).forward is not nn.Module.forward
 
 
 def switch_off_checkpointing(modules: Iterable[nn.Module]) -> None:

@@ -234,6 +234,15 @@ class Passes:
                 raise cause from error
             raise
 
+    def evaluate_on(self) -> Driver:
+        """The evaluation that is open goes on in another pass: it calls a block again, or in another order than the first forward."""
+        self.finish()
+        self.begin(trains=False)
+        driver = self._open.drivers[0]
+        if self._stages.has_residents:
+            self._entering.pass_by(driver, 1)
+        return driver
+
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Driver]:
         """A pass by itself, without gradients."""

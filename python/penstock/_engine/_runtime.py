@@ -28,13 +28,14 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
+from ._accumulation import Part
 from ._backward_pass import BackwardPass
 from ._block_forwards import BlockForwards
 from ._blocks import Block
 from ._changing import Changing
 from ._entering import Entering
 from ._model_forward import ModelForward
-from ._modules import replace_forward, restore_forward
+from ._modules import has_all_parameters, replace_forward, restore_forward
 from ._open_pass import OpenPass
 from ._passes import Passes
 from ._settings import DTYPES, Settings
@@ -82,6 +83,7 @@ class Runtime:
         self.backward, self.take_forward, self.open_ends = passes.backward, passes.take_forward, passes.open_ends
         self.open_forward = passes.open_forward
         self.check_trains, self.are_here, self.fetched = passes.check_trains, passes.are_here, self._blocks.fetched
+        self.called = forward.called
         self.train_forward, self.forward_of_accumulation = forward.train, forward.for_accumulation
         self.train_batch, self.repeat = order.train_batch, order.repeat
         self.settle_changing = known.settle
@@ -96,9 +98,15 @@ class Runtime:
                 self._replace(module, self._blocks.of(name, module))
         modules = {id(module) for block in blocks for _, module in block.modules}
         for part in model.modules():
-            if part is not model and any(id(each) in modules for each in part.modules()) and id(part) not in modules:
+            if part is model:
+                continue
+            if has_all_parameters(part, model):
+                self._replace(part, self._forward.of_whole(part, part.forward))
+            elif any(id(each) in modules for each in part.modules()) and id(part) not in modules:
                 self._replace(part, self._forward.of_part(part.forward))
         self._replace(model, self._forward.of_model(model.forward))
+        #: The model's, patched.
+        self.forward_of_model = model.forward
         self._backward.refuse_outside()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -108,7 +116,7 @@ class Runtime:
         self,
         before_pass: Callable[[], None],
         on_interrupted: Callable[[], Any],
-        on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any]], Any],
+        on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any], Optional[Part]], Any],
         flops_of: Callable[[int, int], float],
         zeros_change: bool,
     ) -> None:

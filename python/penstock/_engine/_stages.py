@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Sequence
+from typing import Dict, List, Optional, Sequence
 
 from ._blocks import Block
 from ._open_pass import Driver, PassFailed
@@ -28,16 +28,20 @@ class Stages:
         for number, use in enumerate(uses):
             self._places.setdefault(id(use.module), []).append(number)
 
+    def next(self, driver: Driver, module: int) -> Optional[int]:
+        """The use that the next call of this module, by id, is. None: the pass has none such."""
+        left = self._places.get(module, [])[driver.calls.get(module, 0) :]
+        return next((place for place in left if place >= driver.forward_at), None)
+
     def of(self, driver: Driver, module: int, name: str) -> int:
         """The use that this call of the module is. PassFailed: the pass has none such.
 
         module: its id. name: of the block that it belongs to.
         """
-        places = self._places.get(module, [])
-        for place in places[driver.calls.get(module, 0) :]:
-            if place >= driver.forward_at:
-                driver.calls[module] = places.index(place) + 1
-                return place
+        place = self.next(driver, module)
+        if place is not None:
+            driver.calls[module] = self._places[module].index(place) + 1
+            return place
         if driver.loss is not None or driver.inside not in (None, self.last):
             raise PassFailed(
                 f"{name} is computed once more in backward, by a torch.utils.checkpoint of the model's own around it: the engine computes "

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 from torch import nn
 
-from ._accumulation import Accumulation, Forward, cut_off, forwards_of, reached
+from ._accumulation import Accumulation, Forward, Part, cut_off, forwards_of, reached
 from ._attributes import merged
 from ._checkpoint_copy import CheckpointCopy
 from ._given import Given
@@ -62,8 +62,8 @@ class Training:
         self._result: Dict[str, Any] = {}
         _trainings.add(self)
 
-    def forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        """The module's forward with gradients, which belongs to a step."""
+    def forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Part] = None) -> Any:
+        """The module's forward with gradients, or that of `part`, which belongs to a step."""
         runtime = self._run.ready()
         self._refuse_early()
         if runtime.is_open:
@@ -74,8 +74,8 @@ class Training:
             if ended and any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
                 args, kwargs = cut_off((args, kwargs), ended)
             self._begin()
-            return runtime.train_forward(args, kwargs)
-        forward, outputs, gradient = runtime.forward_of_accumulation(args, kwargs)
+            return runtime.train_forward(args, kwargs, part)
+        forward, outputs, gradient = runtime.forward_of_accumulation(args, kwargs, part)
         self._add(forward, gradient)
         return outputs
 

@@ -18,6 +18,7 @@ from ._block_buffers import Held, held_by, put_back
 from ._changing import Changing
 from ._interrupts import deferred
 from ._model_forward import ModelForward
+from .._lightning import unlogged
 from ._open_pass import Driver, OpenPass, PassFailed, Root, Work
 from ._passes import Passes
 from ._random import RandomState
@@ -97,7 +98,7 @@ class VerticalOrder:
             forward.check_inputs()
             driver.forward = forward
             with forward.settings.applied():
-                tensors, gradients = forward.roots(self._model(*forward.args, **self._forward.without_cache(forward.kwargs)))
+                tensors, gradients = forward.roots(self._forward.again(forward))
             return tensors, gradients, loss
 
         work: List[Work] = [functools.partial(again, forward=forward) for forward in forwards]
@@ -105,7 +106,7 @@ class VerticalOrder:
         for driver, forward in zip(self._open.drivers, forwards):
             driver.attributes = forward.attributes
         try:
-            with self._forward.hooks_told():
+            with self._forward.hooks_told(), unlogged():
                 self._run(work, [forward.random for forward in forwards], idle=loss)
         finally:
             now.restore()
