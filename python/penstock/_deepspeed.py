@@ -28,6 +28,7 @@ from torch import nn
 from . import _client_state, _core
 from ._buffers import truth
 from ._data_loader import DeepSpeedDataLoader, sampler_of
+from ._deepspeed_answers import ATTRIBUTES, answer_of, answers, found_in, instead_of
 from ._engine._engine import Engine
 from ._engine._hidden import ZeroParamStatus
 from ._engine._initialize import NO_OPTIMIZER
@@ -304,6 +305,46 @@ class DeepSpeedEngine(nn.Module):
         """Whether the last step() updated: False for one that only accumulated, or whose gradients were not finite."""
         return self._applied
 
+    def get_batch_info(self) -> Tuple[int, int, int]:
+        """(of all ranks in a step, of one micro-batch, micro-batches)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def get_type(self) -> List[Any]:
+        return [group.get("type") for group in self.optimizer.param_groups]
+
+    def get_data_parallel_rank(self) -> int:
+        return self.global_rank
+
+    def optimizer_name(self) -> Optional[str]:
+        """As the configuration says it, or the class of the optimizer that was given."""
+        given = found_in(self._config, "optimizer.type", None)
+        if given is not None or self.optimizer is None:
+            return given
+        return type(self.engine._given.torch_optimizer).__name__
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return self.engine._settings.offload == "nvme"
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scale() == 0
+
+    def initial_dynamic_scale(self) -> float:
+        return 2.0 ** float(found_in(self._config, "fp16.initial_scale_power", 16))
+
+    def dynamic_loss_scale_args(self) -> Optional[Dict[str, Any]]:
+        """None: the configuration leaves all of them to their defaults."""
+        defaults = {"initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+        if not any(name in (self._config.get("fp16") or {}) for name in defaults):
+            return None
+        given = {name: found_in(self._config, f"fp16.{name}", default) for name, default in defaults.items()}
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": given["loss_scale_window"],
+            "delayed_shift": given["hysteresis"],
+            "consecutive_hysteresis": found_in(self._config, "fp16.consecutive_hysteresis", False),
+            "min_scale": given["min_loss_scale"],
+        }
+
     def get_mom(self) -> List[Any]:
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
@@ -353,7 +394,14 @@ class DeepSpeedEngine(nn.Module):
         except AttributeError:
             if name in _REFUSED:
                 return functools.partial(_refuse, f"{name} is not served: {_REFUSED[name]}")
+            if answers(name):
+                return functools.partial(answer_of, self._config, name)
+            if name in ATTRIBUTES:
+                return ATTRIBUTES[name]
             module = self.__dict__.get("_modules", {}).get("module")
+            instead = None if hasattr(module, name) else instead_of(name)
+            if instead is not None:
+                raise AttributeError(f"{name} of DeepSpeed's engine is not served by Penstock: {instead}") from None
             if module is None or name.startswith("__") or not hasattr(module, name):
                 raise AttributeError(
                     f"neither the engine nor its model, a {type(module).__name__}, has {name!r}: Penstock answers to DeepSpeed's name here"

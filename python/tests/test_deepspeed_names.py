@@ -147,7 +147,7 @@ ENGINE = """
     _zero3_consolidated_16bit_state_dict() dataloader_drop_last() train() eval()
 """
 OPTIMIZER = "param_groups= state_dict() load_state_dict step zero_grad() overflow= cur_scale= parameter_offload="
-PARAMETER = "ds_id= ds_status= ds_shape= ds_numel= ds_tensor="
+PARAMETER = "ds_id= ds_status= ds_shape= ds_numel= ds_tensor= partition_numel()"
 
 
 @pytest.mark.parametrize("module", NAMES)
