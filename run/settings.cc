@@ -1047,6 +1047,27 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .OfRank()
         .OnCommandLine(kRankTimeoutFlag)
         .At([](auto& c) -> auto& { return c.penstock.rank_timeout; }),
+    Whole("logits_chunk_size", 0, 0x1p30)
+        .Says("Tokens whose logits are computed at one time, with their loss; 0: those of all tokens",
+              "chosen where whole logits would be large")
+        .Keyword("logits_chunk_size")
+        .EachStart()
+        .OnCommandLine(kPythonsModels)
+        .At([](auto& c) -> auto& { return c.penstock.logits_chunk_size; }),
+    Names("chunked_modules")
+        .Says("Names or classes of modules that act on each token alone (MLPs), which are computed in chunks "
+              "of tokens",
+              "none")
+        .Keyword("chunked_modules")
+        .EachStart()
+        .OnCommandLine(kPythonsModels)
+        .At([](auto& c) -> auto& { return c.penstock.chunked_modules; }),
+    Whole("chunk_size", 1, 0x1p30)
+        .Says("Tokens of a chunk of chunked_modules", "as many as a token has features")
+        .Keyword("chunk_size")
+        .EachStart()
+        .OnCommandLine(kPythonsModels)
+        .At([](auto& c) -> auto& { return c.penstock.chunk_size; }),
 });
 
 // Settings of the command line and of Python that configurations do not have.

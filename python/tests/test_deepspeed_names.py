@@ -41,15 +41,21 @@ NAMES = {
     "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
-    "deepspeed.runtime.zero.tiling": "TiledLinear",
+    "deepspeed.runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute TiledLoss "
+    "AutogradComputeMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter UlyssesSPFwdLossBwdWithLogits",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": "get_sequence_parallel_group",
     "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler",
     "deepspeed.runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "deepspeed.runtime.utils": "see_memory_usage clip_grad_norm_",
     "deepspeed.runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset",
-    "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpoint configure reset get_cuda_rng_tracker model_parallel_cuda_manual_seed",
-    "deepspeed.checkpointing": "configure checkpoint reset get_cuda_rng_tracker model_parallel_cuda_manual_seed",
-    "deepspeed.zero": "Init GatheredParameters TiledLinear MiCS_Init register_external_parameter unregister_external_parameter",
+    **dict.fromkeys(
+        ("deepspeed.runtime.activation_checkpointing.checkpointing", "deepspeed.checkpointing"),
+        "checkpoint configure reset is_configured get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
+        "partition_activations_in_checkpoint set_num_layers non_reentrant_checkpoint CudaRNGStatesTracker CheckpointFunction partition_activations",
+    ),
+    "deepspeed.zero": "Init GatheredParameters TiledLinear TiledLinearReturnBias MiCS_Init register_external_parameter unregister_external_parameter",
     "deepspeed.comm": "init_distributed all_reduce barrier get_rank get_world_size get_local_rank log_summary mpi_discovery broadcast all_gather "
     "all_gather_into_tensor all_gather_object all_gather_coalesced all_reduce_coalesced all_to_all all_to_all_single allgather_fn batch_isend_irecv "
     "broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group get_global_rank get_world_group has_all_gather_into_tensor "
@@ -101,8 +107,11 @@ REFUSED = [
     ("deepspeed.runtime.comm.coalesced_collectives", "reduce_scatter_coalesced", "uncompressed"),
     ("deepspeed.runtime.swap_tensor.aio_config", "get_aio_config", "offload_param"),
     ("deepspeed.compile", "init_z3", "without torch.compile"),
-    ("deepspeed.zero", "TiledLinear", "torch.nn.Linear"),
-    ("deepspeed.checkpointing", "get_cuda_rng_tracker", "torch.manual_seed"),
+    ("deepspeed.checkpointing", "CheckpointFunction", "checkpoint"),
+    ("deepspeed.checkpointing", "partition_activations", "checkpoint"),
+    ("deepspeed.runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF", "batches"),
+    ("deepspeed.runtime.sequence_parallel.ulysses_sp", "TiledLoss", "logits_chunk_size"),
+    ("deepspeed.runtime.sequence_parallel.parallel_state_sp", "get_sequence_parallel_group", "batches"),
     ("deepspeed.comm", "mpi_discovery", "torchrun"),
     ("deepspeed.ops.gds", "GDSBuilder", "deepspeed.ops.aio"),
     ("deepspeed.io", "FastFileWriter", "penstock.save"),

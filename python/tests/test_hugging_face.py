@@ -49,6 +49,17 @@ def test_trainer_accumulates(tmp_path):
         assert ours[step] == pytest.approx(values, abs=1e-5), step
 
 
+@pytest.mark.parametrize("family, accumulate, smoothing", [("llama", 1, 0.0), ("gpt2", 3, 0.0), ("llama", 2, 0.1), ("gemma2", 1, 0.0)])
+def test_trainer_with_logits_and_mlps_in_chunks(tmp_path, family, accumulate, smoothing):
+    options = {"family": family, "accumulate": accumulate, "smoothing": smoothing}
+    plain = run(tmp_path / "plain", **options)
+    chunks = {**config(tmp_path / "nvme"), "penstock": {"logits_chunk_size": 7, "chunked_modules": ["mlp"], "chunk_size": 5}}
+    ours = run(tmp_path / "ours", chunks, **options)
+    assert list(ours) == list(plain) == [*range(1, 11), "eval", "loaded", "ranks"]
+    for step, values in plain.items():
+        assert ours[step] == pytest.approx(values, abs=1e-5), step
+
+
 def test_a_script_for_deepspeed_changes_one_line(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -45,7 +45,8 @@ def is_ours(found, module):
     where = str(getattr(found, "__module__", ""))
     if not callable(found) or where.split(".")[0] not in ("penstock", "deepspeed"):
         return False
-    if isinstance(found, type) and (issubclass(found, BaseException) or hasattr(found, "__members__")):
+    # The arguments of a Function of autograd are apply's, by place.
+    if isinstance(found, type) and (issubclass(found, (BaseException, torch.autograd.Function)) or hasattr(found, "__members__")):
         return False
     # Without a list of its names a module of Penstock's has helpers of others.
     return hasattr(module, "__all__") or module is penstock or not module.__name__.startswith("penstock.") or where == module.__name__
@@ -140,6 +141,7 @@ ARGUMENTS = {
     "DeepSpeedEngine.save_checkpoint": lambda _: (_Wrapper(), "none"),
     "DeepSpeedEngine.export_checkpoint": lambda _: (_Wrapper(), "none"),
     "deepspeed.init_inference": lambda _: (net(),),
+    **{f"deepspeed.runtime.zero.tiling.{name}": lambda _: (4, 4) for name in ("TiledLinear", "TiledLinearReturnBias")},
     **{f"LossScalerBase.{name}": lambda _: (scaler(),) for name in SCALER_CALLS},
     **{f"deepspeed.runtime.lr_schedules.{name}": lambda _: (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1),) for name in SCHEDULES},
 }
@@ -840,6 +842,8 @@ KEYWORDS = {
         "host_memory": held(OPTIONS + "test_no_memory_is_no_budget_at_any_door"),
         "device_memory": held(OPTIONS + "test_a_key_without_effect_says_so"),
         **of(SETTINGS, "dtype", "offload", "gradient_accumulation_steps", "forwards_per_step", "gradient_clipping", "blocks"),
+        "logits_chunk_size": held("test_chunks.py: test_losses_are_plain_pytorchs"),
+        **of(held("test_chunks.py: test_modules_of_tokens_in_chunks"), "chunked_modules", "chunk_size"),
         "resume": held(OPTIONS + "test_an_optimizers_groups_may_be_empty"),
         "overwrite": held(OPTIONS + "test_a_checkpoint_is_loaded_into_an_engine_that_has_begun"),
         "seed": held(OPTIONS + "test_a_seed_of_the_configuration_is_the_seed"),
@@ -859,6 +863,9 @@ KEYWORDS = {
         "dtype": held("test_plan.py: test_more_tokens_take_longer_and_the_same_bytes"),
         "gradient_accumulation_steps": held("test_plan.py: test_the_least_is_what_an_engine_accepts_and_less_is_refused"),
         "forwards_per_step": plan_refuses("forwards_per_step", 1.5),
+        "logits_chunk_size": held("test_chunks.py: test_a_plan_says_so"),
+        "chunked_modules": plan_refuses("chunked_modules", ["none"]),
+        "chunk_size": plan_refuses("chunk_size", 0),
         "blocks": held("test_plan.py: test_what_cannot_be_planned_is_named_with_a_way_out"),
     },
     "Plan.html": {"path": page_of_a_plan},
@@ -1055,6 +1062,20 @@ KEYWORDS = {
         "enabled": held("test_parameters_outside.py: test_without_an_optimizer_there_are_no_states"),
         **of(Nothing(), "fwd_module"),
     },
+    **dict.fromkeys(
+        ("deepspeed.runtime.zero.tiling.TiledLinear", "deepspeed.runtime.zero.tiling.TiledLinearReturnBias"),
+        {
+            **of(
+                held("test_deepspeed_tiled.py: test_a_linear_layer_in_tiles"),
+                "bias", "in_splits", "out_splits", "input_is_already_split", "combine_out_splits", "init_linear",
+            ),
+            "linear_cls": held("test_deepspeed_tiled.py: test_layers_that_return_their_bias"),
+        },
+    ),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp.sequence_tiled_compute": of(
+        held("test_deepspeed_tiled.py: test_a_loss_in_shards"), "compute_params", "output_unshard_dimension", "output_reduction",
+    ),
+    "CudaRNGStatesTracker.fork": {"name": held("test_deepspeed_tiled.py: test_random_states_have_names")},
     "deepspeed.runtime.zero.Init": {
         **HIDDEN, **of(Nothing(), "mem_efficient_linear", "remote_device", "pin_memory"), **of(default_type, "dtype", "enabled"),
         "config_dict_or_path": held("test_on_disk.py: test_deepspeeds_zero_init_builds_where_its_weights_go"),

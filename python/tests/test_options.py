@@ -529,6 +529,10 @@ def test_a_keyword_is_checked_as_its_key_is(tmp_path):
         ({"dtype": torch.int8}, "dtype is .*: fp32, bf16 and fp16 are served"),
         ({"offload": "disk"}, "offload: must be one of none, cpu, nvme"),
         ({"blocks": "layers"}, "blocks: must be a list of names"),
+        ({"logits_chunk_size": -1}, "logits_chunk_size: must be a whole number"),
+        ({"chunked_modules": "mlp"}, "chunked_modules: must be a list of names"),
+        ({"chunked_modules": ["mlp"]}, "chunked_modules: the model has no module 'mlp'"),
+        ({"chunk_size": 0}, "chunk_size: must be a whole number"),
         ({"state_dir": []}, "state_dir: must be a list of directories"),
     ):
         with pytest.raises(ValueError, match=told):

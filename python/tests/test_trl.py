@@ -16,6 +16,8 @@ TRAINS = """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from trl.experimental import cpo, orpo
 
+    OWN = {"logits_chunk_size": 3, "chunked_modules": ["mlp"], "chunk_size": 5} if os.environ.get("IN_CHUNKS") else {}
+
     words = Tokenizer(models.WordLevel(unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.train_from_iterator(["a b c d e f g h"] * 3, trainers.WordLevelTrainer(special_tokens=["<unk>", "<eos>"]))
@@ -84,7 +86,7 @@ TRAINS = """
             described = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
             arguments = config(
                 output_dir=directory + "/out", per_device_train_batch_size=2, logging_steps=1, report_to=[], save_strategy="no",
-                deepspeed={**described, "zero_optimization": zero} if deepspeed else None, use_cpu=True, bf16=False, fp16=False,
+                deepspeed={**described, "zero_optimization": zero, "penstock": OWN} if deepspeed else None, use_cpu=True, bf16=False, fp16=False,
                 gradient_checkpointing=False, disable_tqdm=True, learning_rate=1e-2 if "LoRA" in name else 1e-3, **{"max_steps": 3, **options},
             )
             made = trainer(args=arguments, train_dataset=datasets.Dataset.from_list(data), processing_class=tokenizer, **given)
@@ -107,6 +109,15 @@ GENERATING = ["GRPO", "GRPO-reference", "GRPO-LoRA", "RLOO", "RLOO-LoRA"]
 
 @pytest.mark.parametrize("names", [NAMES, GENERATING], ids=["of_data", "that_generate"])
 def test_losses_are_those_without_it(in_child, tmp_path, names):
+    train(in_child, tmp_path, names)
+
+
+def test_they_are_with_logits_in_chunks_too(in_child, tmp_path, monkeypatch):
+    monkeypatch.setenv("IN_CHUNKS", "1")
+    train(in_child, tmp_path, ["SFT", "DPO", "DPO-LoRA", "KTO", "CPO", "GRPO-reference"])
+
+
+def train(in_child, tmp_path, names):
     status, out, err = in_child(TRAINS, tmp_path, *names, timeout=900)
     assert status == 0, err[-3000:]
     assert [line.split()[1] for line in out.splitlines() if line.startswith("trained")] == names

@@ -8,7 +8,7 @@ import sys
 
 DEFAULTS = {
     "deepspeed": None, "out": "", "size": 4, "max_steps": 10, "save_steps": 3, "resume": None, "kill": 0, "accumulate": 1, "evaluates": True,
-    "family": "llama", "use_cpu": True,
+    "family": "llama", "use_cpu": True, "smoothing": 0.0,
 }  # fmt: skip
 
 
@@ -51,6 +51,13 @@ def told(text):
 
 
 def model_of(transformers, family):
+    if family == "gemma2":  # with a soft cap of logits
+        return transformers.Gemma2ForCausalLM(
+            transformers.Gemma2Config(
+                vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                final_logit_softcapping=3.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            )
+        )  # fmt: skip
     if family == "gpt2":
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=32))
     return transformers.LlamaForCausalLM(
@@ -80,7 +87,10 @@ def main(options):
             if state.global_step == options["kill"]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    if options["smoothing"]:
+        model.config.pad_token_id = 0
     args = transformers.TrainingArguments(
+        label_smoothing_factor=options["smoothing"],
         output_dir=options["out"], per_device_train_batch_size=options["size"], max_steps=options["max_steps"], logging_steps=1,
         save_steps=options["save_steps"], report_to=[], deepspeed=options["deepspeed"], learning_rate=1e-2, lr_scheduler_type="cosine",
         weight_decay=0.1, use_cpu=options["use_cpu"], disable_tqdm=True, gradient_accumulation_steps=options["accumulate"],

@@ -150,6 +150,9 @@ TEST(Resolve, WhatIsWrongIsNamedAsItsCallerSpeltIt) {
         {"offload", "disk", "offload: must be one of none, cpu, nvme, not \"disk\""},
         {"dtype", "fp8", "dtype is \"fp8\": fp32, bf16 and fp16 are served"},
         {"blocks", "layers", "blocks: must be a list of names"},
+        {"logits_chunk_size", -1, "logits_chunk_size: must be a whole number"},
+        {"chunked_modules", "mlp", "chunked_modules: must be a list of names"},
+        {"chunk_size", 0, "chunk_size: must be a whole number"},
         {"state_dir", ordered_json::array(), "state_dir: must be a list of directories"},
         {"state_dir", "here=-1", "state_dir: "},
         {"learning_rate", 1, "there is no setting learning_rate"}}) {

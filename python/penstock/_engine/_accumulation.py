@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ._attributes import Attributes, version_of
+from ._lazy_logits import LazyLogits, Tell, is_lazy
 from ._random import RandomState
 from ._tree import map_tensors, tensors_of
 
@@ -82,6 +83,9 @@ class Forward:
         self._gradients: Dict[Key, torch.Tensor] = {}
         self._samples: Dict[Key, Tuple[torch.Size, torch.Tensor]] = {}
         self._repeated = False
+        #: Of what the caller made of lazy logits: these, and how to make it of them once more.
+        self._again: Dict[Key, Tuple[Key, Callable[[torch.Tensor], torch.Tensor]]] = {}
+        self._lazy: List[Tuple["weakref.ref[Any]", Key]] = []  # calls of heads whose logits the caller has
         self._constant: Set[Key] = set()  # attributes that no weight leads to
 
     def outputs(self, out: Any) -> Any:
@@ -95,6 +99,8 @@ class Forward:
         return map_tensors(out, lambda tensor: self._end(tensor, ("output", next(numbers))))
 
     def _end(self, tensor: torch.Tensor, key: Key) -> torch.Tensor:
+        if is_lazy(tensor):
+            return self._handed(tensor, key, has_graph=True)
         if not tensor.requires_grad or _edge_of is None:
             return tensor
         small = tensor.numel() <= _COPIED
@@ -125,6 +131,8 @@ class Forward:
         return map_tensors(value, lambda tensor: self._leaf(tensor, (*of, next(numbers))))
 
     def _leaf(self, tensor: torch.Tensor, key: Key) -> torch.Tensor:
+        if is_lazy(tensor):
+            return self._handed(tensor, key, has_graph=False)
         if not tensor.is_floating_point():
             self._leaves.append(weakref.ref(tensor))
             return tensor
@@ -135,6 +143,30 @@ class Forward:
             shape, sample = leaf.shape, sample_of(leaf)
             leaf.register_hook(lambda gradient: self.collect(key, gradient, shape, sample))
             return leaf.clone() if leaf.numel() <= _COPIED else leaf.view_as(leaf)
+
+    def _handed(self, logits: torch.Tensor, key: Key, has_graph: bool) -> torch.Tensor:
+        assert isinstance(logits, LazyLogits)
+        made = logits.handed(self._tells(key, self._end if has_graph else self._leaf), has_graph)
+        if is_lazy(made):
+            self._lazy.append((weakref.ref(made.source), key))  # type: ignore[attr-defined]
+        return made
+
+    # What is made of these logits is an output too.
+    def _tells(self, key: Key, hand_out: Callable[[torch.Tensor, Key], torch.Tensor]) -> Tell:
+        def tell(made: torch.Tensor, again: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            own = (*key, "made", len(self._again))
+            self._again[own] = (key, again)
+            return hand_out(made, own)
+
+        return tell
+
+    def outlive_weights(self) -> None:
+        """The pass that it was computed in ends, and its weights are still here: logits that the caller has can be computed after it."""
+        for known, key in self._lazy:
+            source = known()
+            if source is not None:
+                source.outlive()
+                source.has_graph, source.tell = False, self._tells(key, self._leaf)
 
     def collect(self, key: Key, gradient: torch.Tensor, shape: torch.Size, sample: torch.Tensor, copies: bool = True) -> None:
         """A gradient has come to this tensor. copies: it may be changed in place later on. RuntimeError: none may."""
@@ -164,7 +196,12 @@ class Forward:
     @property
     def may_get_gradients(self) -> bool:
         """Whether an output is still held."""
-        return bool(self.ends) or any(leaf() is not None for leaf in self._leaves)
+        return bool(self.ends) or any(leaf() is not None for leaf in self._leaves) or any(known() is not None for known, _ in self._lazy)
+
+    @property
+    def can_be_taken(self) -> bool:
+        """Whether gradients of it may come to where the caller's graph begins, when its own graph is gone."""
+        return bool(self.ends) or (_edge_of is not None and any(known() is not None for known, _ in self._lazy))
 
     def leaves(self) -> List[torch.Tensor]:
         """Those of the caller's graph that tell of their gradients, as far as they are held."""
@@ -195,7 +232,7 @@ class Forward:
         tensors, gradients = [], []
         for key, gradient in self._gradients.items():
             shape, sample = self._samples[key]
-            tensor = self.found.get(key)
+            tensor = self._found_again(key)
             if tensor is None or tensor.shape != shape or not alike(sample_of(tensor.detach()), sample):
                 raise RuntimeError(
                     "the model's forward gave something else when it was computed again for backward: it keeps something outside of its "
@@ -208,9 +245,16 @@ class Forward:
         self.found = {}
         return tensors, gradients
 
+    def _found_again(self, key: Key) -> Optional[torch.Tensor]:
+        own, again = self._again.get(key, (key, None))
+        tensor = self.found.get(own)
+        if tensor is not None and again is not None:
+            tensor = again(tensor)
+        return tensor.whole() if isinstance(tensor, LazyLogits) else tensor
+
     def let_go(self) -> None:
         """Its inputs are not wanted any more."""
-        self.args, self.kwargs, self._versions, self.found, self.ends = (), {}, [], {}, {}
+        self.args, self.kwargs, self._versions, self.found, self.ends, self._again = (), {}, [], {}, {}, {}
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:

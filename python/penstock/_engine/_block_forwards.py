@@ -69,8 +69,13 @@ class BlockForwards:
             stage = self._stages.of(driver, key, name)
             settings = AutogradSettings()
             if not driver.trains:
-                with self._entering.in_forward(driver, stage), self._buffers_noted(driver, stage), torch.no_grad():
-                    return self._entering.apart(stage, computed(original, settings, args, kwargs))
+                with contextlib.ExitStack() as entered:
+                    entered.enter_context(self._entering.in_forward(driver, stage))
+                    with self._buffers_noted(driver, stage), torch.no_grad(), self._in_last(driver, stage):
+                        out = self._entering.apart(stage, computed(original, settings, args, kwargs))
+                    if driver.made_lazy:  # the weights stay as long as the model's forward may ask for these logits
+                        driver.held.push(entered.pop_all())
+                return out
             if stage != self._last and (stage < self._first_trained or not torch.is_grad_enabled()):
                 self._tell_of_lost_gradients(driver, stage, tensors_of((args, kwargs)))
                 with self._entering.in_forward(driver, stage), self._buffers_noted(driver, stage), self._as_before(driver, stage), torch.no_grad():
@@ -79,7 +84,7 @@ class BlockForwards:
                 return out
             if stage == self._last:
                 self._backward.enter(driver, stage)
-                with self._buffers_noted(driver, stage), self._as_before(driver, stage), self._computing(driver, stage):
+                with self._buffers_noted(driver, stage), self._as_before(driver, stage), self._computing(driver, stage), self._in_last(driver, stage):
                     out = self._entering.apart(stage, computed(original, settings, args, kwargs))
                 return out
             return self._checkpointed(driver, stage, original, args, kwargs)
@@ -108,6 +113,15 @@ class BlockForwards:
             yield
         finally:
             driver.at = None
+
+    # Logits that are computed in it may be computed later, while its weights are here.
+    @contextlib.contextmanager
+    def _in_last(self, driver: Driver, stage: int) -> Iterator[None]:
+        driver.in_last = stage == self._last
+        try:
+            yield
+        finally:
+            driver.in_last = False
 
     # A forward that will be computed again: its buffers as they are before it.
     @contextlib.contextmanager

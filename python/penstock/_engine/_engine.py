@@ -53,6 +53,11 @@ _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 _started: "Set[Engine]" = set()
 
 
+def an_engine_is_open() -> bool:
+    """Whether this process has an engine that was not closed."""
+    return bool(_engines)
+
+
 @atexit.register
 def _close_all(process: int = os.getpid()) -> None:
     """The last step of an engine that nobody closed is committed, and its threads end before the interpreter does."""
@@ -349,6 +354,7 @@ class Engine:
             return
         try:
             run.runtime.close()
+            self._given.pieces.remove()
             try:
                 self._commit_and_end(run.runtime.spoiled)
             finally:

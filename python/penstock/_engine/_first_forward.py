@@ -95,13 +95,14 @@ class FirstForward:
             if module.training:
                 kwargs = without_cache(getattr(call or module, "forward", call), kwargs)  # type: ignore[arg-type]
             move_buffers(module, device)
+            self._given.pieces.install()
             with self._inputs_of_the_models_type() as take_in, unlogged():
 
                 def forward() -> Any:
                     return _apart_for(module, args, kwargs) if call is None else self._look_at(call, *take_in(args, kwargs))
 
                 tensors = StepTensors(device) if self._given.settings.engine_device else None
-                once_more = functools.partial(trace, module, self._given.blocks, forward, device, tensors)
+                once_more = functools.partial(trace, module, self._given.blocks, forward, device, tensors, self._given.pieces)
                 traced = with_other_modes(module, self._given.blocks, once_more(), once_more)
                 if tensors is not None:
                     self._given.settings.step_tensor_bytes = tensors.bytes(self._given.settings.forwards)
@@ -115,6 +116,7 @@ class FirstForward:
                 self._run.watch.counts_flops(*flops)
         except BaseException:
             if not self._run.begun:
+                self._given.pieces.remove()
                 for name, parameter in module.named_parameters() if self._given.values_are_gone else ():
                     hide_copies(parameter, name, _closed_value)
                 move_buffers(module, torch.device("cpu"))
@@ -148,7 +150,7 @@ class FirstForward:
         previous = replace_forward(self._module, counting)
         try:
             with FlopCounterMode(display=False) as counter:
-                trace(self._module, self._given.blocks, forward, self._given.settings.device)
+                trace(self._module, self._given.blocks, forward, self._given.settings.device, pieces=self._given.pieces)
         finally:
             restore_forward(self._module, previous)
         return float(counter.get_total_flops()), sum(units)

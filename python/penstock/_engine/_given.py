@@ -13,6 +13,7 @@ from .. import _core
 from ._blocks import Block, check_memory, find_blocks
 from ._handed_over import check_types
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe
+from ._pieces import Pieces
 from ._settings import Settings
 
 #: Of a module that has, or had, an engine: "open" or "closed".
@@ -94,6 +95,8 @@ class Given:
         self.blocks: List[Block] = find_blocks(self.module, self._names_of_blocks, has_values=not self.values_are_gone)
         self.dtypes = {id(parameter): parameter.dtype for parameter in self.module.parameters()}
         check_types(self.module)
+        #: Installed by the first forward.
+        self.pieces = Pieces(self.module, self.settings)
 
     # Its own would change what lies in the engine's memory: the weights of the block that backward began with.
     def take_steps(self) -> None:

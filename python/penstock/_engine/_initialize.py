@@ -45,6 +45,9 @@ def initialize(
     forwards_per_step: Optional[int] = None,
     gradient_clipping: Optional[float] = None,
     blocks: Optional[Sequence[str]] = None,
+    logits_chunk_size: Optional[int] = None,
+    chunked_modules: Optional[Sequence[Union[str, type]]] = None,
+    chunk_size: Optional[int] = None,
     resume: Union[bool, str] = False,
     overwrite: bool = False,
     seed: Optional[int] = None,
@@ -87,6 +90,12 @@ def initialize(
     gradient_clipping: the largest global norm of a step's gradients; 0 for no bound. Default: the configuration's, else 0.
     blocks: names of modules that are fetched as one; parameters of none of them stay in memory for a whole pass. By default blocks are
         found.
+    logits_chunk_size: tokens whose logits are computed at one time, with their loss, by a model that has a head that is an nn.Linear; 0: those
+        of all tokens. Default: chosen where the logits of all tokens would be large beside the budget. Losses are the same to rounding. What
+        asks for whole logits gets them.
+    chunked_modules: names (whole, or their ends: "mlp") or classes of modules that act on each token alone, which are computed in chunks of
+        ``chunk_size`` tokens, in backward as well. One that does not is refused by name in the first forwards.
+    chunk_size: tokens of such a chunk. Default: as many as a token has features there.
     resume: go on from what ``state_dir`` holds; "auto": if it holds a run. What cannot be read, or is damaged, is an error.
     overwrite: what ``state_dir`` held when the process was started may be replaced; at a prompt or in a notebook, what it holds now. What
         another process trains there later is not.
@@ -122,6 +131,9 @@ def initialize(
         "forwards_per_step": forwards_per_step,
         "gradient_clipping": gradient_clipping,
         "blocks": blocks,
+        "logits_chunk_size": logits_chunk_size,
+        "chunked_modules": chunked_modules,
+        "chunk_size": chunk_size,
     }
     settings = Settings(config if config is not None else config_params, keywords, world)
     settings.device, settings.engine_device = choose_devices(settings.chosen_device if device is None else device, settings.device_memory)

@@ -13,6 +13,7 @@ from ._autograd_settings import AutogradSettings
 from ._backward_pass import BackwardPass
 from ._changing import Changing
 from ._entering import Entering
+from ._lazy_logits import LazyLogits, is_lazy
 from ._modules import switch_off_checkpointing, without_cache
 from ._open_pass import OpenPass, PassFailed
 from ._passes import Passes
@@ -172,6 +173,7 @@ class ModelForward:
         driver = self._here.driver
         if driver is None or driver.forward is None or not self._here.inside_model:
             return value
+        value = map_tensors(value, lambda tensor: tensor.whole("a hook") if isinstance(tensor, LazyLogits) else tensor)
         call = driver.hooked.get((what, id(module)), 0)
         driver.hooked[what, id(module)] = call + 1
         if not driver.trains:
@@ -187,11 +189,16 @@ class ModelForward:
     def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], forward: Callable[..., Any]) -> Any:
         if self._stages.has_residents:
             self._entering.pass_by(self._here.driver, 1)  # type: ignore[arg-type]
+        driver = self._here.driver
+        assert driver is not None
         self._here.inside_model = True
         if self._dtype != torch.float32 or self._device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), self._taken_in)
         try:
-            out = forward(*args, **kwargs)
+            with driver.held:
+                out = forward(*args, **kwargs)
+                if driver.made_lazy:
+                    out = map_tensors(out, lambda tensor: _outliving(tensor, driver.forward is not None) if is_lazy(tensor) else tensor)
         finally:
             self._here.inside_model = False
         return self._entering.apart(0, out) if self._stages.has_residents else out
@@ -200,3 +207,12 @@ class ModelForward:
     def _taken_in(self, tensor: torch.Tensor) -> torch.Tensor:
         cast = tensor.is_floating_point() and self._dtype != torch.float32
         return tensor.to(self._device, self._dtype if cast else tensor.dtype)
+
+
+# Of an evaluation, whose weights go: logits that the model itself has used, for a loss, are rarely asked for once more.
+def _outliving(logits: torch.Tensor, kept: bool) -> torch.Tensor:
+    assert isinstance(logits, LazyLogits)
+    if not kept and not logits.source.is_used:
+        return logits.whole()
+    logits.source.outlive()
+    return logits

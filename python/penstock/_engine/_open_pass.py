@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -56,6 +57,9 @@ class Driver:
         self.attributes: Optional[Attributes] = None  # while another driver computes
         self.hooked: Dict[Any, int] = {}  # calls of modules with hooks so far
         self.at: Optional[int] = None  # the use that is computed with a graph
+        self.in_last = False  # the last use is computed
+        self.held = contextlib.ExitStack()  # of an evaluation: until the model's forward is over, the last use is not left
+        self.made_lazy = False  # logits that are computed later
 
 
 class Together:

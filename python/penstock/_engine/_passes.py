@@ -136,7 +136,7 @@ class Passes:
         """
         driver = self._open.drivers[0] if self._open.trains else None
         forward = None if driver is None else driver.remembers
-        if driver is None or forward is None or not forward.ends:
+        if driver is None or forward is None or not forward.can_be_taken:
             return None
         came = self.gradient_came
         if came and not with_gradients:
@@ -145,6 +145,7 @@ class Passes:
             forward.forget_gradients()
         elif any(tensor.requires_grad for tensor in tensors_of((forward.args, forward.kwargs))):
             forward.detach_inputs()
+        forward.outlive_weights()
         self.give_up("another forward began before its backward was over")
         return forward, driver.loss_gradient
 

@@ -22,6 +22,7 @@ from ._blocks import Block, find_blocks
 from ._handed_over import check_types, described_blocks, described_stages, options_of, resident_bytes
 from ._device import choose_devices, tell_of_unused_settings
 from ._optimizer import describe, optimizer_of
+from ._pieces import Pieces
 from ._settings import DTYPES, PathLike, Settings
 from ._tensor_memory import StepTensors
 from ._trace import Traced, Use, settled, trace, with_other_modes
@@ -112,6 +113,9 @@ def plan(
     forwards_per_step: Optional[int] = None,
     gradient_clipping: Optional[float] = None,
     blocks: Optional[Sequence[str]] = None,
+    logits_chunk_size: Optional[int] = None,
+    chunked_modules: Optional[Sequence[Union[str, type]]] = None,
+    chunk_size: Optional[int] = None,
     device: Union[None, str, int, torch.device] = None,
 ) -> Plan:
     """What ``penstock.initialize`` would do with a model, before anything is made: where every byte lives, bytes moved, seconds a step.
@@ -122,8 +126,8 @@ def plan(
         a language model, 1,024 or what it has at most by default.
     example: a batch in their place, of tensors as the model takes it (``model(**example)``, ``model(*example)``, ``model(example)``); their
         values do not matter.
-    host_memory, config, optimizer, dtype, offload, gradient_accumulation_steps, forwards_per_step, gradient_clipping, blocks: as for
-        ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
+    host_memory, config, optimizer, dtype, offload, gradient_accumulation_steps, forwards_per_step, gradient_clipping, blocks,
+        logits_chunk_size, chunked_modules, chunk_size: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
     state_dir: as for ``initialize``; its drive is measured for a second, with a file that goes again, unless ds_nvme_tune has stored its
         profile. Where nothing says where state is, it is on a drive whose rates are assumed, and the plan says so.
     device_memory: as for ``initialize``, of a GPU that is here. What a step's tensors take of it is found out on the meta device.
@@ -153,6 +157,9 @@ def plan(
         "forwards_per_step": forwards_per_step,
         "gradient_clipping": gradient_clipping,
         "blocks": blocks,
+        "logits_chunk_size": logits_chunk_size,
+        "chunked_modules": chunked_modules,
+        "chunk_size": chunk_size,
     }
     settings = Settings(config, keywords, needs_place=False)
     settings.device, settings.engine_device = choose_devices(device, settings.device_memory)
@@ -265,10 +272,13 @@ def _followed(
     args, kwargs = _inputs(model, example, batch, seq)
     model.train()
     forward = functools.partial(model, *args, **kwargs)
+    pieces = Pieces(model, settings)
+    pieces.install()
     try:
         tensors = StepTensors(_META) if settings.engine_device else None
-        again = functools.partial(trace, model, blocks, forward, _META, tensors)
+        again = functools.partial(trace, model, blocks, forward, _META, tensors, pieces)
         found, uses = settled(model, blocks, with_other_modes(model, blocks, again(), again))
+        notes += pieces.notes()
         if tensors is not None:
             settings.step_tensor_bytes = tensors.bytes(settings.forwards)
             notes += tensors.notes

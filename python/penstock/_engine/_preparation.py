@@ -321,6 +321,7 @@ class Preparation:
                 shown.changing,
                 settings,
                 run.ranks.world,
+                given.pieces,
             )
         except BaseException:
             try:

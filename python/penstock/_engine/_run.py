@@ -79,7 +79,9 @@ class Run:
         self._last_report = self._report_of(self.runtime)  # type: ignore[arg-type]
 
     def _report_of(self, runtime: Runtime) -> Report:
-        return Report.of(self.core.report(), runtime.device_report(), self.watch.product_flops_per_second if self.watch is not None else 0.0)
+        told = Report.of(self.core.report(), runtime.device_report(), self.watch.product_flops_per_second if self.watch is not None else 0.0)
+        told.update(runtime.pieces.report())
+        return told
 
     def log(self) -> List[str]:
         """What the engine had to say since the last call."""

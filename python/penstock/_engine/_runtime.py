@@ -35,8 +35,10 @@ from ._blocks import Block
 from ._changing import Changing
 from ._entering import Entering
 from ._model_forward import ModelForward
+from ._head_places import HeadPlaces
 from ._modules import has_all_parameters, replace_forward, restore_forward
 from ._open_pass import OpenPass
+from ._pieces import Pieces
 from ._passes import Passes
 from ._settings import DTYPES, Settings
 from ._stages import Stages
@@ -60,10 +62,11 @@ class Runtime:
         changing: Sequence[nn.Module],
         settings: Settings,
         world: int,
+        pieces: Pieces,
     ) -> None:
         """trains: of each parameter of each block, whether it is updated. input_gradients: what goes into the model may ask for them.
 
-        changing: modules whose attributes a forward changes. world: ranks that train together.
+        changing: modules whose attributes a forward changes. world: ranks that train together. pieces: installed.
         """
         self._weights = weights
         self._device = device = settings.device
@@ -76,6 +79,8 @@ class Runtime:
         self._passes = passes = Passes(core, model, stages, weights, open_pass, entering, backward)
         self._blocks = BlockForwards(model, stages, open_pass, entering, backward, passes, known, several_ranks=world > 1)
         self._forward = forward = ModelForward(model, stages, open_pass, entering, backward, passes, known, DTYPES[settings.dtype], device)
+        self.pieces = pieces
+        pieces.heads.place = HeadPlaces(stages, open_pass).of
         order = VerticalOrder(core, model, stages, open_pass, backward, passes, forward, known, device, loss_factor)
 
         # What the engine calls, without a call of its own in between.

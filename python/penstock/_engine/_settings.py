@@ -28,7 +28,7 @@ class Settings(_core.Settings):
     """
 
     def __init__(self, config: Any, keywords: Dict[str, Any], world: int = 1, needs_place: bool = True) -> None:
-        super().__init__(config, keywords, world, needs_place)
+        super().__init__(config, _with_names(keywords), world, needs_place)
         self.world = world  # processes that train together
         self.device = torch.device("cpu")  # that computes forward and backward
         self.engine_device = ""  # where the engine has blocks for it, as python/src/engine_options.cc names it; "": in host memory
@@ -42,6 +42,14 @@ class Settings(_core.Settings):
                 "wandb.enabled: wandb is not installed (pip install wandb), or switch on csv_monitor or tensorboard, which need nothing"
             )
         _check_paths(self)
+
+
+# A class is named by its name, as a configuration does it.
+def _with_names(keywords: Dict[str, Any]) -> Dict[str, Any]:
+    given = keywords.get("chunked_modules")
+    if not isinstance(given, (list, tuple)):
+        return keywords
+    return {**keywords, "chunked_modules": [each.__name__ if isinstance(each, type) else each for each in given]}
 
 
 # What is read and written with the first forward, and after it, is looked at here.

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._device import in_this_thread
+from ._lazy_logits import is_lazy
 from ._tree import map_tensors, tensors_of
 
 
@@ -145,7 +146,9 @@ def _forward_and_backward(module: nn.Module, args: Sequence[Any], kwargs: Dict[s
         return tensor.detach().requires_grad_(tensor.is_floating_point())
 
     args, kwargs = map_tensors((tuple(args), dict(kwargs)), leaf)
-    outputs = [each for each in tensors_of(module.forward(*args, **kwargs)) if each.requires_grad]
+    given = [each for each in tensors_of(module.forward(*args, **kwargs)) if each.requires_grad]
+    outputs = [each.logsumexp(-1) if is_lazy(each) else each for each in given]  # a loss of them
+    del given
     wanted: List[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
     wanted += [each for each in tensors_of((args, kwargs)) if each.requires_grad]
     if outputs and wanted:

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._attributes import Attributes, Hooks, merged
 from ._blocks import RESIDENT, Block, with_residents
+from ._heads import Place
 from ._modules import heed_no_set_to_itself, heed_set_to_itself
 from ._on_disk import give_back
+from ._pieces import Pieces
 from ._random import RandomState
 from ._tensor_memory import StepTensors, with_kwargs_hook
 from ._tree import tensors_of
@@ -91,6 +93,20 @@ class _Outside(TorchDispatchMode):
         if parameter.device != self._device:
             self.in_host.append((parameter, parameter.data))
             parameter.data = parameter.data.to(self._device)
+
+    def place_of(self, head: nn.Linear) -> Optional[Place]:
+        """While the forward is under way, the weights of a head are where it is computed."""
+        return Place(lambda: (head.weight, head.bias), lambda: self._computes(head))
+
+    @contextlib.contextmanager
+    def _computes(self, head: nn.Linear) -> Iterator[None]:
+        self.enter_block(self._block_of[id(head.weight)])
+        for parameter in head.parameters():
+            self.bring(parameter)
+        try:
+            yield
+        finally:
+            self.leave_block(())
 
     def put_back(self) -> None:
         for parameter, value in reversed(self.in_host):
@@ -179,11 +195,16 @@ def settled(model: nn.Module, blocks: Sequence[Block], traced: Traced) -> Tuple[
 
 
 def trace(
-    model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], device: torch.device = _CPU, tensors: Optional[StepTensors] = None
+    model: nn.Module,
+    blocks: Sequence[Block],
+    forward: Callable[[], Any],
+    device: torch.device = _CPU,
+    tensors: Optional[StepTensors] = None,
+    pieces: Optional[Pieces] = None,
 ) -> Traced:
     """Runs `forward` and records every call of a block's module. On a device, a block's parameters are there while it computes.
 
-    tensors: finds out what a step's tensors take; None: nobody asks.
+    tensors: finds out what a step's tensors take; None: nobody asks. pieces: installed; None: there are none.
 
     The random state is as before; buffers and attributes that a forward changes (running means, counters) are put back. Raises
     TypeError naming a weight that is changed.
@@ -247,6 +268,8 @@ def trace(
         torch.set_autocast_cache_enabled(False)  # what it kept would have no graph, and be taken for the weight later on
         for parameter in (each for block in blocks if block.resident for _, each in block.parameters):
             outside.bring(parameter)
+        if pieces is not None:
+            pieces.heads.place = outside.place_of
         with torch.no_grad(), _functions_told(outside), outside, contextlib.nullcontext() if tensors is None else tensors.forward():
             forward()
         changing = attributes.changed()

@@ -16,6 +16,7 @@ from ._blocks import Block
 from ._device import DeviceMemory, Streams, view_of
 from ._hidden import OUTSIDE as OUTSIDE
 from ._hidden import ValueOf, hide_copies, show_copies, without_overrides
+from ._lazy_logits import is_lazy
 
 
 class Weights:
@@ -131,7 +132,7 @@ class Weights:
     def owned(self, block: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the memory of the block's weights, which is the engine's again when the block is left."""
         span = self._spans.get(block)
-        return span is not None and span[0] <= tensor.data_ptr() < span[1]
+        return span is not None and not is_lazy(tensor) and span[0] <= tensor.data_ptr() < span[1]
 
     def check_hidden(self, blocks: Sequence[Block]) -> None:
         """RuntimeError naming a parameter that was given a value where the engine does not see it."""

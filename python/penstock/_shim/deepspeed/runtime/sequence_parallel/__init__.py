@@ -1,0 +1,3 @@
+from ..._refused import attributes_of
+
+__getattr__ = attributes_of(__name__)
