@@ -43,6 +43,7 @@ enum class SchedulerType { kLrRangeTest, kOneCycle, kWarmupLr, kWarmupDecayLr, k
 enum class ConfigPlacement { kAuto, kCpu, kCuda, kConst };  // ColossalAI's; see tiering::Placement
 
 using zero::Durability;
+using zero::MissingGradients;
 using zero::OffloadDevice;
 using zero::Prefer;
 using zero::SyncMode;
@@ -225,6 +226,7 @@ struct PenstockConfig {
   std::optional<UpdateOrder> order;
   std::optional<Prefer> prefer;
   std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
+  std::optional<MissingGradients> missing_gradients;
   std::optional<int64_t> tile_bytes;
   std::optional<int64_t> update_threads;
   std::optional<ConfigPlacement> placement;

@@ -651,7 +651,7 @@ constexpr auto kZero = std::to_array<Setting>({
         "partition_stream_chunk_size"),
     Needless("cpu_offload_use_pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
     Needless("ignore_unused_parameters", KeyType::kBool,
-             "a parameter without a gradient has a gradient of zero"),
+             "penstock.missing_gradients says what becomes of a parameter without a gradient"),
     Needless("legacy_stage1", KeyType::kBool, "there is one implementation"),
     Needless("round_robin_gradients", KeyType::kBool, "every block is cut evenly over ranks"),
     Needless("memory_efficient_linear", KeyType::kBool,
@@ -971,6 +971,13 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Fixed("optimizer_states")
         .Settles("\"fp32\"")
         .At([](auto& c) -> auto& { return c.penstock.optimizer_states; }),
+    Choice("missing_gradients", "zeros|skip")
+        .Says("What a step does to a parameter without a gradient: updates it by zeros, as DeepSpeed does, "
+              "or leaves it as it is, as torch.optim does",
+              "skip; under DeepSpeed's name zeros, but for accelerate and Trainer")
+        .Keyword("missing_gradients")
+        .OnCommandLine("the parameters of its models have a gradient in each step")
+        .At([](auto& c) -> auto& { return c.penstock.missing_gradients; }),
     Size("tile_bytes", 65536, 0x1p30)
         .Says("Upper bound of the weights of a tile, in bytes", "the planner's choice")
         .At([](auto& c) -> auto& { return c.penstock.tile_bytes; }),

@@ -617,18 +617,29 @@ absl::Status DeepSpeedCheckpoint::TakeOptions(const TorchFile& file, const Torch
   return absl::OkStatus();
 }
 
-// The optimizer's count, the same wherever it is said: a number, or a tensor of one.
-absl::Status DeepSpeedCheckpoint::TakeSteps(const TorchFile& file, const TorchValue& state) {
-  if (weights_alone_) return absl::OkStatus();
+// A count of updates: a number, or a tensor of one. nullopt: it is none.
+absl::StatusOr<std::optional<int64_t>> DeepSpeedCheckpoint::ReadSteps(const TorchFile& file,
+                                                                      const TorchValue& state) {
   std::optional<int64_t> step = state.integer();
   if (const TorchTensor* const tensor = state.tensor(); tensor != nullptr && tensor->elements == 1) {
     ScatteredTensor one;
     float value = 0;
     RETURN_IF_ERROR(one.Add(file, *tensor, 0, 1));
     RETURN_IF_ERROR(one.Read(0, 1, &value, &buffers_[0]));
+    if (!(value >= 0 && value < 0x1p62F))
+      return Wrong(absl::StrCat(file.path(), " says that ", value, " updates were made"));
     step = static_cast<int64_t>(value);
     progress_.step_is_tensor = true;
   }
+  if (step.value_or(0) < 0)
+    return Wrong(absl::StrCat(file.path(), " says that ", *step, " updates were made"));
+  return step;
+}
+
+// The optimizer's count, the same wherever it is said.
+absl::Status DeepSpeedCheckpoint::TakeSteps(const TorchFile& file, const TorchValue& state) {
+  if (weights_alone_) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const std::optional<int64_t> step, ReadSteps(file, state));
   if (!step.has_value()) return absl::OkStatus();
   if (optimizer_step_.value_or(*step) != *step)
     return Wrong(absl::StrCat(file.path(), ": parameters have had ", *step, " and ", *optimizer_step_,
@@ -754,6 +765,7 @@ absl::Status DeepSpeedCheckpoint::ReadRank3(const TorchFile& file, const TorchVa
 absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
   progress_.format = "universal";
   RETURN_IF_ERROR(ReadUniversalState());
+  int64_t most = -1;  // updates of a parameter
   ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory_ + "/zero"));
   for (const std::string& name : names) {
     ASSIGN_OR_RETURN(const bool is_parameter, IsDirectory(absl::StrCat(directory_, "/zero/", name)));
@@ -780,10 +792,17 @@ absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
     }
     if (Exists(absl::StrCat(directory_, "/zero/", name, "/step.pt"))) {
       ASSIGN_OR_RETURN(const TorchFile* const step, OpenFile(absl::StrCat("zero/", name, "/step.pt")));
-      RETURN_IF_ERROR(TakeSteps(*step, step->root()));
+      if (!weights_alone_) {
+        ASSIGN_OR_RETURN(values.updates, ReadSteps(*step, step->root()));
+      }
       files_.pop_back();
     }
+    most = std::max(most, values.updates.value_or(most));
+    if (values.updates.value_or(0) > optimizer_step_.value_or(most))
+      return Wrong(absl::StrCat(name, " has had ", *values.updates, " updates, and the optimizer made ",
+                                *optimizer_step_));
   }
+  if (!optimizer_step_.has_value() && most >= 0) optimizer_step_ = most;
   return absl::OkStatus();
 }
 
@@ -909,6 +928,7 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
                                   tensor.elements(), " in this model"));
     }
     sources_.push_back(found->second.of);
+    updates_.push_back(std::min(found->second.updates.value_or(progress_.updates), progress_.updates));
     left.erase(found->first);
   }
   if (!left.empty()) return Wrong(absl::StrCat(*left.begin(), " has no place in this model: ", words_.model));

@@ -116,6 +116,9 @@ class DeepSpeedCheckpoint {
 
   const DeepSpeedProgress& progress() const { return progress_; }
   const std::string& directory() const { return directory_; }  // of the tag
+  // Of each tensor of the layout, how many updates it has had: progress().updates, or less where no gradient
+  // came to it in some of them. Of Open.
+  const std::vector<int64_t>& updates() const { return updates_; }
 
   // Elements [first, first + elements) of a block's run, as fp32; zeros between the parameters. Masters or
   // moments: one thread for each kind.
@@ -136,6 +139,7 @@ class DeepSpeedCheckpoint {
   struct Values {
     std::vector<int64_t> sizes;  // empty: nobody says
     std::array<ScatteredTensor, kKinds> of;
+    std::optional<int64_t> updates = {};  // of its own; nullopt: the optimizer's
   };
   using Parameters = std::map<std::string, Values>;            // by DeepSpeed's name
   using FlatTensors = std::array<const TorchTensor*, kKinds>;  // of a parameter group, one rank's
@@ -177,6 +181,7 @@ class DeepSpeedCheckpoint {
   size_t kinds() const { return weights_alone_ ? 1 : kKinds; }
   absl::Status TakeOptions(const TorchFile& file, const TorchValue& optimizer, const TorchValue& base);
   absl::Status TakeSteps(const TorchFile& file, const TorchValue& state);
+  absl::StatusOr<std::optional<int64_t>> ReadSteps(const TorchFile& file, const TorchValue& state);
   // What a published name is called there unless --names says it.
   std::vector<std::string> OwnNames(const std::string& published) const;
   absl::Status Match(const NameMap& names, Parameters* parameters);
@@ -190,6 +195,7 @@ class DeepSpeedCheckpoint {
       order_;                                  // names by parameter group, in the order of their flat tensors
   std::map<std::string, std::string> shared_;  // name of a tied parameter -> the one that holds it
   std::optional<int64_t> optimizer_step_;
+  std::vector<int64_t> updates_;  // parallel to layout_.tensors
   bool weights_alone_ = false;
   std::vector<std::string> model_files_;  // by rank
   int64_t optimizer_ranks_ = 0;           // 0: the universal format

@@ -331,7 +331,8 @@ class UniversalWriter {
       return absl::InvalidArgumentError(
           absl::StrCat("--names: two parameters are called \"", name, "\", or it is no name of one"));
     RETURN_IF_ERROR(MakeDirectory(directory));
-    RETURN_IF_ERROR(WriteStep(directory + "/step.pt"));
+    RETURN_IF_ERROR(
+        WriteStep(directory + "/step.pt", options_.updates_of ? options_.updates_of(tensor) : run_.updates));
     TorchPickle pickle;
     pickle.BeginDict();
     pickle.Text("cat_dim");
@@ -404,26 +405,28 @@ class UniversalWriter {
   }
 
   // The optimizer's count of updates, as the next loader wants it. Returns whether it is a tensor.
-  bool Step(TorchPickle* pickle) const {
+  bool Step(int64_t updates, TorchPickle* pickle) const {
     if (options_.step_is_tensor) {
       pickle->Tensor(swap::Dtype::kF32, {});
     } else {
-      pickle->Int(run_.updates);
+      pickle->Int(updates);
     }
     return options_.step_is_tensor;
   }
 
-  absl::Status Finish(const std::string& path, const TorchPickle& pickle, bool has_step) const {
+  // `updates`: of the tensor of one that the pickle has; nullopt: it has none.
+  absl::Status Finish(const std::string& path, const TorchPickle& pickle,
+                      std::optional<int64_t> updates) const {
     ASSIGN_OR_RETURN(std::unique_ptr<TorchWriter> file, TorchWriter::Create(path, pickle, stream_.get()));
-    const auto step = static_cast<float>(run_.updates);
-    if (has_step) RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(&step, 1))));
+    const auto step = static_cast<float>(updates.value_or(0));
+    if (updates.has_value()) RETURN_IF_ERROR(file->Append(std::as_bytes(std::span(&step, 1))));
     return file->Finish();
   }
 
-  absl::Status WriteStep(const std::string& path) const {
+  absl::Status WriteStep(const std::string& path, int64_t updates) const {
     TorchPickle pickle;
-    const bool tensor = Step(&pickle);
-    return Finish(path, pickle, tensor);
+    const bool tensor = Step(updates, &pickle);
+    return Finish(path, pickle, tensor ? std::optional(updates) : std::nullopt);
   }
 
   // Each with the one flat tensor that it has there.
@@ -476,12 +479,13 @@ class UniversalWriter {
     pickle.Int(0);
     pickle.BeginDict();
     pickle.Text("step");
-    const bool tensor = Step(&pickle);
+    const bool tensor = Step(run_.updates, &pickle);
     pickle.EndDict();
     pickle.EndDict();
     pickle.EndDict();
     pickle.EndDict();
-    return Finish(tag_ + "/zero/optimizer_state.pt", pickle, tensor);
+    return Finish(tag_ + "/zero/optimizer_state.pt", pickle,
+                  tensor ? std::optional(run_.updates) : std::nullopt);
   }
 
   absl::Status WriteModelStates(const std::string& path) const {
@@ -498,7 +502,7 @@ class UniversalWriter {
                    {"ds_version", run_.version}});
     if (run_.samples > 0) values["global_samples"] = run_.samples;  // else it follows from the steps
     pickle.Json(values);
-    return Finish(path, pickle, /*has_step=*/false);
+    return Finish(path, pickle, /*updates=*/std::nullopt);
   }
 
   std::string Latest() const { return options_.directory + "/latest_universal"; }

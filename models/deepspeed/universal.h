@@ -37,7 +37,9 @@ struct UniversalOptions {
   uint64_t memory_bytes = uint64_t{128} << 20;  // of buffers
   NameMap names;                // published name -> DeepSpeed's; those that are not there are the same
   bool step_is_tensor = false;  // as torch's own optimizers keep it; DeepSpeed's keep a number
-  bool has_scheduler = false;   // which sets the rate of each group anew after the next step
+  // Of a parameter, where they have not all had DeepSpeedProgress::updates (MissedUpdates). Empty: all have.
+  std::function<int64_t(const PublishedTensor& tensor)> updates_of = {};
+  bool has_scheduler = false;  // which sets the rate of each group anew after the next step
   std::function<void(uint64_t done, uint64_t total)> progress;  // bytes
 };
 

@@ -632,6 +632,11 @@ def _accelerates_device() -> Optional[torch.device]:
     return device if isinstance(device, torch.device) else None
 
 
+def _says_missing_gradients(config: Dict[str, Any]) -> bool:
+    own = config.get("penstock")
+    return isinstance(own, dict) and own.get("missing_gradients") is not None
+
+
 def initialize(
     args: Any = None,
     model: Optional[nn.Module] = None,
@@ -651,6 +656,8 @@ def initialize(
 
     Without an optimizer, here and in the configuration, the engine evaluates only, as DeepSpeed's: there are no states. A model that has
     an engine gets another one: the first one ends, and its values go on. training_data: a dataset; the third that is returned is its loader.
+    A parameter without a gradient is updated as by zeros, as with DeepSpeed; Trainer and accelerate, whose losses are those without DeepSpeed,
+    leave it as it is, and "penstock": {"missing_gradients": ...} decides for all.
     args: its deepspeed_config is the configuration where none is given. distributed_port and dist_init_required change nothing: ranks are
     the processes of torch.distributed's group. mpu and mesh_param are refused.
     """
@@ -686,6 +693,7 @@ def initialize(
         device=device,
         progress=None if "progress" in own else False,  # these scripts, and Trainer, say themselves how it goes
         ranks=None if has_optimizer else False,  # each has a copy of its own, on its drive
+        missing_gradients=None if device is not None or _says_missing_gradients(described) else "zeros",
     )
     made = DeepSpeedEngine(engine, described, scratch, has_optimizer)
     return made, made.optimizer, made._load(training_data, collate_fn), scheduler

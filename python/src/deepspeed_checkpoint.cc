@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <exception>
+#include <map>
 #include <new>
+#include <span>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -13,6 +15,7 @@
 #include "models/weights/torch_file.h"
 #include "swap/safetensors.h"
 #include "tiering/plan/model_graph.h"
+#include "zero/compute/missed_updates.h"
 #include "zero/engine/new_state.h"
 #include "zero/engine/rank_agreement.h"
 #include "zero/engine/restore.h"
@@ -180,6 +183,26 @@ GivenImport MakeImport(const Json& given) {
   return made;
 }
 
+namespace {
+
+// What each parameter that trains has missed, by the counts of a checkpoint that was opened with
+// ModelLayoutOf(layouts).
+zero::MissedUpdates MissedOf(const models::DeepSpeedCheckpoint& checkpoint, const Layouts& layouts) {
+  std::vector<int64_t> all;
+  size_t tensor = 0;
+  for (size_t b = 0; b < layouts.size(); ++b) {
+    std::vector<int64_t> of_block(layouts[b]->parameters.size());
+    for (const size_t p : layouts[b]->InOrder())
+      of_block[p] = checkpoint.progress().updates - checkpoint.updates()[tensor++];
+    for (size_t p = 0; p < of_block.size(); ++p) {
+      if (layouts[b]->parameters[p].trains) all.push_back(of_block[p]);
+    }
+  }
+  return zero::MissedUpdates::Of(std::move(all));
+}
+
+}  // namespace
+
 absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, const Layouts& layouts,
                        const zero::EngineOptions& options, bool is_verified) {
   ASSIGN_OR_RETURN(models::ModelLayout layout, ModelLayoutOf(given.parameters, layouts));
@@ -206,11 +229,15 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
   run["imported"] = {
       {"format", progress.format}, {"step", progress.step}, {"torch_optimizer", progress.step_is_tensor}};
   if (!note.empty()) run["imported"]["note"] = note;
+  const zero::MissedUpdates missed = MissedOf(*checkpoint, layouts);
   state.payload = Json{{"run", std::move(run)},
                        {"schedule", nullptr},  // rates are Python's
                        {"loss_scale", loss_scale},
+                       {"missed_updates", missed.ToJson()},
                        {"step", given.description}}
                       .dump();
+  state.store.payload_capacity += static_cast<uint64_t>(
+      zero::MissedUpdates::MostBytes(zero::TrainedParameters(zero::GradientSums::Layouts(layouts))));
   state.check = [&] { return checkpoint->CheckRead(); };
   state.step = progress.step;
   state.updates = progress.updates;
@@ -236,6 +263,20 @@ absl::Status ImportRun(const GivenImport& given, const zero::Measured& model, co
 
 namespace {
 
+// What parameters have missed, by block and offset; those that are not there have missed none.
+std::map<std::pair<int, int64_t>, int64_t> MissedByPlace(const zero::Engine& engine) {
+  std::map<std::pair<int, int64_t>, int64_t> missed;
+  const std::span<const int64_t> counts = engine.missed_updates().counts();
+  size_t at = 0;
+  for (const tiering::BlockIndex block : engine.layouts().indices()) {
+    for (const zero::Parameter& parameter : engine.layouts()[block]->parameters) {
+      if (!parameter.trains || counts.empty()) continue;
+      if (const int64_t count = counts[at++]; count > 0) missed[{block.value(), parameter.offset}] = count;
+    }
+  }
+  return missed;
+}
+
 absl::Status Export(zero::Engine& engine, const models::ModelLayout& layout, const Json& what) {
   models::UniversalOptions options;
   what.at("directory").get_to(options.directory);
@@ -254,6 +295,12 @@ absl::Status Export(zero::Engine& engine, const models::ModelLayout& layout, con
   what.at("samples").get_to(progress.samples);
   return engine.ReadRanges([&](const zero::Engine::ReadRange& read) {
     progress.updates = engine.updates();
+    if (const auto missed = MissedByPlace(engine); !missed.empty()) {
+      options.updates_of = [&engine, missed](const models::PublishedTensor& tensor) {
+        const auto found = missed.find({tensor.block, tensor.offset});
+        return engine.updates() - (found != missed.end() ? found->second : 0);
+      };
+    }
     if (engine.plan().format.weights == kernels::DType::kFp16)
       progress.loss_scaler = models::LossScalerOf(engine.loss_scaler().ToJson());
     return models::WriteUniversal(progress, layout, read, options);

@@ -231,6 +231,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   ASSIGN_OR_RETURN(options.optimizer.algorithm, OptimizerOf(optimizer));
   run::ApplyConfig(config, &options);
   const run::PenstockConfig& own = config.penstock;
+  options.optimizer.missing_gradients = own.missing_gradients.value_or(zero::MissingGradients::kSkip);
   ASSIGN_OR_RETURN(options.device, OpenDevice(device));
   // Unasked, a tenth of what is free stays so: what torch was seen to take is not all that it ever will.
   if (options.device->has_own_memory()) {

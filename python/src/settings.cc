@@ -235,6 +235,11 @@ void BindSettings(nb::module_& module) {
       .def_prop_ro(
           "optimizer_states",
           [](Self self) { return self.resolved().config.penstock.optimizer_states.value_or("fp32"); })
+      .def_prop_ro("missing_gradients",
+                   [](Self self) {
+                     return std::string(zero::Name(self.resolved().config.penstock.missing_gradients.value_or(
+                         zero::MissingGradients::kSkip)));
+                   })
       .def_prop_ro(
           "schedule",
           [](Self self) {

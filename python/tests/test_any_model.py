@@ -132,7 +132,7 @@ def drops(engine, number):
 
 
 def test_a_layer_that_is_left_out_of_some_steps_is_told_of_once_where_zeros_update_it(tmp_path):
-    with make(net(), tmp_path) as engine, pytest.warns(UserWarning, match=r"layers\.1\.\S+ has a gradient in some steps and none in others") as told:
+    with make(net(), tmp_path, missing_gradients="zeros") as engine, pytest.warns(UserWarning, match=r"layers\.1\.\S+ has a gradient in some steps and none in others") as told:
         for number, batch in enumerate(batches(5)):
             drops(engine, 1 if number % 2 else None)
             step(engine, batch)
@@ -153,7 +153,7 @@ def test_a_layer_that_is_left_out_is_plain_pytorchs_where_zeros_change_nothing(t
         expected.append(loss.item())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with make(model, tmp_path, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), gradient_clipping=0.0) as engine:
+        with make(model, tmp_path, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), gradient_clipping=0.0, missing_gradients="zeros") as engine:
             for number, batch in enumerate(data):
                 drops(engine, 1 if number % 2 else None)
                 assert step(engine, batch) == pytest.approx(expected[number], rel=1e-5)

@@ -108,9 +108,9 @@ TEST(ParameterGroups, EachParameterIsUpdatedByItsOwnGroup) {
         format.states == kernels::StateType::k8Bit || layout.elements <= tiering::kElementAlignment
             ? layout.elements
             : tiering::kElementAlignment;
-    UpdateTile(format, decision, seed, layout, {0, cut}, held.Part(0, cut));
+    UpdateTile(format, {decision, layout}, seed, {0, cut}, held.Part(0, cut));
     if (cut < layout.elements) {
-      UpdateTile(format, decision, seed, layout, {cut, layout.elements - cut},
+      UpdateTile(format, {decision, layout}, seed, {cut, layout.elements - cut},
                  held.Part(cut, layout.elements - cut));
     }
     const std::vector<float> masters = held.Masters(format), moments = held.Moments(format);
@@ -118,7 +118,7 @@ TEST(ParameterGroups, EachParameterIsUpdatedByItsOwnGroup) {
       UpdateDecision of_all = decision;
       of_all.groups = {decision.of(g)};
       Held& expected = by_group[static_cast<size_t>(g)];
-      UpdateTile(format, of_all, seed, layout, {0, layout.elements}, expected.Part(0, layout.elements));
+      UpdateTile(format, {of_all, layout}, seed, {0, layout.elements}, expected.Part(0, layout.elements));
       const std::vector<float> their_masters = expected.Masters(format), theirs = expected.Moments(format);
       for (const Parameter& parameter : layout.parameters) {
         if (parameter.group != g) continue;

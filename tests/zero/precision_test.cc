@@ -559,18 +559,18 @@ TEST(Optimizers, LambOfATileIsThatOfTheWholeBlockHoweverItIsCut) {
         for (size_t i = held.size(); i-- > 0;) {
           if (i % 2 != back % 2) continue;
           const auto before = held[i].segments;
-          AddTensorNorms(format, decision, 3, layout, tiles[i], held[i].memory, norms);
+          AddTensorNorms(format, {decision, layout}, 3, tiles[i], held[i].memory, norms);
           EXPECT_EQ(held[i].segments, before) << "norms changed what they are of";
         }
       }
       std::vector<double> trusts;
       for (size_t p = 0; p < norms.size(); ++p)
-        trusts.push_back(TrustOf(decision, layout.parameters[p].group, norms[p]));
+        trusts.push_back(TrustOf(decision.of(layout.parameters[p].group), norms[p]));
       if (cut == 0) first_trusts = trusts;
       EXPECT_EQ(trusts, first_trusts);
       std::vector<char> masters(initial.size() * sizeof(float));
       for (size_t i = 0; i < tiles.size(); ++i) {
-        UpdateTile(format, decision, 3, layout, tiles[i], held[i].memory, trusts);
+        UpdateTile(format, {decision, layout}, 3, tiles[i], held[i].memory, trusts);
         ReadMasters(format, held[i].memory, reinterpret_cast<float*>(masters.data()) + tiles[i].offset);
       }
       results.push_back(std::move(masters));
@@ -628,7 +628,7 @@ TEST(Precision, FrozenParametersStayAsTheyAreBesideCompactStates) {
   memory.gradient = gradient.data();
   UpdateDecision decision;
   decision.groups = {MakeOptimizerStep(kernels::AdamOptions{.weight_decay = 0.5}, {{.lr = 1e-2}}, 1, 1.0)};
-  UpdateTile(format, decision, 1, layout, {0, layout.elements}, memory);
+  UpdateTile(format, {decision, layout}, 1, {0, layout.elements}, memory);
   ReadMasters(format, memory, after.data());
   for (const Parameter& parameter : layout.parameters) {
     for (int64_t i = parameter.offset; i < parameter.offset + parameter.elements; ++i) {

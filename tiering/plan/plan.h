@@ -291,6 +291,8 @@ struct PlanOptions {
   Prefer prefer = Prefer::kWear;
   bool clips = true;          // gradients are clipped by their global norm
   bool tensor_norms = false;  // see Plan
+  // Parameters that share a scale of 8-bit states may be updated each by itself, which the processor can.
+  bool updates_within_scales = false;
   bool on_nvme = true;
   bool trains = true;
   bool commits_every_step = true;  // see Plan

@@ -654,6 +654,8 @@ struct DeviceShares {
 DeviceShares SharesToTry(const PlanOptions& options) {
   if (!options.device.has_own_memory || !options.trains) return {{0}, ""};
   if (options.tensor_norms) return {{0}, ": LAMB's updates are the processor's"};
+  if (options.updates_within_scales)
+    return {{0}, ": parameters that share a scale of 8-bit states are the processor's (missing_gradients)"};
   if (options.world > 1 && !options.device.collectives) {
     return {{0}, ": ranks that exchange through host memory keep their state there"};
   }

@@ -198,6 +198,16 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
     for (const std::string& line : settings.notes) err << line << "\n" << std::flush;
   }
 
+  const std::vector<int64_t>& counts = checkpoint->updates();
+  if (const auto other = std::find_if(counts.begin(), counts.end(),
+                                      [&](int64_t count) { return count != progress.updates; });
+      other != counts.end()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(checkpoint->directory(), ": parameters have had ", *other, " and ", progress.updates,
+                     " updates, since no gradient came to some: penstock train has one count for all. Go on "
+                     "from it with load_checkpoint of penstock.initialize"));
+  }
+
   zero::NewState state;
   state.format = zero::FormatOf(options);
   state.block_elements = settings.model->Layout().block_elements;

@@ -114,7 +114,8 @@ struct Weights {
 };
 
 // Of one parameter, by its number in the block's FlatLayout, in fp32 or in the type of the weights, as many
-// elements as it has. A parameter that is missing took no part: its gradient is zero.
+// elements as it has. A parameter that is missing took no part: its gradient is zero, or with
+// UpdateOptions::missing_gradients kSkip none, if it is missing in all of a step.
 struct Gradient {
   int parameter = 0;
   TensorView value;

@@ -1,5 +1,6 @@
 #include "zero/compute/gradient_sums.h"
 
+#include <algorithm>
 #include <cstddef>
 
 #include "absl/strings/str_cat.h"
@@ -97,6 +98,7 @@ absl::Status GradientSums::Add(tiering::BlockIndex block, std::span<const Gradie
                                const GradientPlace& place) {
   const FlatLayout& layout = *layouts_[block];
   RETURN_IF_ERROR(Check(layout, gradients));
+  for (const Gradient& gradient : gradients) came_[block][static_cast<size_t>(gradient.parameter)] = 1;
   const bool first = addends_[block]++ == 0;
   const DType waits = place.accumulator != nullptr ? DType::kFp32 : weights_;
   if (!first && waits != DType::kFp32)
@@ -118,6 +120,21 @@ absl::Status GradientSums::Round(tiering::BlockIndex block, int64_t first, const
     device_.Convert(DType::kFp32, sums, weights_, gradient,
                     static_cast<size_t>(layouts_[block]->elements - first));
   });
+}
+
+std::vector<uint8_t> GradientSums::Came() const {
+  std::vector<uint8_t> all;
+  for (const tiering::BlockIndex block : layouts_.indices()) {
+    const std::vector<Parameter>& parameters = layouts_[block]->parameters;
+    for (size_t p = 0; p < parameters.size(); ++p) {
+      if (parameters[p].trains) all.push_back(came_[block][p]);
+    }
+  }
+  return all;
+}
+
+void GradientSums::ForgetCame() {
+  for (std::vector<uint8_t>& of_block : came_) std::fill(of_block.begin(), of_block.end(), uint8_t{0});
 }
 
 }  // namespace penstock::zero

@@ -3,8 +3,10 @@
 #ifndef PENSTOCK_ZERO_COMPUTE_GRADIENT_SUMS_H_
 #define PENSTOCK_ZERO_COMPUTE_GRADIENT_SUMS_H_
 
+#include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "kernels/float16.h"
@@ -32,7 +34,9 @@ class GradientSums {
   // null: the caller's thread does it all.
   GradientSums(const Layouts& layouts, kernels::DType weights, Device& device,
                kernels::ThreadPool* pool = nullptr)
-      : layouts_(layouts), weights_(weights), device_(device), pool_(pool), addends_(layouts.size(), 0) {}
+      : layouts_(layouts), weights_(weights), device_(device), pool_(pool), addends_(layouts.size(), 0) {
+    for (const auto& layout : layouts) came_.emplace_back(layout->parameters.size(), 0);
+  }
 
   // Moves the gradients of one backward to their place, or adds them, in the order of compute. Parameters
   // that are missing count as zero. kInvalidArgument: they are no gradients of what trains in this block;
@@ -44,6 +48,10 @@ class GradientSums {
   absl::Status Round(tiering::BlockIndex block, int64_t first, const float* sums, void* gradient);
   // The block's gradient has been taken over: its next Add starts a new sum.
   void Taken(tiering::BlockIndex block) { addends_[block] = 0; }
+  // For each parameter that trains, block by block in the order of the layouts, whether Add has had a
+  // gradient of it (1) or not (0) since ForgetCame. While nothing computes.
+  std::vector<uint8_t> Came() const;
+  void ForgetCame();
 
  private:
   absl::Status Check(const FlatLayout& layout, std::span<const Gradient> gradients) const;
@@ -59,6 +67,7 @@ class GradientSums {
   Device& device_;
   kernels::ThreadPool* const pool_;
   tiering::PerBlock<int> addends_;  // to each block's gradient so far
+  tiering::PerBlock<std::vector<uint8_t>> came_;
 };
 
 }  // namespace penstock::zero

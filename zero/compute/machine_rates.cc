@@ -95,15 +95,17 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
   FlatLayout layout;
   layout.elements = elements;
   layout.trained = {{.from = 0, .to = elements}};
-  const auto updates = UpdatesOf(format, /*seed=*/1, layout, /*group=*/0, {0, elements}, memory);
-  const OptimizerStep step = MakeOptimizerStep(optimizer, {{.lr = 1e-3}}, 1, 1.0);
+  UpdateDecision decision;
+  decision.groups = {MakeOptimizerStep(optimizer, {{.lr = 1e-3}}, 1, 1.0)};
+  const std::vector<StepArrays> updates =
+      UpdatesOf(format, {decision, layout}, /*seed=*/1, {0, elements}, memory);
   double best = 1e9;
   for (int repeat = 0; repeat < 3; ++repeat) {
     const double begin = Seconds();
     std::promise<absl::Status> done;
     absl::Status status = Guarded("update on the device", [&] {
       if (repeat == 0) device.Zero(arena, static_cast<size_t>(bytes));  // numbers, whatever was there
-      device.Update(step, updates);
+      for (const auto& [step, arrays] : updates) device.Update(*step, arrays);
     });
     RETURN_IF_ERROR(status);
     device.AfterCompute([&done](absl::Status computed) { done.set_value(std::move(computed)); });
@@ -155,7 +157,7 @@ absl::StatusOr<double> MeasureUpdateRate(const TileFormat& format, const Optimiz
       for (const HostBuffer& each : held)
         sum += kernels::Checksum(each.data(), static_cast<size_t>(each.bytes()));
       if (sum == 1) best = 0;  // the sums must not be optimised away
-      if (pass == 0) UpdateTile(format, decision, /*seed=*/1, layout, {0, elements}, memory);
+      if (pass == 0) UpdateTile(format, {decision, layout}, /*seed=*/1, {0, elements}, memory);
     }
     best = std::min(best, watch.Read().seconds);
   }

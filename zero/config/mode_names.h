@@ -26,12 +26,15 @@ inline constexpr auto kUpdateOrders =
     std::to_array<Named<UpdateOrder>>({{UpdateOrder::kAuto, "auto"},
                                        {UpdateOrder::kInNextForward, "next_forward"},
                                        {UpdateOrder::kInBackward, "in_backward"}});
+inline constexpr auto kMissingGradients = std::to_array<Named<MissingGradients>>(
+    {{MissingGradients::kZeros, "zeros"}, {MissingGradients::kSkip, "skip"}});
 
 // All choices of the type of the argument, whose value does not matter.
 constexpr std::span<const Named<OffloadDevice>> NamesOf(OffloadDevice) { return kOffloadDevices; }
 constexpr std::span<const Named<Durability>> NamesOf(Durability) { return kDurabilities; }
 constexpr std::span<const Named<SyncMode>> NamesOf(SyncMode) { return kSyncModes; }
 constexpr std::span<const Named<UpdateOrder>> NamesOf(UpdateOrder) { return kUpdateOrders; }
+constexpr std::span<const Named<MissingGradients>> NamesOf(MissingGradients) { return kMissingGradients; }
 
 template <typename Enum>
 constexpr std::string_view NameIn(std::span<const Named<Enum>> names, Enum value) {

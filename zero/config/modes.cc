@@ -8,5 +8,6 @@ std::string_view Name(OffloadDevice value) { return NameIn(NamesOf(value), value
 std::string_view Name(Durability value) { return NameIn(NamesOf(value), value); }
 std::string_view Name(SyncMode value) { return NameIn(NamesOf(value), value); }
 std::string_view Name(UpdateOrder value) { return NameIn(NamesOf(value), value); }
+std::string_view Name(MissingGradients value) { return NameIn(NamesOf(value), value); }
 
 }  // namespace penstock::zero

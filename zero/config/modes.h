@@ -14,6 +14,9 @@ enum class OffloadDevice { kNone, kCpu, kNvme };
 enum class Durability { kStep, kCheckpoint };
 // What a commit outlives: the end of the process, or a loss of power.
 enum class SyncMode { kProcess, kPower };
+// What an update does to a parameter that no gradient came to in its step: updates it as by zeros, or leaves
+// it.
+enum class MissingGradients { kZeros, kSkip };
 using tiering::Prefer;
 using tiering::UpdateOrder;
 
@@ -22,6 +25,7 @@ std::string_view Name(OffloadDevice value);
 std::string_view Name(Durability value);
 std::string_view Name(SyncMode value);
 std::string_view Name(UpdateOrder value);
+std::string_view Name(MissingGradients value);
 
 }  // namespace penstock::zero
 

@@ -227,6 +227,8 @@ absl::Status Engine::usable() const {
 int64_t Engine::step() const { return impl_->step_; }
 int64_t Engine::committed_step() const { return impl_->committed_step_; }
 int64_t Engine::updates() const { return impl_->decisions_.updates(); }
+const MissedUpdates& Engine::missed_updates() const { return impl_->decisions_.missed(); }
+const GradientSums::Layouts& Engine::layouts() const { return impl_->layouts_; }
 const LossScaler& Engine::loss_scaler() const { return impl_->decisions_.scaler(); }
 std::optional<int64_t> Engine::resumed_from() const { return impl_->resumed_from_; }
 const nlohmann::json& Engine::run() const { return impl_->run_; }

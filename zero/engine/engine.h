@@ -63,6 +63,8 @@
 #include "tiering/program/executor.h"
 #include "zero/compute/compute.h"
 #include "zero/compute/device.h"
+#include "zero/compute/gradient_sums.h"
+#include "zero/compute/missed_updates.h"
 #include "zero/compute/tile_format.h"
 #include "zero/engine/engine_options.h"
 #include "zero/engine/stripes.h"
@@ -106,6 +108,7 @@ struct EnginePlan {
   int versions = 0;                // of everything, that these hold
   int64_t state_bytes = 0;         // one version
   int64_t buffer_bytes = 0;        // of the model's buffers that change, in each commit
+  int64_t missed_bytes = 0;        // the most that counts of missed updates take there (MissedUpdates)
   bool compute_disturbed = false;  // compute was measured beside other work (MeasuredModel::disturbed)
   ShardDirectories parts;          // of what is resumed or evaluated: by rank
   Stripes stripes;                 // of a new run's state directories
@@ -248,6 +251,9 @@ class Engine {
   int64_t step() const;            // last step that Step has finished, or that the resumed run had committed
   int64_t committed_step() const;  // that a restart would find
   int64_t updates() const;         // of the optimizer: steps without those that were skipped
+  // What each parameter that trains has missed of them, block by block in the order of layouts().
+  const MissedUpdates& missed_updates() const;
+  const GradientSums::Layouts& layouts() const;
   const LossScaler& loss_scaler() const;
   std::optional<int64_t> resumed_from() const;
   const nlohmann::json& run() const;               // ResumeOptions::run of the run's creation

@@ -28,7 +28,7 @@ absl::Status Engine::Impl::Decide(const Op& op) {
     if (decisions_.speculates(op.step)) {
       ForCheckpointing([&](Checkpointing& each) { each.BeforeUpdate(op.step); });
     }
-    lanes_->set_assumption(decisions_.Assume(op.step));
+    lanes_->set_assumption(decisions_.Assume(op.step, layouts_));
     return absl::OkStatus();
   }
   if (op.kind != OpKind::kNorm && op.kind != OpKind::kSummed) return absl::OkStatus();
@@ -39,7 +39,8 @@ absl::Status Engine::Impl::Decide(const Op& op) {
   if (!buffers.ok()) return PassFailed(op, buffers.status()) ? absl::OkStatus() : buffers.status();
   if (op.kind == OpKind::kSummed) return absl::OkStatus();
   ASSIGN_OR_RETURN(UpdateDecision decision,
-                   decisions_.Decide(op.step, totals_.squares, plan_.plan.speculative_share()));
+                   decisions_.Decide(op.step, totals_.squares, plan_.plan.speculative_share(),
+                                     std::move(totals_.came), layouts_));
   decisions_.at(op.step).buffers = *std::move(buffers);
   lanes_->set_decision(decision);
   return absl::OkStatus();

@@ -94,6 +94,7 @@ class Engine::Impl {
   EngineOptions options_;
   StepOutcome decisions_;
   EnginePlan plan_;
+  GradientSums::Layouts layouts_;
   int64_t step_ = 0;
   int64_t committed_step_ = 0;
   std::optional<int64_t> resumed_from_;
@@ -228,7 +229,6 @@ class Engine::Impl {
   swap::HeldFiles held_;                      // between two plans
 
   nlohmann::json identity_;
-  GradientSums::Layouts layouts_;
   std::unique_ptr<HardwareLanes> lanes_;
   std::unique_ptr<WatchedLanes> watched_;  // null: nothing is watched
   std::unique_ptr<tiering::ProgramBuilder> builder_;

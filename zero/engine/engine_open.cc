@@ -11,6 +11,7 @@
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "tiering/program/program.h"
+#include "zero/compute/missed_updates.h"
 #include "zero/engine/checkpointing.h"
 #include "zero/engine/engine_impl.h"
 #include "zero/engine/initialize.h"
@@ -164,6 +165,7 @@ void Engine::Impl::MakeLanes() {
   lane_options.parts = resources_->others();
   lane_options.sums = resources_->sums();
   lane_options.stops = options_.hooks.stops;
+  lane_options.tells_what_came = options_.optimizer.missing_gradients == MissingGradients::kSkip;
   lane_options.network_memory = resources_->network_memory();
   LaneHooks hooks;
   hooks.decide = [this](const Op& op) { return Decide(op); };
@@ -242,7 +244,8 @@ absl::Status Engine::Impl::Restore() {
   run_ = payload["run"];
   run_.update(options_.resume.run_changes);
   last_description_ = payload.value("step", nlohmann::json());
-  const absl::Status restored = decisions_.Restore(payload, static_cast<int64_t>(recovered.updates));
+  const absl::Status restored =
+      decisions_.Restore(payload, static_cast<int64_t>(recovered.updates), TrainedParameters(layouts_));
   if (!restored.ok()) return DamagedPayload(recovered, restored.message());
   RETURN_IF_ERROR(compute_->RestoreBuffers(payload.value("buffers", nlohmann::json())));
   step_ = static_cast<int64_t>(recovered.step);

@@ -119,6 +119,11 @@ struct UpdateOptions {
   // With fp16 weights: the loss is multiplied before backward, gradients are divided in the update. Of a new
   // run; a resumed one has its own. Default: DeepSpeed's, dynamic from 65,536. Scale 1 with other types.
   LossScaleOptions loss_scale = {.dynamic = true, .initial_scale = 65536};
+  // What becomes of a parameter that no gradient of a step came to, on any rank, in any micro-batch. kSkip:
+  // torch.optim's meaning, it stays as it is, and so does its count of updates (a commit keeps
+  // what it has missed); kZeros: it is updated as by zeros. The ranks' must be the same, and a resumed run
+  // may have another than before. Default: zeros.
+  MissingGradients missing_gradients = MissingGradients::kZeros;
   // Bound of the global gradient norm. Default 1; 0: none.
   double clip = 1.0;
   // The learning rate by step, of a new run; a resumed one has its own. Default: the algorithm's lr

@@ -10,6 +10,7 @@
 #include "base/status_macros.h"
 #include "swap/inspect.h"
 #include "tiering/plan/plan_layout.h"
+#include "zero/compute/missed_updates.h"
 #include "zero/config/json_difference.h"
 #include "zero/engine/state_identity.h"
 #include "zero/engine/store_layout.h"
@@ -216,6 +217,7 @@ class Preparation {
     RETURN_IF_ERROR(CheckBuffers());
     RETURN_IF_ERROR(CheckNewWeights());
     plan.buffer_bytes = measured_.buffer_bytes;
+    RETURN_IF_ERROR(MakeRoomForMissedUpdates());
     if (options_.initial_values || options_.resumes()) {
       // Nothing is built: its values come from elsewhere.
       for (tiering::BlockShape& block : measured_.graph.blocks) block.init_bytes = 0;
@@ -232,6 +234,24 @@ class Preparation {
     prepared_.layouts = measured_.layouts;
     if (comm() != nullptr) RETURN_IF_ERROR(AgreeOnGraph(*comm(), &plan.graph));
     return absl::OkStatus();
+  }
+
+  // Counts of missed updates are part of each commit's record as well.
+  absl::Status MakeRoomForMissedUpdates() {
+    if (!options_.trains || options_.optimizer.missing_gradients == MissingGradients::kZeros)
+      return absl::OkStatus();
+    plan_options_.updates_within_scales =
+        options_.optimizer.states == kernels::StateType::k8Bit && ShareScales(measured_.layouts);
+    int64_t& bytes = prepared_.plan.missed_bytes;
+    bytes = MissedUpdates::MostBytes(TrainedParameters(measured_.layouts));
+    // A state of an older version has no room of its own for them, and the common one is half empty.
+    const auto room = static_cast<int64_t>(found_.shape.payload_capacity) - measured_.buffer_bytes -
+                      static_cast<int64_t>(swap::kDefaultPayloadCapacity / 2);
+    if (!options_.resumes() || !in_place_ || bytes <= room) return absl::OkStatus();
+    return absl::FailedPreconditionError(absl::StrCat(
+        options_.storage.state_dirs.front(), ": commits of this run have no room for the ", bytes,
+        " bytes of what each parameter misses without a gradient: go on with missing_gradients "
+        "\"zeros\", or load a checkpoint of the run into a new state directory"));
   }
 
   absl::Status CheckNewWeights() const {
@@ -424,7 +444,7 @@ class Preparation {
       plan.stripes = ChooseStripes(options_.storage, options_.memory.host_memory_budget_bytes);
     store.weights = plan.stripes.weights;
     store.overwrite = options_.storage.overwrite;
-    store.payload_capacity += static_cast<uint64_t>(plan.buffer_bytes);
+    store.payload_capacity += static_cast<uint64_t>(plan.buffer_bytes + plan.missed_bytes);
     const swap::Layout layout = LayoutOf(plan.plan);
     store.slots = found_.shape.slots;
     if (!options_.resumes()) {

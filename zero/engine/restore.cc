@@ -33,6 +33,12 @@ absl::StatusOr<std::unique_ptr<aio::Engine>> MakeIo() {
   return aio::Engine::Create(std::move(options));
 }
 
+// Of a commit, for counts of missed updates, beside what the checkpoint's has, which may be a model's
+// buffers.
+uint64_t MissedRoom(const EngineOptions& options) {
+  return options.optimizer.missing_gradients == MissingGradients::kSkip ? uint64_t{1} << 18 : 0;
+}
+
 std::vector<swap::CommitSeen> CommitsSeen(const EngineOptions& options) {
   const zero::StorageOptions& storage = options.storage;
   return storage.overwrites_only.has_value() ? *storage.overwrites_only
@@ -92,7 +98,7 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
     }
   }
   NameRank(options, &identity);
-  to_options.payload_capacity += from->recovered().payload.size();  // it may have a model's buffers
+  to_options.payload_capacity += from->recovered().payload.size() + MissedRoom(options);
   ASSIGN_OR_RETURN(to_options.slots, AgreeOnVersions(options, to_options, layout, identity.dump()));
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> to,
                    swap::Store::Create(io, to_options, layout, identity.dump()));
@@ -161,7 +167,7 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options, b
   ASSIGN_OR_RETURN(tiering::Precision precision,
                    PrecisionOf(WholeIdentity(from->identity()), from_options.directories.front()));
   const swap::Layout layout = LayoutWithScratch(from->shape(), precision);
-  to_options.payload_capacity += from->committed_payload().size();  // it may have a model's buffers
+  to_options.payload_capacity += from->committed_payload().size() + MissedRoom(options);
   const uint64_t tile_bytes = std::max<uint64_t>(kMiB, from->geometry().largest_slot_bytes());
   ASSIGN_OR_RETURN(to_options.slots, AgreeOnVersions(options, to_options, layout, from->identity()));
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> to,

@@ -158,7 +158,7 @@ absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFile
   store_options.overwrite = options_.storage.overwrite;
   store_options.overwrites_only = options_.storage.overwrites_only;
   store_options.read_only = !options_.trains && options_.resumes();
-  store_options.payload_capacity += static_cast<uint64_t>(plan_.buffer_bytes);
+  store_options.payload_capacity += static_cast<uint64_t>(plan_.buffer_bytes + plan_.missed_bytes);
   if (!options_.resumes()) {
     RETURN_IF_ERROR(swap::CheckSpace(
         store_options, LayoutOfThisHost(LayoutOf(plan_.plan), options_), identity,

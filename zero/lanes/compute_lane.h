@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <mutex>
 #include <span>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -53,6 +54,9 @@ class ComputeLane {
   void set_first_micro_batch(int number) { first_micro_batch_ = number; }
   // The block's gradient has been taken over.
   void SumsTaken(tiering::BlockIndex block) { sums_.Taken(block); }
+  // Which gradients of the step have come (GradientSums).
+  std::vector<uint8_t> Came() const { return sums_.Came(); }
+  void ForgetCame() { sums_.ForgetCame(); }
 
  private:
   absl::Status RunBackward(const tiering::Op& op);

@@ -84,6 +84,7 @@ StepTotals HardwareLanes::OwnTotals() const {
   totals.failure = losses.status();
   if (losses.ok()) totals.losses = *std::move(losses);
   totals.stops = options_.stops && options_.stops();
+  if (options_.tells_what_came) totals.came = compute_lane_.Came();
   return totals;
 }
 
@@ -141,6 +142,7 @@ void HardwareLanes::ForgetFailedPass() {
 
 void HardwareLanes::ForgetSums() {
   for (const tiering::BlockIndex block : layouts_.indices()) compute_lane_.SumsTaken(block);
+  compute_lane_.ForgetCame();
 }
 
 bool HardwareLanes::Skips(const Op& op) const {
@@ -339,11 +341,10 @@ absl::Status HardwareLanes::RunUpdateOnDevice(const Op& op) {
   const TileMemory memory = device_->state().block(op.block);
   const tiering::Tile all = arena_view_.InWholeBlock(op.block, {0, memory.elements});
   return Guarded("update on the device", [&] {
-    const FlatLayout& layout = *layouts_[op.block];
-    for (int group = 0; group < layout.groups(); ++group) {
-      const auto updates = UpdatesOf(options_.format, SeedOf(decision, op.block), layout, group, all, memory);
-      if (!updates.empty()) device_->device().Update(decision.of(group), updates);
-    }
+    const BlockSteps steps(decision, *layouts_[op.block], op.block);
+    for (const auto& [step, arrays] :
+         UpdatesOf(options_.format, steps, SeedOf(decision, op.block), all, memory))
+      device_->device().Update(*step, arrays);
   });
 }
 
@@ -358,7 +359,7 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
   RETURN_IF_ERROR(FindGradient(op, &memory));
   const std::span<const double> trusts =
       plan_.tensor_norms ? norms_.trusts(op.block) : std::span<const double>();
-  UpdateTile(options_.format, decision, SeedOf(decision, op.block), *layouts_[op.block],
+  UpdateTile(options_.format, {decision, *layouts_[op.block], op.block}, SeedOf(decision, op.block),
              arena_view_.InWholeBlock(op.block, tile), memory, trusts);
   if (has_store_ && !op.preview && !plan_.written_at_checkpoint(op.block, op.tile)) drive_.ChecksumTile(op);
   return absl::OkStatus();

@@ -70,6 +70,7 @@ class HardwareLanes : public tiering::Lanes {
     SumsSpill* sums = nullptr;      // null: no sums go to the drive
     std::span<std::byte> network_memory;
     std::function<bool()> stops;
+    bool tells_what_came = false;  // StepTotals::came
   };
 
   // `store` is null where nothing lives on a drive, `inputs` where no input goes there, `lanes` where the
@@ -95,6 +96,7 @@ class HardwareLanes : public tiering::Lanes {
   void set_decision(const UpdateDecision& decision) {
     decisions_[decision.step & 1] = decision;
     norms_.Clear();
+    compute_lane_.ForgetCame();
   }
   // What the updates in backward of its step assume; set before the step computes.
   void set_assumption(const UpdateDecision& assumed) { assumed_[assumed.step & 1] = assumed; }

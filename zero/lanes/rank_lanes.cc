@@ -162,7 +162,8 @@ absl::Status RankLanes::RunExchange(const Op& op) {
   RETURN_IF_ERROR(own.failure);
   const auto world = At(plan_.world);
   const auto micro_batches = At(plan_.micro_batches);
-  const size_t bytes = sizeof(kernels::SumOfSquares) + (micro_batches + 1) * sizeof(double);
+  const size_t came_at = sizeof(kernels::SumOfSquares) + (micro_batches + 1) * sizeof(double);
+  const size_t bytes = came_at + own.came.size();
   std::vector<std::byte> all(world * bytes);
   std::byte* const mine = all.data() + At(comm_->rank()) * bytes;
   std::memcpy(mine, &own.squares, sizeof(own.squares));
@@ -170,6 +171,8 @@ absl::Status RankLanes::RunExchange(const Op& op) {
   std::copy_n(own.losses.begin(), std::min(micro_batches, own.losses.size()), numbers.begin());
   numbers.back() = own.stops ? 1 : 0;
   std::memcpy(mine + sizeof(own.squares), numbers.data(), numbers.size() * sizeof(double));
+  std::transform(own.came.begin(), own.came.end(), mine + came_at,
+                 [](uint8_t came) { return std::byte{came}; });
   // With the calls: whoever was told to do something else until here, as another order of the stages, does
   // not come to this, and nothing is updated.
   const What what{.name = "the losses and norms", .step = op.step, .calls = comm_->calls()};
@@ -177,6 +180,7 @@ absl::Status RankLanes::RunExchange(const Op& op) {
 
   totals_ = StepTotals();
   totals_.losses.resize(micro_batches * world);
+  totals_.came.resize(own.came.size());
   for (size_t k = 0; k < world; ++k) {
     kernels::SumOfSquares squares;
     std::memcpy(&squares, all.data() + k * bytes, sizeof(squares));
@@ -184,6 +188,8 @@ absl::Status RankLanes::RunExchange(const Op& op) {
     std::memcpy(numbers.data(), all.data() + k * bytes + sizeof(squares), numbers.size() * sizeof(double));
     for (size_t m = 0; m < micro_batches; ++m) totals_.losses[m * world + k] = numbers[m];
     totals_.stops |= numbers.back() != 0;
+    for (size_t p = 0; p < own.came.size(); ++p)
+      totals_.came[p] |= std::to_integer<uint8_t>(all[k * bytes + came_at + p]);
   }
   return absl::OkStatus();
 }

@@ -17,6 +17,7 @@
 #include <array>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <mutex>
@@ -43,6 +44,7 @@ struct StepTotals {
   kernels::SumOfSquares squares;  // of its parts of all gradients
   std::vector<double> losses;     // by micro-batch; of all: by micro-batch, then rank
   bool stops = false;             // it was asked to stop
+  std::vector<uint8_t> came;      // GradientSums::Came, of all: by any of them; empty: nobody asks
 };
 
 class RankLanes {

@@ -30,7 +30,7 @@ void TensorNorms::Clear() {
 void TensorNorms::Add(const TileFormat& format, const UpdateDecision& decision, uint64_t seed,
                       BlockIndex block, const tiering::Tile& tile, const TileMemory& memory) {
   std::vector<LambNorms> of_tile(layouts_[block]->parameters.size());
-  AddTensorNorms(format, decision, seed, *layouts_[block], tile, memory, of_tile);
+  AddTensorNorms(format, {decision, *layouts_[block], block}, seed, tile, memory, of_tile);
   const std::lock_guard lock(mutex_);
   std::vector<LambNorms>& sums = norms_[block];
   for (size_t p = 0; p < of_tile.size(); ++p) {
@@ -64,8 +64,10 @@ absl::Status TensorNorms::Exchange(Comm& comm, int64_t step) {
 
 void TensorNorms::Decide(const UpdateDecision& decision) {
   for (const BlockIndex block : norms_.indices()) {
+    const BlockSteps steps(decision, *layouts_[block], block);
     for (size_t p = 0; !decision.skip && p < norms_[block].size(); ++p) {
-      trusts_[block][p] = TrustOf(decision, layouts_[block]->parameters[p].group, norms_[block][p]);
+      const OptimizerStep* const step = steps.of(p);
+      if (step != nullptr) trusts_[block][p] = TrustOf(*step, norms_[block][p]);
     }
   }
   Clear();

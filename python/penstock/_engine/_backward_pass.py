@@ -31,7 +31,7 @@ class BackwardPass:
         self._loss_factor = loss_factor
         self._came: Set[Tuple[int, int]] = set()  # in this pass a gradient: to which weight of which block
         self._had: Set[Tuple[int, int]] = set()  # the same of all passes
-        #: Whether an update by zeros changes a weight (moments, weight decay).
+        #: Whether a weight without a gradient is updated by zeros, and that changes it (moments, weight decay).
         self.zeros_change = False
         self._hooks: List[Any] = []
 
@@ -159,7 +159,7 @@ class BackwardPass:
             warnings.warn(
                 f"{self._blocks[block].parameters[number][0]} has a gradient in some steps and none in others (a layer that is dropped at "
                 "random, an expert without tokens): without one it is updated as by a gradient of zeros, as with DeepSpeed, where torch.optim "
-                "leaves it as it is. A model's layerdrop=0 drops none",
+                "leaves it as it is, and so does \"penstock\": {\"missing_gradients\": \"skip\"} in the configuration",
                 stacklevel=4,
             )
 

@@ -48,6 +48,7 @@ def initialize(
     logits_chunk_size: Optional[int] = None,
     chunked_modules: Optional[Sequence[Union[str, type]]] = None,
     chunk_size: Optional[int] = None,
+    missing_gradients: Optional[str] = None,
     resume: Union[bool, str] = False,
     overwrite: bool = False,
     seed: Optional[int] = None,
@@ -96,6 +97,9 @@ def initialize(
     chunked_modules: names (whole, or their ends: "mlp") or classes of modules that act on each token alone, which are computed in chunks of
         ``chunk_size`` tokens, in backward as well. One that does not is refused by name in the first forwards.
     chunk_size: tokens of such a chunk. Default: as many as a token has features there.
+    missing_gradients: what a step does to a parameter that no gradient came to, in no micro-batch and on no rank. "skip" (the default), as
+        torch.optim: weights and moments keep their bits, its count of updates stays as it is. "zeros", as DeepSpeed: it is updated as by
+        a gradient of zeros. Also ``"penstock": {"missing_gradients": ...}`` in the configuration.
     resume: go on from what ``state_dir`` holds; "auto": if it holds a run. What cannot be read, or is damaged, is an error.
     overwrite: what ``state_dir`` held when the process was started may be replaced; at a prompt or in a notebook, what it holds now. What
         another process trains there later is not.
@@ -134,6 +138,7 @@ def initialize(
         "logits_chunk_size": logits_chunk_size,
         "chunked_modules": chunked_modules,
         "chunk_size": chunk_size,
+        "missing_gradients": missing_gradients,
     }
     settings = Settings(config if config is not None else config_params, keywords, world)
     settings.device, settings.engine_device = choose_devices(settings.chosen_device if device is None else device, settings.device_memory)

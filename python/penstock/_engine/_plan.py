@@ -116,6 +116,7 @@ def plan(
     logits_chunk_size: Optional[int] = None,
     chunked_modules: Optional[Sequence[Union[str, type]]] = None,
     chunk_size: Optional[int] = None,
+    missing_gradients: Optional[str] = None,
     device: Union[None, str, int, torch.device] = None,
 ) -> Plan:
     """What ``penstock.initialize`` would do with a model, before anything is made: where every byte lives, bytes moved, seconds a step.
@@ -127,7 +128,7 @@ def plan(
     example: a batch in their place, of tensors as the model takes it (``model(**example)``, ``model(*example)``, ``model(example)``); their
         values do not matter.
     host_memory, config, optimizer, dtype, offload, gradient_accumulation_steps, forwards_per_step, gradient_clipping, blocks,
-        logits_chunk_size, chunked_modules, chunk_size: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
+        logits_chunk_size, chunked_modules, chunk_size, missing_gradients: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
     state_dir: as for ``initialize``; its drive is measured for a second, with a file that goes again, unless ds_nvme_tune has stored its
         profile. Where nothing says where state is, it is on a drive whose rates are assumed, and the plan says so.
     device_memory: as for ``initialize``, of a GPU that is here. What a step's tensors take of it is found out on the meta device.
@@ -160,6 +161,7 @@ def plan(
         "logits_chunk_size": logits_chunk_size,
         "chunked_modules": chunked_modules,
         "chunk_size": chunk_size,
+        "missing_gradients": missing_gradients,
     }
     settings = Settings(config, keywords, needs_place=False)
     settings.device, settings.engine_device = choose_devices(device, settings.device_memory)

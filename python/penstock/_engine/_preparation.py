@@ -373,7 +373,7 @@ class Preparation:
             on_interrupted=self._training.interrupted,
             on_training_forward=self._training.forward,
             flops_of=watch.flops,
-            zeros_change=zeros_change(given.described, given.optimizer.param_groups),
+            zeros_change=given.settings.missing_gradients == "zeros" and zeros_change(given.described, given.optimizer.param_groups),
         )
         self._state.patch_module()
         self._run.whole = Whole(given.module, given.blocks, runtime.replaced, self._state.value_of)
@@ -412,6 +412,7 @@ class Preparation:
             **settings.kept,
             "micro_batches": settings.forwards,
             "optimizer_states": settings.optimizer_states,
+            "missing_gradients": settings.missing_gradients,
             "schedule": settings.schedule,
             "monitors": settings.monitors,
             "groups": {

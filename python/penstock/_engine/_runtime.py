@@ -129,7 +129,7 @@ class Runtime:
 
         before_pass: called before a pass begins. on_interrupted: a pass is open, and another is to begin. on_training_forward: begins the
         pass, then calls train_forward. flops_of: what a step computes, from its tokens and samples on all ranks; 0 where that is not known.
-        zeros_change: whether an update by zeros changes a weight (moments, weight decay).
+        zeros_change: whether a weight without a gradient is updated by zeros, and that changes it (moments, weight decay).
         """
         self._passes.before_pass, self._passes.on_interrupted, self._passes.flops_of = before_pass, on_interrupted, flops_of
         self._forward.on_training_forward = on_training_forward
