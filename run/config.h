@@ -46,6 +46,7 @@ using zero::Durability;
 using zero::MissingGradients;
 using zero::OffloadDevice;
 using zero::Prefer;
+using zero::SavedActivations;
 using zero::SyncMode;
 using zero::UpdateOrder;
 
@@ -228,6 +229,7 @@ struct PenstockConfig {
   std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
   std::optional<MissingGradients> missing_gradients;
   std::optional<int64_t> tile_bytes;
+  std::optional<SavedActivations> saved_activations;  // where inputs that are kept for backward wait for it
   std::optional<int64_t> update_threads;
   std::optional<ConfigPlacement> placement;
   std::optional<int64_t> placement_const_bytes;  // of "const": what may stay; ColossalAI's default is 512 MiB
@@ -260,6 +262,7 @@ struct Config {
   std::optional<bool> bf16;
   ZeroConfig zero;
   AioConfig aio;
+  std::optional<bool> cpu_checkpointing;  // of activation_checkpointing
   std::optional<bool> wall_clock_breakdown;
   std::optional<bool> comms_logger;  // "enabled"
   FlopsProfilerConfig flops_profiler;

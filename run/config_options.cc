@@ -17,6 +17,8 @@ void ApplyConfig(const Config& config, zero::EngineOptions* options) {
   zero::MemoryOptions& memory = options->memory;
   memory.bounds = PlanBoundsOf(config, options->world());
   memory.tile_bytes = config.penstock.tile_bytes.value_or(0);
+  memory.saved_activations = config.penstock.saved_activations.value_or(
+      config.cpu_checkpointing.value_or(false) ? SavedActivations::kHost : SavedActivations::kAuto);
   if (config.zero.sub_group_size_elements.value_or(0) > 0) {
     // DeepSpeed's unit of an optimizer step is our tile.
     const int64_t bytes =

@@ -130,6 +130,12 @@ absl::StatusOr<Resolved> Resolve(const ordered_json* given, const Keywords& keyw
                : made.config.fp16.enabled.value_or(false) ? kernels::DType::kFp16
                                                           : kernels::DType::kFp32;
   RETURN_IF_ERROR(ChooseDirectories(keywords, given != nullptr, needs_place, &made));
+  if (made.config.penstock.saved_activations == SavedActivations::kDrive &&
+      made.offload != OffloadDevice::kNvme) {
+    return absl::InvalidArgumentError(
+        "saved_activations is \"drive\", and weights and states are in memory: give state_dir= (or offload "
+        "to nvme), or leave it to \"memory\"");
+  }
   RETURN_IF_ERROR(ChooseBatch(world, &made));
   if (made.config.scheduler.has_value()) {
     ASSIGN_OR_RETURN(made.schedule, MakeSchedule(*made.config.scheduler,

@@ -762,9 +762,14 @@ constexpr auto kAio = std::to_array<Setting>({
 });
 
 constexpr auto kActivationCheckpointing = std::to_array<Setting>({
-    Ignored("cpu_checkpointing", KeyType::kBool,
-            "the inputs that are saved, one for each block, stay in the memory of the device that computes",
-            "false"),
+    Bool("cpu_checkpointing")
+        .Says("Saved activations wait for backward in host memory, and not on the device: as "
+              "penstock.saved_activations \"host\", where that is not given",
+              "false")
+        .NeedsDevice("saved activations are in the memory where they are computed, or where "
+                     "penstock.saved_activations says")
+        .Neutral("false")
+        .At([](auto& c) -> auto& { return c.cpu_checkpointing; }),
     Needless("partition_activations", KeyType::kBool,
              "all ranks are data-parallel: each has its own activations"),
     Needless("number_checkpoints", KeyType::kWhole, "one input is saved for each block"),
@@ -981,6 +986,14 @@ constexpr auto kPenstock = std::to_array<Setting>({
     Size("tile_bytes", 65536, 0x1p30)
         .Says("Upper bound of the weights of a tile, in bytes", "the planner's choice")
         .At([](auto& c) -> auto& { return c.penstock.tile_bytes; }),
+    Choice("saved_activations", "auto|memory|host|drive")
+        .Says("Where the inputs that blocks keep for backward wait for it: in the memory where they are "
+              "computed (memory), of a device in host memory (host), on the drive (drive), or as far as the "
+              "budget goes in memory and the others in the next tier (auto)",
+              "auto")
+        .Flag("--saved-activations")
+        .Keyword("saved_activations")
+        .At([](auto& c) -> auto& { return c.penstock.saved_activations; }),
     Ignored("io_threads", KeyType::kWhole, "one thread drives a device at its full speed").AtLeast(1),
     Whole("update_threads", 1, 4096).Says("Threads that update", "one per core").At([](auto& c) -> auto& {
       return c.penstock.update_threads;

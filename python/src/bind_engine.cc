@@ -1,6 +1,7 @@
 // The training engine, for Python: a model that its owner drives (zero/engine/driven_engine.h). Weights go
 // out by address, gradients come in by address; what computes is Python's alone.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -44,6 +45,7 @@
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
 #include "zero/lanes/stuck_operation.h"
+#include "zero/memory/host_memory.h"
 #include "zero/ranks/agree.h"
 
 namespace nb = nanobind;
@@ -98,9 +100,19 @@ zero::StateKind StateKindOf(const std::string& name) {
 void Join(GivenModel* model, GivenOptions* given) {
   model->measured.graph.input_gradients = given->input_gradients;
   model->measured.graph.fixed_tensor_bytes += given->resident_bytes;
+  tiering::ModelGraph& graph = model->measured.graph;
   if (given->engine.device->has_own_memory()) {
-    for (tiering::StageShape& stage : model->measured.graph.stages)
+    for (tiering::StageShape& stage : graph.stages)
       stage.forward_peak_bytes = stage.backward_peak_bytes = given->step_tensor_bytes;
+  } else {
+    // They are torch's as long as they are in memory. Without a drive they stay there, whatever the budget.
+    graph.inputs_beside = true;
+    const bool stay = !given->engine.trains || given->engine.storage.offload != zero::OffloadDevice::kNvme ||
+                      given->engine.memory.saved_activations == zero::SavedActivations::kMemory ||
+                      given->computes_elsewhere;
+    for (tiering::StageShape& stage : graph.stages) {
+      if (stay) stage.input_bytes = stage.input_scratch_bytes = 0;
+    }
   }
   given->engine.initial_values = std::move(model->initial_values);
 }
@@ -288,7 +300,8 @@ class PyTrainingEngine {
   // behind the first, what the engine does with it.
   void Leave(int micro_batch, int block,
              const std::optional<std::vector<std::tuple<int, uint64_t, std::string>>>& gradients,
-             std::optional<double> loss, const std::vector<uint64_t>& streams) {
+             std::optional<double> loss, const std::vector<uint64_t>& streams,
+             const std::vector<std::pair<uint64_t, int64_t>>& inputs) {
     const auto held = Held();
     DrivenEngine& of = held->get();
     std::optional<DrivenCompute::Entered> use;
@@ -300,6 +313,12 @@ class PyTrainingEngine {
     if (!use.has_value()) throw std::runtime_error("no use of this micro-batch is entered");
     DrivenCompute::Result result;
     result.loss = loss;
+    for (const auto& [address, bytes] : inputs) {
+      result.inputs.push_back({.data = reinterpret_cast<void*>(address),
+                               .type = zero::ElementType::kUInt8,
+                               .sizes = {bytes},
+                               .on_device = on_device_});
+    }
     for (const uint64_t stream : streams) {
       if (result.stream.has_value()) {
         result.also.push_back(*StreamOf(stream));
@@ -325,6 +344,41 @@ class PyTrainingEngine {
       status = of.compute().Leave(*std::move(use), std::move(result));
     }
     CheckEngine(status);
+  }
+
+  // (stage, micro-batch) of each use whose inputs have left since the last call.
+  std::vector<std::pair<int, int>> Dropped() {
+    std::vector<std::pair<int, int>> uses;
+    for (const DrivenCompute::Dropped& each : Held()->get().compute().TakeDropped())
+      uses.emplace_back(each.stage.value(), each.micro_batch);
+    return uses;
+  }
+  // Within a use of backward: what forward of it was left with, each in memory of its own.
+  std::vector<nb::object> Inputs(int stage, int micro_batch) {
+    std::vector<nb::object> inputs;
+    for (zero::HostBuffer& each :
+         Held()->get().compute().TakeInputs(tiering::StageIndex(stage), micro_batch)) {
+      auto* const memory = new zero::HostBuffer(std::move(each));  // NOLINT(cppcoreguidelines-owning-memory)
+      const nb::capsule owner(memory, [](void* of) noexcept { delete static_cast<zero::HostBuffer*>(of); });
+      inputs.push_back(nb::cast(nb::ndarray<uint8_t, nb::ndim<1>, nb::device::cpu>(
+          memory->data(), {static_cast<size_t>(memory->bytes())}, owner)));
+    }
+    return inputs;
+  }
+  // Where inputs come back to on a device: room(stage, micro-batch, bytes) gives an address.
+  void SetRoom(nb::callable room) {
+    room_ = std::move(room);
+    Held()->get().compute().set_make_room(
+        [this](tiering::StageIndex stage, int micro_batch, int64_t bytes) -> void* {
+          const GilHeld held;
+          try {
+            return reinterpret_cast<void*>(nb::cast<uint64_t>(
+                room_(stage.value(), micro_batch, bytes)));  // NOLINT(performance-no-int-to-ptr)
+          } catch (nb::python_error& error) {
+            error.discard_as_unraisable("room for inputs that come back");
+            return nullptr;
+          }
+        });
   }
 
   void Fail(const std::string& why) {
@@ -617,6 +671,7 @@ class PyTrainingEngine {
   std::shared_ptr<Heard> heard_;
   std::shared_ptr<RunWatch> watch_;  // the engine's hooks point there: it goes last
   std::shared_ptr<Owned<DrivenEngine>> engine_;
+  nb::callable room_;
   std::string checkpoints_;        // the directory of the last checkpoint
   absl::Status checkpoint_error_;  // of one that ended within a step, until it is raised
   bool trains_ = false;            // the pass that is open, or was the last
@@ -658,6 +713,9 @@ void BindEngine(nb::module_& module) {
       },
       nb::arg("name"),
       "Why the engine cannot have its blocks in the memory of this device (\"cuda:0\"); empty: it can.");
+  module.def(
+      "free_host_memory", [] { return zero::FindHostMemory().free_bytes; },
+      "Bytes of host memory that this process may still take: of the machine, or of its control group.");
   module.def(
       "parse_size", [](const std::string& text) { return ValueOrRaise(tiering::ParseSize(text)); },
       nb::arg("text"), "Bytes: \"512MiB\", \"4GB\", \"1e9\".");
@@ -735,7 +793,11 @@ void BindEngine(nb::module_& module) {
       .def("enter", &PyTrainingEngine::Enter, nb::arg("backward"), nb::arg("stage"), nb::arg("micro_batch"),
            nb::arg("stream").none() = nb::none())
       .def("leave", &PyTrainingEngine::Leave, nb::arg("micro_batch"), nb::arg("block"),
-           nb::arg("gradients").none(), nb::arg("loss").none(), nb::arg("streams") = std::vector<uint64_t>())
+           nb::arg("gradients").none(), nb::arg("loss").none(), nb::arg("streams") = std::vector<uint64_t>(),
+           nb::arg("inputs") = std::vector<std::pair<uint64_t, int64_t>>())
+      .def("dropped", &PyTrainingEngine::Dropped)
+      .def("inputs", &PyTrainingEngine::Inputs, nb::arg("stage"), nb::arg("micro_batch"))
+      .def("set_room", &PyTrainingEngine::SetRoom, nb::arg("room"))
       .def("fail", &PyTrainingEngine::Fail, nb::arg("why"))
       .def("finish", &PyTrainingEngine::Finish, nb::arg("tokens") = 0, nb::arg("samples") = 0,
            nb::arg("flops") = 0.0)

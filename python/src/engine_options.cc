@@ -22,6 +22,7 @@
 #include "zero/compute/test_device.h"
 #include "zero/compute/tile_format.h"
 #include "zero/memory/host_memory.h"
+#include "zero/memory/tensor_memory.h"
 #include "zero/memory/thread_times.h"
 #include "zero/ranks/comm.h"
 #ifdef PENSTOCK_CUDA_DRIVER
@@ -169,11 +170,17 @@ absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
     measured.parameters += layout->parameter_elements;
     values.emplace_back(layout, std::move(sources));
   }
-  for (const auto& [name, block, forward_seconds, backward_seconds] : stages) {
-    measured.graph.stages.push_back({.name = name,
-                                     .block = tiering::BlockIndex(block),
-                                     .forward_seconds = forward_seconds,
-                                     .backward_seconds = backward_seconds});
+  for (const auto& [name, block, forward_seconds, backward_seconds, inputs] : stages) {
+    tiering::StageShape& stage = measured.graph.stages.emplace_back();
+    stage.name = name;
+    stage.block = tiering::BlockIndex(block);
+    stage.forward_seconds = forward_seconds;
+    stage.backward_seconds = backward_seconds;
+    const bool first = measured.graph.stages.size() == 1;  // which has the batch, that its caller keeps
+    for (const int64_t bytes : first ? std::vector<int64_t>() : inputs) {
+      stage.input_bytes += zero::TensorMemory::Counted(bytes);
+      stage.input_scratch_bytes += tiering::AlignUp(bytes, tiering::kPage);
+    }
     absl::StrAppend(&described, ";", block);
   }
   const uint64_t fingerprint = kernels::Checksum(described.data(), described.size());
@@ -217,7 +224,10 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   given.Take("device_computes", &device_computes);
   std::string device;
   given.Take("device", &device);
+  given.Take("computes_elsewhere", &made.computes_elsewhere);
   given.Take("step_tensor_bytes", &made.step_tensor_bytes);
+  bool asks_for_host = false;
+  given.Take("asks_for_host", &asks_for_host);
   given.Take("restore_from", &made.restore_from);
   given.Take("restore_is_verified", &made.restore_is_verified);
   Json imported;
@@ -230,6 +240,8 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   const run::Config& config = settings.config;
   ASSIGN_OR_RETURN(options.optimizer.algorithm, OptimizerOf(optimizer));
   run::ApplyConfig(config, &options);
+  if (asks_for_host && !config.penstock.saved_activations.has_value())
+    options.memory.saved_activations = zero::SavedActivations::kHost;
   const run::PenstockConfig& own = config.penstock;
   options.optimizer.missing_gradients = own.missing_gradients.value_or(zero::MissingGradients::kSkip);
   ASSIGN_OR_RETURN(options.device, OpenDevice(device));
@@ -257,6 +269,22 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   return made;
 }
 
+namespace {
+
+// leaves: of each stage, whether its inputs wait for backward elsewhere. room: the most bytes of one stage's
+// that have a place there; 0: there is no bound.
+Json SavedActivationsOf(const tiering::Plan& plan) {
+  std::vector<bool> leaves;
+  for (const tiering::Position position : plan.all_positions())
+    leaves.push_back(plan.trains && plan.SpillsInput(position));
+  const bool in_slots = !plan.input_slots.empty();
+  return {{"leaves", leaves},
+          {"room", in_slots ? plan.input_slots[tiering::InputSlot(0)].bytes : 0},
+          {"scratch_bytes", plan.input_scratch_bytes}};
+}
+
+}  // namespace
+
 nlohmann::json InfoOf(const zero::Engine& engine) {
   const zero::EnginePlan& plan = engine.plan();
   return {{"step", engine.step()},
@@ -273,6 +301,7 @@ nlohmann::json InfoOf(const zero::Engine& engine) {
           {"on_nvme", plan.plan.on_nvme},
           {"nvme_read_bytes_per_step", plan.plan.nvme_read_bytes},
           {"nvme_write_bytes_per_step", plan.plan.nvme_write_bytes},
+          {"saved_activations", SavedActivationsOf(plan.plan)},
           {"io_backend", engine.io_backend()},
           {"written_bytes", engine.io_stats().DeviceWriteBytes()},
           {"run", engine.run()}};

@@ -25,8 +25,9 @@ namespace penstock::python {
 using GivenParameter = std::tuple<std::string, std::vector<int64_t>, bool, int, uint64_t, std::string, bool>;
 // name, parameters
 using GivenBlock = std::pair<std::string, std::vector<GivenParameter>>;
-// name, block, seconds of forward and of backward
-using GivenStage = std::tuple<std::string, int, double, double>;
+// name, block, seconds of forward and of backward, bytes of each tensor that forward is given and that may
+// leave memory until backward
+using GivenStage = std::tuple<std::string, int, double, double, std::vector<int64_t>>;
 // lr, beta1, beta2, weight decay of a group
 using GivenRates = std::tuple<double, std::optional<double>, std::optional<double>, std::optional<double>>;
 
@@ -54,6 +55,7 @@ struct GivenOptions {
   GivenImport imported;              // likewise, of DeepSpeed's
   bool input_gradients = false;      // ModelGraph's
   int64_t resident_bytes = 0;        // of Python's memory that lives as long as the run: resident parameters
+  bool computes_elsewhere = false;   // on a device that the engine has no memory of
   int64_t step_tensor_bytes = 0;     // of Python's tensors on the engine's device in a step, at the most
   bool breaks_down = false;          // the time of each step: wall_clock_breakdown
   bool logs_exchanges = false;       // comms_logger

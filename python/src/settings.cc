@@ -21,6 +21,7 @@
 #include "run/settings.h"
 #include "run/unused_keys.h"
 #include "zero/compute/tile_format.h"
+#include "zero/config/mode_names.h"
 
 namespace nb = nanobind;
 
@@ -202,6 +203,12 @@ void BindSettings(nb::module_& module) {
       .def_prop_ro(
           "device_memory",
           [](Self self) { return self.resolved().config.penstock.device_memory_budget_bytes.value_or(0); })
+      .def_prop_ro(
+          "saved_activations",
+          [](Self self) {
+            const auto& said = self.resolved().config.penstock.saved_activations;
+            return std::string(said.has_value() ? zero::NameIn(zero::NamesOf(*said), *said) : "auto");
+          })
       .def_prop_ro("micro_batches", [](Self self) { return self.resolved().micro_batches; })
       .def_prop_ro("forwards", [](Self self) { return self.resolved().forwards; })
       .def_prop_ro("train_batch_size",

@@ -102,6 +102,28 @@ def test_the_ratio_is_what_the_processor_updates(tmp_path, device):
     assert shares[0] == 0 and 0.3 <= shares[1] <= 0.5 and shares[2] == 1
 
 
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_saved_activations_wait_in_host_memory(tmp_path, device, offload):
+    data = batches(6, size=2, length=256)
+    device("cpu")
+    expected = run(tmp_path / "host", net(layers=8, dropout=0.1), data, 2, offload=offload)
+    device()
+    kept = run(tmp_path / "kept", net(layers=8, dropout=0.1), data, 2, offload=offload, saved_activations="memory")
+    assert kept[3]["saved_activations"]["written_bytes"] == 0
+    asked = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "activation_checkpointing": {"cpu_checkpointing": True}}
+    for name, options in (("keyword", {"saved_activations": "host"}), ("configuration", {"config": asked})):
+        found = run(tmp_path / name, net(layers=8, dropout=0.1), data, 2, offload=offload, **options)
+        assert_same(found, expected)
+        # Of 11 uses the first has the batch, the embedding's are ids, and those of the last three stay.
+        told = found[3]["saved_activations"]
+        assert told["stages_that_spill"] == 7 and told["spilled_to"] == "host memory"
+        assert told["written_bytes"] == told["read_bytes"] == 6 * 7 * 2 * 256 * 32 * 4
+        assert found[3]["totals"]["d2h_bytes"] - kept[3]["totals"]["d2h_bytes"] == told["written_bytes"]
+        assert found[2]["least_device_memory_bytes"] < kept[2]["least_device_memory_bytes"]
+    least = found[2]["least_device_memory_bytes"]
+    assert_same(run(tmp_path / "least", net(layers=8, dropout=0.1), data, 2, offload=offload, device_memory=least), expected)
+
+
 def test_frozen_weights_have_no_state_there_either(tmp_path, device):
     data = batches(4)
 

@@ -417,7 +417,7 @@ def test_a_sparse_gradient_is_a_gradient(tmp_path):
             assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_a_checkpointing_that_offloads_is_told():
+def test_a_checkpointing_that_offloads_is_told(tmp_path):
     from penstock._engine._modules import switch_off_checkpointing
 
     transformers = pytest.importorskip("transformers")
@@ -425,12 +425,15 @@ def test_a_checkpointing_that_offloads_is_told():
     if not hasattr(model, "activation_checkpointing_enable"):
         pytest.skip("this transformers has no such option")
     model.activation_checkpointing_enable(offload=True)
-    with pytest.warns(UserWarning, match="offload=True: accepted and ignored"):
-        switch_off_checkpointing(model.modules())
+    assert switch_off_checkpointing(model.modules())
     model.activation_checkpointing_enable()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        switch_off_checkpointing(model.modules())
+    assert not switch_off_checkpointing(model.modules())
+    model.activation_checkpointing_enable(offload=True)
+    engine = make(model, tmp_path)
+    tokens = torch.arange(8)[None]
+    with pytest.warns(UserWarning, match="offload=True: the processor computes, and saved activations are in host memory"):
+        engine(input_ids=tokens, labels=tokens)
+    engine.close()
 
 
 def test_two_engines_of_one_nvme_path_before_either_has_begun(tmp_path):

@@ -98,8 +98,7 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_EQ(c.aio.block_size_bytes, 1 << 20);
   EXPECT_EQ(c.aio.queue_depth, 8);
   EXPECT_EQ(c.aio.intra_op_parallelism, 2);
-  EXPECT_THAT(parsed.notes,
-              Contains(StartsWith("activation_checkpointing.cpu_checkpointing: accepted and ignored")));
+  EXPECT_EQ(c.cpu_checkpointing, true);
   EXPECT_EQ(c.penstock.host_memory_budget_bytes, int64_t{4} << 30);
   EXPECT_EQ(c.penstock.device_memory_budget_bytes, int64_t{2} << 30);
   EXPECT_EQ(c.penstock.durability, Durability::kCheckpoint);

@@ -100,6 +100,43 @@ TEST_F(DrivenComputeTest, TheBitsAreThoseOfTheSameModelAsACompute) {
   EXPECT_EQ(state, expected_state);
 }
 
+// Twice the bytes of what leaves go to and from the drive, and no more inputs are in memory than the plan has
+// counted.
+TEST_F(DrivenComputeTest, InputsWaitForBackwardOnTheDriveAndTheBitsAreTheSame) {
+  const plain::Shape deep = {.layers = 9, .width = 80};
+  std::vector<double> losses[2];
+  std::vector<float> states[2];
+  for (const bool moves : {false, true}) {
+    Owner owner(deep, kMicroBatches);
+    owner.moves_inputs = moves;
+    EngineOptions options = owner.Options(directory_);
+    if (moves) options.memory.saved_activations = tiering::SavedActivations::kDrive;
+    const auto driven = Open(owner, options);
+    ASSERT_NE(driven, nullptr);
+    EXPECT_EQ(driven->plan().plan.input_scratch_bytes > 0, moves);
+    for (int64_t step = 1; step <= 3; ++step) {
+      std::vector<Batch> batches;
+      for (int m = 0; m < kMicroBatches; ++m) batches.push_back(PlainBatch(deep, kMicroBatches * step + m));
+      ASSERT_TRUE(driven->Begin(step < 3 ? Next::kTrain : Next::kUnknown).ok());
+      const absl::Status computed = owner.Compute(driven->compute(), std::move(batches));
+      ASSERT_TRUE(computed.ok()) << computed;
+      const auto result = driven->Finish();
+      ASSERT_TRUE(result.ok()) << result.status();
+      losses[moves ? 1 : 0].push_back(result->loss);
+    }
+    ASSERT_TRUE(driven->Call([&](Engine& engine) { return State(engine, &states[moves ? 1 : 0]); }).ok());
+    const int leave = deep.layers - 3 - 1;  // all but the first, which has the batch, and the last ones
+    EXPECT_EQ(owner.came_back, moves ? 3 * kMicroBatches * leave : 0);
+    EXPECT_LE(owner.most_inputs_here, 3 * kMicroBatches);
+    const DrivenCompute::InputTraffic traffic = driven->compute().input_traffic();
+    EXPECT_EQ(traffic.left_bytes, traffic.returned_bytes);
+    EXPECT_EQ(traffic.left_bytes > 0, moves);
+    EXPECT_LE(traffic.peak_bytes * leave, traffic.left_bytes);  // three positions of a step, in three steps
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+  EXPECT_EQ(states[0], states[1]);
+}
+
 TEST_F(DrivenComputeTest, WhatIsAskedForOutOfOrderEndsThePassAndNamesBoth) {
   Owner owner(shape_, kMicroBatches);
   const auto driven = Open(owner, owner.Options(directory_));

@@ -2,7 +2,9 @@
 #ifndef PENSTOCK_TESTS_ZERO_PLAIN_OWNER_H_
 #define PENSTOCK_TESTS_ZERO_PLAIN_OWNER_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
@@ -27,7 +29,10 @@ class Owner {
     absl::StatusOr<Measured> measured =
         plain_.Measure({HostDevice().get(), kernels::DType::kFp32, 1}, PlainBatch(shape_, 0), {});
     if (!measured.ok()) return measured;
-    for (tiering::StageShape& stage : measured->graph.stages) stage.input_bytes = 0;
+    measured->graph.inputs_beside = moves_inputs;
+    for (tiering::StageShape& stage : measured->graph.stages) {
+      if (!moves_inputs) stage.input_bytes = stage.input_scratch_bytes = 0;
+    }
     return measured;
   }
   EngineOptions Options(const std::string& directory) {
@@ -71,12 +76,29 @@ class Owner {
       if (!begun.ok()) return begun;
     }
     DrivenCompute::Result result;
-    if (direction == Direction::kForward) {
-      absl::Status status = plain_.Forward(entered->use(), entered->weights());
-      if (!status.ok()) return status;
-      return driven.Leave(*std::move(entered), {});
-    }
     const StageUse use = entered->use();
+    for (const auto& [dropped, number] : driven.TakeDropped()) {
+      plain_.DropInputs(tiering::Position(dropped.value()), number);
+      --inputs_here_;
+    }
+    if (direction == Direction::kForward) {
+      absl::Status status = plain_.Forward(use, entered->weights());
+      if (!status.ok()) return status;
+      if (moves_inputs && stage > 0 && stage < shape_.layers - 3) {
+        const auto inputs = plain_.SavedInputs(use.position, m);
+        if (!inputs.ok()) return inputs.status();
+        result.inputs.assign(inputs->begin(), inputs->end());
+        most_inputs_here = std::max(most_inputs_here, ++inputs_here_);
+      }
+      return driven.Leave(*std::move(entered), std::move(result));
+    }
+    if (std::vector<HostBuffer> back = driven.TakeInputs(use.stage, m); !back.empty()) {
+      const auto inputs = plain_.RestoreInputs(use.position, m);
+      if (!inputs.ok()) return inputs.status();
+      for (size_t i = 0; i < back.size(); ++i)
+        std::memcpy((*inputs)[i].data, back[i].data(), static_cast<size_t>((*inputs)[i].bytes()));
+      ++came_back;
+    }
     absl::Status status = plain_.Backward(use, entered->weights());
     if (!status.ok()) return status;
     const auto gradients = plain_.Gradients(use, tiering::BlockIndex(stage));
@@ -88,6 +110,10 @@ class Owner {
     return status;
   }
 
+  // Inputs of all stages but the first and the last three may leave memory. Before Measure.
+  bool moves_inputs = false;
+  int most_inputs_here = 0, came_back = 0;
+
   // What becomes of a result before a backward use is left with it.
   std::function<void(DrivenCompute::Result*)> leaves;
 
@@ -97,6 +123,7 @@ class Owner {
   plain::PlainCompute plain_;
   std::unique_ptr<InitialReader> reader_;
   int block_read_ = -1;
+  int inputs_here_ = 0;
 };
 
 }  // namespace penstock::zero::testing_support

@@ -2,6 +2,7 @@
 
 #include <limits>
 
+#include "tiering/plan/working_set.h"
 #include "tiering/program/step_ops.h"
 
 namespace penstock::tiering {
@@ -44,7 +45,7 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
     tensors.in_flight_bytes = plan.tensor_bytes;
   } else {
     if (plan.trains)
-      inputs.resident_bytes = plan.micro_batches * graph.saved_activation_bytes(plan.saved_activations);
+      inputs.resident_bytes = plan.micro_batches * KeptInputBytes(graph, plan.saved_activations);
     tensors.in_flight_bytes = plan.tensor_bytes - inputs.resident_bytes;
   }
   rest.resident_bytes = plan.arena_bytes - plan.slot_bytes;

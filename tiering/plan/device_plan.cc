@@ -62,7 +62,7 @@ class DevicePlanner {
     const int64_t room = budget > 0 ? budget : std::numeric_limits<int64_t>::max();
     for (const InFlight& in_flight : kInFlight) {
       if (Build(in_flight, LeastKept()).bytes() > room) continue;
-      int kept = positions_;
+      int kept = MostKept();
       while (kept > LeastKept() && Build(in_flight, kept).bytes() > room) --kept;
       DevicePlan plan = Build(in_flight, kept, Residents(in_flight, kept, room));
       AddSlots(room, &plan);
@@ -73,7 +73,15 @@ class DevicePlanner {
   }
 
  private:
-  int LeastKept() const { return trains_ ? std::min(kInputRing, positions_) : positions_; }
+  int LeastKept() const {
+    const bool stay = !trains_ || options_.saved_activations == SavedActivations::kMemory;
+    return stay ? positions_ : std::min(kInputRing, positions_);
+  }
+  int MostKept() const {
+    const bool leave = options_.saved_activations == SavedActivations::kHost ||
+                       options_.saved_activations == SavedActivations::kDrive;
+    return leave ? LeastKept() : positions_;
+  }
 
   // Blocks that live on the device: in the order of their use, those that fit. What is used first has the
   // least time for its update when it waits for the processor. Where all of it is written afterwards the

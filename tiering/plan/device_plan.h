@@ -51,6 +51,12 @@ struct TensorSlack {
   int64_t Beside(int64_t tensor_bytes) const { return fixed_bytes + std::min(tensor_bytes / 4, gap_bytes); }
 };
 
+// Where the inputs that stages keep for backward wait for it. kAuto: where they are computed as far as memory
+// goes, after gradients, and the others in the next tier: a device's in host memory, the host's on the drive.
+// kMemory: all where they are computed. kHost: none on a device that has its own memory beyond those on their
+// way; without one, as kAuto. kDrive: none in host memory beyond those on their way; of a device, as kHost.
+enum class SavedActivations : uint8_t { kAuto, kMemory, kHost, kDrive };
+
 struct DeviceOptions {
   bool has_own_memory = false;  // has memory of its own
   int64_t budget_bytes = 0;     // 0: as much as is of use
@@ -59,6 +65,7 @@ struct DeviceOptions {
   bool gds = false;           // weights may come from the drive past host memory
   bool writes_state = false;  // what lives there is written to a drive after every update
   double state_share = 0;     // most of the elements that may be in blocks that live there
+  SavedActivations saved_activations = SavedActivations::kAuto;
 };
 
 struct DevicePlan {

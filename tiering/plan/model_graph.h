@@ -138,6 +138,9 @@ struct ModelGraph {
   int64_t batch_bytes = 0;         // tensor memory of one micro-batch's inputs and targets
   int64_t fixed_tensor_bytes = 0;  // tensors that live as long as the run (buffers of modules)
   bool input_gradients = false;    // who computes wants gradients of what goes into the first stage
+  // Who computes has a stage's input in memory of its own beside the budget while it is computed, comes or
+  // goes: of the inputs that stay in memory, those of kInputRing positions take nothing of the budget.
+  bool inputs_beside = false;
 
   int64_t elements() const {
     int64_t sum = 0;

@@ -7,6 +7,7 @@
 #ifndef PENSTOCK_TIERING_PLAN_PLAN_H_
 #define PENSTOCK_TIERING_PLAN_PLAN_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -136,6 +137,7 @@ struct Plan {
   bool SpillsInput(Position position) const {
     return position.value() > 0 && position.value() < positions - saved_activations;
   }
+  int spilled_inputs() const { return trains ? std::max(0, positions - saved_activations - 1) : 0; }
 
   // Some tiles are updated in backward; `clips`: a gradient may still be needed after that.
   bool speculates = false;
@@ -309,6 +311,7 @@ struct PlanOptions {
   bool copies_checkpoints = false;       // of the store, while training goes on: room for a tile
   int64_t tile_bytes = 0;                // bound for one slot of a tile (all segments); 0: chosen
   PlanBounds bounds;
+  SavedActivations saved_activations = SavedActivations::kAuto;
   DeviceOptions device;
   MachineModel machine;  // what candidates are compared on
   // A model of few tiles is also planned under the bounds that users like to set, and the best is taken: up

@@ -145,9 +145,8 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   }
   PlaceGradients(&plan, level, resident_gradients);
   LayOut(&plan);
-  if (plan.trains && options_.on_nvme && !device_.has_own_memory && resident_gradients == 0 && budget > 0) {
-    SpillInputs(&plan, budget);
-  }
+  if (plan.trains && options_.on_nvme && !device_.has_own_memory)
+    SpillInputs(&plan, resident_gradients, budget);
   return plan;
 }
 
@@ -178,11 +177,13 @@ void PlanLayout::KeepInputs(Plan* plan, int kept) const {
                                                             &plan->evaluate_micro_batches));
 }
 
-// Sends as few inputs to the drive as the budget asks for: like a gradient, one costs a write and a read of
-// itself, and gradients go first.
-void PlanLayout::SpillInputs(Plan* plan, int64_t budget) const {
+// Sends as few inputs to the drive as the budget asks for, unless all are to go: like a gradient, one costs a
+// write and a read of itself, and gradients go first.
+void PlanLayout::SpillInputs(Plan* plan, int resident_gradients, int64_t budget) const {
+  if (options_.saved_activations == SavedActivations::kMemory || plan->positions <= kInputRing) return;
   if (graph_.saved_activation_bytes(plan->positions) == 0) return;  // whoever computes keeps them itself
-  if (plan->host_bytes() <= budget || plan->positions <= kInputRing) return;
+  if (options_.saved_activations == SavedActivations::kDrive) return KeepInputs(plan, kInputRing);
+  if (resident_gradients > 0 || budget == 0 || plan->host_bytes() <= budget) return;
   // The fewer are kept the less memory they take: the most that fit, or the least that is kept at all.
   int least = kInputRing, most = plan->positions - 1;
   while (least < most) {

@@ -57,7 +57,7 @@ class PlanLayout {
  private:
   Level Bounded(Level level) const;
   void KeepInputs(Plan* plan, int kept) const;
-  void SpillInputs(Plan* plan, int64_t budget) const;
+  void SpillInputs(Plan* plan, int resident_gradients, int64_t budget) const;
   void PlaceGradients(Plan* plan, const Level& level, int resident_gradients) const;
   static int64_t GradientElements(const Plan& plan, size_t weight_class);
   int Count() const { return static_cast<int>(graph_.blocks.size()); }

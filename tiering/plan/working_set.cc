@@ -47,6 +47,12 @@ std::vector<int64_t> ClassSizes(const std::vector<int64_t>& sizes, int slots) {
   return classes;
 }
 
+int64_t KeptInputBytes(const ModelGraph& graph, int saved_activations) {
+  const int64_t kept = graph.saved_activation_bytes(saved_activations);
+  if (!graph.inputs_beside) return kept;
+  return kept - graph.saved_activation_bytes(std::min(saved_activations, kInputRing));
+}
+
 int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trains, int saved_activations,
                            int* evaluate_micro_batches) {
   int64_t largest_input = 0, forward = 0, backward = 0;
@@ -55,7 +61,8 @@ int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trai
     forward = std::max(forward, stage.forward_peak_bytes);
     backward = std::max(backward, stage.backward_peak_bytes);
   }
-  const int64_t kept = graph.saved_activation_bytes(saved_activations);
+  if (graph.inputs_beside) largest_input = 0;
+  const int64_t kept = KeptInputBytes(graph, saved_activations);
   const int64_t fixed = graph.fixed_tensor_bytes + kTensorSlack;
   const int64_t m = micro_batches;
   if (!trains) {
@@ -65,8 +72,10 @@ int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trai
   // A forward-only pass keeps one input and one output per micro-batch instead of one input per stage.
   const int64_t per_evaluation = std::max<int64_t>(1, 2 * largest_input + graph.batch_bytes);
   const int64_t training = m * (kept + graph.batch_bytes) + std::max(forward, backward);
-  *evaluate_micro_batches =
-      static_cast<int>(std::max<int64_t>(1, std::min<int64_t>((training - forward) / per_evaluation, 256)));
+  *evaluate_micro_batches = graph.inputs_beside
+                                ? 1
+                                : static_cast<int>(std::max<int64_t>(
+                                      1, std::min<int64_t>((training - forward) / per_evaluation, 256)));
   return fixed + std::max(training, forward + per_evaluation);
 }
 

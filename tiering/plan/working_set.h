@@ -21,6 +21,9 @@ std::vector<int64_t> ClassSizes(const std::vector<int64_t>& sizes, int slots);
 int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trains, int saved_activations,
                            int* evaluate_micro_batches);
 
+// Of them the inputs of the last `saved_activations` stages, of one micro-batch.
+int64_t KeptInputBytes(const ModelGraph& graph, int saved_activations);
+
 // What stays on the host of these where a device computes: a pass's batch, and a little.
 int64_t HostTensorBytes(const ModelGraph& graph, int micro_batches);
 

@@ -120,6 +120,7 @@ class Planner {
                        " of weights, state and gradients once more: LAMB's trust ratio of a parameter needs "
                        "the norms of all of it before any of it is updated"));
     }
+    if (plan.input_scratch_bytes > 0) plan.reasons.push_back(SpilledInputs(plan));
     if (plan.previewed_share() > 0) plan.reasons.push_back(Previewed(plan));
     if (options_.prefer == Prefer::kTime && plan.trains && !MayPreview(options_)) {
       plan.reasons.push_back(
@@ -517,6 +518,21 @@ class Planner {
         std::string(PlacementName(options_.bounds.placement)), runs, plan.tile_ring,
         FormatBytes(plan.tile_state_bytes), Count(), gradients, weights, state, plan.trained_tiles(),
         spending.words, 100 * early, seconds);
+  }
+
+  std::string SpilledInputs(const Plan& plan) const {
+    int64_t bytes = 0;
+    int spilled = 0;
+    for (const Position position : plan.all_positions()) {
+      if (position.value() < graph_.first_trained().value() || !plan.SpillsInput(position)) continue;
+      bytes += plan.micro_batches * graph_.stages[StageIndex(position.value())].input_scratch_bytes;
+      ++spilled;
+    }
+    return absl::StrFormat(
+        "saved activations: the inputs of %d of %d stages wait for backward on the drive, %s written and "
+        "read "
+        "a step",
+        spilled, plan.positions, FormatBytes(bytes));
   }
 
   static std::string Previewed(const Plan& plan) {

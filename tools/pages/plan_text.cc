@@ -249,14 +249,24 @@ absl::StatusOr<std::string> ProcessMemoryText(const zero::EnginePlan& plan,
   return text;
 }
 
+namespace {
+
+std::string SpilledText(const tiering::Plan& plan) {
+  if (plan.spilled_inputs() == 0) return "";
+  return absl::StrFormat("; saved activations of %d of %d stages wait %s", plan.spilled_inputs(),
+                         plan.positions, plan.device.has_own_memory ? "in host memory" : "on the drive");
+}
+
+}  // namespace
+
 std::string PlanLine(const zero::EnginePlan& plan, const tiering::Prediction& prediction) {
   return absl::StrFormat(
       "plan: %d parameters, state %s; host memory %s (the least that works: %s); %.1f bytes per parameter "
       "and "
-      "step to and from the drive; predicted step %.3g s, bound by %s",
+      "step to and from the drive%s; predicted step %.3g s, bound by %s",
       plan.parameters, FormatBytes(plan.state_bytes), FormatBytes(plan.plan.host_bytes()),
-      FormatBytes(plan.plan.least_host_memory_bytes), BytesPerParameter(plan), prediction.step_seconds,
-      prediction.bound_by);
+      FormatBytes(plan.plan.least_host_memory_bytes), BytesPerParameter(plan), SpilledText(plan.plan),
+      prediction.step_seconds, prediction.bound_by);
 }
 
 std::string PlanText(const PlanFacts& facts) {
@@ -385,6 +395,10 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"previewed_share", plan.plan.previewed_share()},
           {"worthwhile_redo_rate", plan.plan.worthwhile_replay_rate},
           {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},
+          {"saved_activations",
+           {{"stages", plan.plan.positions},
+            {"stages_that_spill", plan.plan.spilled_inputs()},
+            {"spilled_to", plan.plan.device.has_own_memory ? "host memory" : "drive"}}},
           {"reasons", plan.plan.reasons},
           {"host_memory_budget_bytes", facts.options.memory.host_memory_budget_bytes},
           {"host_memory_bytes", plan.plan.host_bytes()},

@@ -51,6 +51,7 @@ void VisitFlags(Of verb, Options& flags, const Visit& visit) {
   visit("--weight-decay", flags.weight_decay);
   visit("--optimizer", flags.optimizer);
   visit("--optimizer-states", flags.optimizer_states);
+  visit("--saved-activations", flags.saved_activations);
   visit("--seed", flags.seed);
   visit("--threads", flags.threads);
   visit("--resume", flags.resume);

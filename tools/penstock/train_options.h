@@ -29,7 +29,7 @@ struct TrainOptions {
       threads, checkpoint_every, checkpoint_keep, lora_rank;
   std::vector<double> data_weights;
   std::optional<double> lr, clip, weight_decay, rank_timeout, eval_split, lora_alpha, lora_dropout;
-  std::optional<std::string> optimizer, optimizer_states, lora_targets, vocabulary_tiles;
+  std::optional<std::string> optimizer, optimizer_states, saved_activations, lora_targets, vocabulary_tiles;
   std::optional<std::string> init_from, checkpoint_dir, report, log, trace, prometheus;
   bool resume = false, overwrite = false, check = false, quiet = false, json = false,
        skip_broken_lines = false;

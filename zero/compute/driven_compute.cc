@@ -11,6 +11,8 @@
 namespace penstock::zero {
 namespace {
 
+constexpr int64_t kInputAlignment = 64;  // of a tensor, in memory that several share
+
 std::string Text(Direction direction, tiering::StageIndex stage, int micro_batch) {
   return absl::StrCat(direction == Direction::kForward ? "forward" : "backward", " of stage ", stage.value(),
                       ", micro-batch ", micro_batch);
@@ -167,6 +169,9 @@ absl::Status DrivenCompute::CheckResult(const Result& result) const {
             use, " was left with gradients on a device and without the stream that they are of"));
     }
   }
+  if (!result.inputs.empty() && (backward || !use_.keeps_inputs))
+    return absl::InvalidArgumentError(
+        absl::StrCat(use, " was left with inputs, which nobody asks for again"));
   if (trains && result.gradients.size() != 1)
     return absl::InvalidArgumentError(
         absl::StrCat(use, " was left without gradients of block ", block.value()));
@@ -201,6 +206,13 @@ absl::Status DrivenCompute::Leave(Entered entered, Result result) {
   if (result.loss.has_value()) {
     losses_[static_cast<size_t>(use_.micro_batch)] = *result.loss;
     has_loss_[static_cast<size_t>(use_.micro_batch)] = 1;
+  }
+  const InputsKey key{use_.position, use_.micro_batch};
+  if (!result.inputs.empty()) {
+    inputs_[key].given = std::move(result.inputs);
+    stage_at_[key] = use_.stage;
+  } else if (direction_ == Direction::kBackward) {
+    inputs_.erase(key);
   }
   result_ = std::move(result);
   state_ = State::kLeft;
@@ -269,6 +281,9 @@ absl::Status DrivenCompute::Begin(const PassInfo& pass, std::vector<Batch> batch
   std::lock_guard lock(mutex_);
   pass_ = pass;
   pool_ = TensorMemory::Here();
+  inputs_.clear();
+  stage_at_.clear();
+  dropped_.clear();
   losses_.assign(batches.size(), 0);
   has_loss_.assign(batches.size(), 0);
   return failure_;
@@ -301,12 +316,79 @@ void DrivenCompute::Release(const StageUse&) {
   changed_.notify_all();
 }
 
-absl::StatusOr<std::span<const TensorView>> DrivenCompute::SavedInputs(tiering::Position, int) {
-  return absl::InternalError("the inputs of a model that is driven from outside were planned to be moved");
+absl::StatusOr<std::span<const TensorView>> DrivenCompute::SavedInputs(tiering::Position position,
+                                                                       int micro_batch) {
+  std::lock_guard lock(mutex_);
+  RETURN_IF_ERROR(failure_);
+  const auto found = inputs_.find({position, micro_batch});
+  if (found == inputs_.end()) return std::span<const TensorView>();  // nothing was computed, or nothing moves
+  for (const TensorView& value : found->second.given) traffic_.left_bytes += value.bytes();
+  return found->second.given;
 }
 
-absl::StatusOr<std::span<const TensorView>> DrivenCompute::RestoreInputs(tiering::Position, int) {
-  return absl::InternalError("the inputs of a model that is driven from outside were planned to be moved");
+void DrivenCompute::DropInputs(tiering::Position position, int micro_batch) {
+  std::lock_guard lock(mutex_);
+  const auto found = stage_at_.find({position, micro_batch});
+  if (found != stage_at_.end()) dropped_.push_back({found->second, micro_batch});
+}
+
+absl::StatusOr<std::span<const TensorView>> DrivenCompute::RestoreInputs(tiering::Position position,
+                                                                         int micro_batch) {
+  std::unique_lock lock(mutex_);
+  RETURN_IF_ERROR(failure_);
+  const auto found = inputs_.find({position, micro_batch});
+  if (found == inputs_.end()) return std::span<const TensorView>();
+  Inputs& inputs = found->second;
+  int64_t all = 0;
+  for (const TensorView& value : inputs.given) all += tiering::AlignUp(value.bytes(), kInputAlignment);
+  traffic_.returned_bytes += all;
+  std::byte* at = nullptr;
+  if (make_room_ && device_ != nullptr) {
+    const MakeRoom& make_room = make_room_;
+    const tiering::StageIndex stage = stage_at_.at({position, micro_batch});
+    lock.unlock();  // it takes locks of its owner's
+    at = static_cast<std::byte*>(make_room(stage, micro_batch, all));
+    lock.lock();
+    if (at == nullptr && all > 0) {
+      return absl::ResourceExhaustedError(absl::StrCat("the inputs of stage ", stage.value(),
+                                                       " come back, and the device has no ", all,
+                                                       " bytes for them"));
+    }
+  }
+  const TensorScope scope(room_.pool());
+  for (const TensorView& value : inputs.given) {
+    TensorView& back = inputs.restored.emplace_back(value);
+    if (at != nullptr) {
+      back.data = at;
+      at += tiering::AlignUp(value.bytes(), kInputAlignment);
+      continue;
+    }
+    ASSIGN_OR_RETURN(HostBuffer memory, HostBuffer::Of(value.bytes(), "an input that comes back"));
+    back.data = memory.data();
+    inputs.memory.push_back(std::move(memory));
+  }
+  traffic_.peak_bytes = std::max(traffic_.peak_bytes, room_.Stats().peak_live_bytes);
+  inputs.came_back = true;
+  return inputs.restored;
+}
+
+std::vector<DrivenCompute::Dropped> DrivenCompute::TakeDropped() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(dropped_, {});
+}
+
+std::vector<HostBuffer> DrivenCompute::TakeInputs(tiering::StageIndex stage, int micro_batch) {
+  std::lock_guard lock(mutex_);
+  if (state_ != State::kEntered || direction_ != Direction::kBackward || use_.stage != stage ||
+      use_.micro_batch != micro_batch)
+    return {};
+  const auto found = inputs_.find({use_.position, micro_batch});
+  return found == inputs_.end() ? std::vector<HostBuffer>() : std::exchange(found->second.memory, {});
+}
+
+DrivenCompute::InputTraffic DrivenCompute::input_traffic() {
+  std::lock_guard lock(mutex_);
+  return traffic_;
 }
 
 absl::StatusOr<std::vector<double>> DrivenCompute::Losses() {

@@ -28,6 +28,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -40,6 +41,7 @@
 #include "base/process_mark.h"
 #include "zero/compute/compute.h"
 #include "zero/compute/device_gradients.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 
@@ -47,8 +49,9 @@ enum class Direction : uint8_t { kForward, kBackward };
 
 class DrivenCompute final : public Compute, public std::enable_shared_from_this<DrivenCompute> {
  public:
-  // `given`: the model's sizes, and the bytes and times that its owner has measured. Inputs that the owner
-  // keeps for backward are its own: StageShape::input_bytes is 0, and the plan sends none to the drive.
+  // `given`: the model's sizes, and the bytes and times that its owner has measured. Inputs that forward of a
+  // stage is left with (Result::inputs) may wait for its backward elsewhere: StageShape::input_bytes and
+  // input_scratch_bytes are theirs. 0: the owner keeps all that backward wants, and none are moved.
   // `drivers`: threads that enter, as many as micro-batches are under way at once.
   explicit DrivenCompute(Measured given, int drivers = 1);
 
@@ -89,6 +92,9 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
     // streams of `also`.
     std::optional<DeviceStream> stream;
     std::vector<DeviceStream> also;
+    // Of forward, where backward will be computed from them: values that may leave memory until then. They
+    // are the caller's, and stay unchanged until TakeDropped names the use, or the pass is over.
+    std::vector<TensorView> inputs;
     // Of the use's micro-batch. Given with any of its backward uses, at the latest with its last one: nobody
     // has to wait for a device to tell it earlier.
     std::optional<double> loss;
@@ -102,6 +108,28 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
   // use, which fails the pass. Other errors are why it had failed, the device's among them
   // (zero/compute/device_gradients.h).
   absl::Status Leave(Entered entered, Result result);
+
+  // A use of forward whose inputs are not looked at any more: they have left, and their memory is free.
+  struct Dropped {
+    tiering::StageIndex stage;
+    int micro_batch = 0;
+  };
+  // Those since the last call. Whoever calls it after each Enter of forward keeps no more inputs in memory
+  // than the plan has counted.
+  std::vector<Dropped> TakeDropped();
+  // Within a use of backward that is entered: what forward of it was left with, in memory that is the
+  // caller's from here on, in their order. Empty: they did not leave memory, or were taken before.
+  std::vector<HostBuffer> TakeInputs(tiering::StageIndex stage, int micro_batch);
+  // The memory in which inputs come back, on a device: `bytes` that stay until the use of backward is left.
+  // On the engine's thread; null: there is none. Default: host memory, of a pool of its own.
+  using MakeRoom = std::function<void*(tiering::StageIndex stage, int micro_batch, int64_t bytes)>;
+  // Set while no pass is open.
+  void set_make_room(MakeRoom make_room) { make_room_ = std::move(make_room); }
+  struct InputTraffic {
+    int64_t left_bytes = 0, returned_bytes = 0;  // since this was made
+    int64_t peak_bytes = 0;                      // of host memory in which they came back, at one time
+  };
+  InputTraffic input_traffic();
 
   // The pass cannot go on, for this reason. Outside of a pass it does nothing.
   void Fail(const absl::Status& why);
@@ -136,7 +164,7 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
   void Release(const StageUse& use) override;
   absl::StatusOr<std::span<const TensorView>> SavedInputs(tiering::Position position,
                                                           int micro_batch) override;
-  void DropInputs(tiering::Position, int) override {}
+  void DropInputs(tiering::Position position, int micro_batch) override;
   absl::StatusOr<std::span<const TensorView>> RestoreInputs(tiering::Position position,
                                                             int micro_batch) override;
   absl::StatusOr<std::vector<double>> Losses() override;
@@ -151,6 +179,15 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
     tiering::StageIndex stage;
     int micro_batch;
   };
+  // Inputs that forward of a use was left with, while they may move.
+  struct Inputs {
+    std::vector<TensorView> given, restored;  // both stay as they are while the engine has a span of them
+    std::vector<HostBuffer> memory;           // of `restored`, on the host
+    bool came_back = false;
+  };
+  // By position: the program's name for a use.
+  using InputsKey = std::pair<tiering::Position, int>;
+
   // Of the use that the engine waits with, under mutex_.
   enum class State : uint8_t { kNone, kOffered, kEntered, kLeft };
 
@@ -188,6 +225,12 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
   bool taken_ = true;                 // the gradients of the last backward are no longer needed
   bool taking_ = false;               // the engine reads them
   std::vector<const Wanted*> waiting_;
+  std::map<InputsKey, Inputs> inputs_;
+  std::map<InputsKey, tiering::StageIndex> stage_at_;
+  std::vector<Dropped> dropped_;
+  MakeRoom make_room_;
+  TensorAccount room_;  // inputs come back there, beside the engine's memory
+  InputTraffic traffic_;
   std::vector<double> losses_;
   std::vector<char> has_loss_;  // by micro-batch
 };

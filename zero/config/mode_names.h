@@ -29,12 +29,19 @@ inline constexpr auto kUpdateOrders =
 inline constexpr auto kMissingGradients = std::to_array<Named<MissingGradients>>(
     {{MissingGradients::kZeros, "zeros"}, {MissingGradients::kSkip, "skip"}});
 
+inline constexpr auto kSavedActivations =
+    std::to_array<Named<SavedActivations>>({{SavedActivations::kAuto, "auto"},
+                                            {SavedActivations::kMemory, "memory"},
+                                            {SavedActivations::kHost, "host"},
+                                            {SavedActivations::kDrive, "drive"}});
+
 // All choices of the type of the argument, whose value does not matter.
 constexpr std::span<const Named<OffloadDevice>> NamesOf(OffloadDevice) { return kOffloadDevices; }
 constexpr std::span<const Named<Durability>> NamesOf(Durability) { return kDurabilities; }
 constexpr std::span<const Named<SyncMode>> NamesOf(SyncMode) { return kSyncModes; }
 constexpr std::span<const Named<UpdateOrder>> NamesOf(UpdateOrder) { return kUpdateOrders; }
 constexpr std::span<const Named<MissingGradients>> NamesOf(MissingGradients) { return kMissingGradients; }
+constexpr std::span<const Named<SavedActivations>> NamesOf(SavedActivations) { return kSavedActivations; }
 
 template <typename Enum>
 constexpr std::string_view NameIn(std::span<const Named<Enum>> names, Enum value) {

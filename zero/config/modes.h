@@ -18,6 +18,7 @@ enum class SyncMode { kProcess, kPower };
 // it.
 enum class MissingGradients { kZeros, kSkip };
 using tiering::Prefer;
+using tiering::SavedActivations;
 using tiering::UpdateOrder;
 
 // The names that the JSON uses: "nvme", "step", "power", "next_forward".

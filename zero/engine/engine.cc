@@ -257,6 +257,7 @@ const Device& Engine::device() const { return impl_->device(); }
 Device::Traffic Engine::copied() const { return impl_->copied(); }
 bool Engine::gds() const { return impl_->plan_.plan.device.gds; }
 int64_t Engine::gds_read_bytes() const { return impl_->gds_read_bytes(); }
+InputBytes Engine::input_bytes() const { return impl_->input_bytes(); }
 int64_t Engine::peak_device_bytes() const { return impl_->peak_device_bytes(); }
 int64_t Engine::peak_pinned_bytes() const { return impl_->peak_pinned_bytes(); }
 void Engine::set_saturating_bytes_in_flight(uint64_t bytes) { impl_->set_saturating_bytes_in_flight(bytes); }

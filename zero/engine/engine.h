@@ -272,6 +272,7 @@ class Engine {
   Device::Traffic copied() const;     // to and from the device since the engine was made
   bool gds() const;                   // weights that only the device needs go past host memory
   int64_t gds_read_bytes() const;     // did, since the engine was made; part of what was read
+  InputBytes input_bytes() const;     // of saved activations, since the engine was made
   int64_t peak_device_bytes() const;  // slots and tensors; 0 where the host computes
   // The fewest bytes in flight that saturate a drive. Twice as much in each direction may then be in flight,
   // up to 64 MiB, so that handing over in batches never drains it.

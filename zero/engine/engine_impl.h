@@ -73,6 +73,7 @@ class Engine::Impl {
   aio::EngineStats io_stats() const;
   Device::Traffic copied() const;
   int64_t gds_read_bytes() const;
+  InputBytes input_bytes() const;
   int64_t peak_managed_bytes() const;
   int64_t peak_pinned_bytes() const;
   int64_t peak_device_bytes() const;
@@ -222,6 +223,7 @@ class Engine::Impl {
     aio::EngineStats io;
     Device::Traffic copied;
     int64_t gds_read_bytes = 0;
+    InputBytes inputs;
     int64_t peak_managed_bytes = 0, peak_pinned_bytes = 0, peak_device_bytes = 0;
   };
   Counted earlier_;

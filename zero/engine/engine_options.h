@@ -46,6 +46,8 @@ struct MemoryOptions {
   int64_t tile_bytes = 0;
   // Limits of the planner's choice, as DeepSpeed's keys set them. Default: none.
   tiering::PlanBounds bounds;
+  // Where the inputs that stages keep for backward wait for it. Default: the planner's choice.
+  tiering::SavedActivations saved_activations = tiering::SavedActivations::kAuto;
 };
 
 // Which commits are kept as checkpoints of their own, while training goes on (zero/engine/checkpointing.h).

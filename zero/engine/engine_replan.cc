@@ -29,7 +29,7 @@ absl::Status Engine::Impl::Replan(Batch example) {
   if (asked_ != nullptr) RETURN_IF_ERROR(FinishCheckpoint());
   RETURN_IF_ERROR(BroadcastError(CommitDescription()));
   const swap::CommitSeen last = {store()->uuid(), store()->committed_sequence()};
-  earlier_ = {io_stats(),          copied(),           gds_read_bytes(), peak_managed_bytes(),
+  earlier_ = {io_stats(),          copied(),           gds_read_bytes(), input_bytes(), peak_managed_bytes(),
               peak_pinned_bytes(), peak_device_bytes()};
   Close();
   if (last_result_.step != 0 && gradients_lost_.empty()) {
@@ -100,6 +100,11 @@ Device::Traffic Engine::Impl::copied() const {
 
 int64_t Engine::Impl::gds_read_bytes() const {
   return earlier_.gds_read_bytes + (lanes_ != nullptr ? lanes_->past_host_bytes() : 0);
+}
+
+InputBytes Engine::Impl::input_bytes() const {
+  const InputBytes now = lanes_ != nullptr ? lanes_->input_bytes() : InputBytes();
+  return {earlier_.inputs.written + now.written, earlier_.inputs.read + now.read};
 }
 
 int64_t Engine::Impl::peak_managed_bytes() const {

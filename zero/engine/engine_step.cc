@@ -117,6 +117,9 @@ void Engine::Impl::Account(StepResult* of_call) {
   result.optimizer_seconds = of(usage.busy_seconds, tiering::Lane::kUpdate);
   result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead) + std::exchange(owed_read_bytes_, 0);
   result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite) + std::exchange(owed_write_bytes_, 0);
+  const InputBytes not_moved = lanes_->TakeInputsNotMoved();
+  result.nvme_read_bytes -= not_moved.read;
+  result.nvme_write_bytes -= not_moved.written;
 }
 
 void Engine::Impl::AddUsage(const tiering::Usage& usage) {

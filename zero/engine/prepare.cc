@@ -127,6 +127,8 @@ class Preparation {
     plan_options_.host_memory_budget_bytes = options_.memory.host_memory_budget_bytes;
     plan_options_.tile_bytes = options_.memory.tile_bytes;
     plan_options_.bounds = options_.memory.bounds;
+    plan_options_.saved_activations = options_.memory.saved_activations;
+    plan_options_.device.saved_activations = options_.memory.saved_activations;
     plan_options_.update_order = options_.optimizer.order;
     plan_options_.prefer = options_.optimizer.prefer;
     plan_options_.clips = options_.optimizer.clip > 0;

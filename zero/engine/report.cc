@@ -109,6 +109,9 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["durability"] =
       std::string(Name(plan.plan.commits_every_step ? Durability::kStep : Durability::kCheckpoint));
   report_["nvme_write_bytes_saved_per_step"] = plan.plan.late_write_bytes;
+  report_["saved_activations"] = {{"stages", plan.plan.positions},
+                                  {"stages_that_spill", plan.plan.spilled_inputs()},
+                                  {"spilled_to", plan.plan.device.has_own_memory ? "host memory" : "drive"}};
   report_["resumed_from_step"] =
       engine.resumed_from().has_value() ? nlohmann::json(*engine.resumed_from()) : nlohmann::json();
   report_["io_backend"] = engine.io_backend();
@@ -229,6 +232,8 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
       stalls[std::string(tiering::StallName(stall))] = engine->usage().stall_seconds[static_cast<size_t>(i)];
     }
     io = engine->io_stats();
+    report_["saved_activations"]["written_bytes"] = engine->input_bytes().written;
+    report_["saved_activations"]["read_bytes"] = engine->input_bytes().read;
     const CheckpointTotals checkpoints = engine->checkpoint_totals();
     report_["checkpoints"] = {{"written", checkpoints.written},
                               {"seconds", checkpoints.seconds},

@@ -234,6 +234,13 @@ absl::Status HardwareLanes::StartInput(const Task& task) {
   const absl::StatusOr<std::span<const TensorView>> values = compute_lane_.Inputs(op);
   refused_inputs_[op.position][At(op.micro_batch)] = !values.ok();
   RETURN_IF_ERROR(values.status());
+  const bool reads = op.kind == OpKind::kReadInput;
+  int64_t in_pages = 0;
+  for (const TensorView& value : *values) {
+    (reads ? input_bytes_.read : input_bytes_.written) += value.bytes();
+    in_pages += tiering::AlignUp(value.bytes(), tiering::kPage);
+  }
+  if (device_ == nullptr) (reads ? inputs_not_moved_.read : inputs_not_moved_.written) += op.bytes - in_pages;
   if (device_ == nullptr) return drive_.StartInput(task.id, op, *values);
   return device_->StartInput(op, *values, [this, task, start = Now()](absl::Status status) {
     ReportInOrder(task, std::move(status), start);

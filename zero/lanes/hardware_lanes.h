@@ -118,6 +118,11 @@ class HardwareLanes : public tiering::Lanes {
   }
   // Bytes of weights that were read from a drive to a device without host memory (GPUDirect Storage).
   int64_t past_host_bytes() const { return drive_.past_host_bytes(); }
+  // Of inputs that stages keep for backward: that left memory and came back, and of these what the operations
+  // of the read and write lanes have counted too much, since the last call, where an input has other sizes
+  // than were planned for. On the executor's thread.
+  const InputBytes& input_bytes() const { return input_bytes_; }
+  InputBytes TakeInputsNotMoved() { return std::exchange(inputs_not_moved_, {}); }
   // What all ranks' gradients, losses and wishes come to, once they are final.
   StepTotals totals() const { return ranks_ != nullptr ? ranks_->totals() : OwnTotals(); }
 
@@ -178,7 +183,8 @@ class HardwareLanes : public tiering::Lanes {
   tiering::PerBlock<kernels::SumOfSquares> squares_;
   TensorNorms norms_;
   tiering::PerPosition<std::vector<bool>> refused_inputs_;  // [micro_batch], by the Compute
-  int computes_ = 0;                                        // started and not completed, executor's thread
+  InputBytes input_bytes_, inputs_not_moved_;
+  int computes_ = 0;  // started and not completed, executor's thread
 
   std::mutex mutex_;
   std::condition_variable work_there_;

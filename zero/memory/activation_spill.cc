@@ -34,7 +34,7 @@ std::vector<uint64_t> ActivationSpill::BytesIn(size_t directories, const tiering
 absl::StatusOr<std::unique_ptr<ActivationSpill>> ActivationSpill::Create(
     aio::Engine& engine, const tiering::ModelGraph& graph, const tiering::Plan& plan,
     const std::vector<std::string>& directories) {
-  auto spill = std::unique_ptr<ActivationSpill>(new ActivationSpill(engine));
+  auto spill = std::unique_ptr<ActivationSpill>(new ActivationSpill(engine, graph.inputs_beside));
   std::vector<uint64_t> sizes(directories.size(), 0);
   spill->places_.resize(static_cast<size_t>(plan.positions));
   const uint64_t room = RoomForAnInput(graph);
@@ -123,7 +123,14 @@ absl::Status ActivationSpill::Write(tiering::Position position, int micro_batch,
     at += i + 1 < values.size() ? tiering::AlignUp(static_cast<int64_t>(value.bytes), tiering::kPage)
                                 : value.bytes;
   }
-  if (at > to.bytes) {
+  if (at > to.bytes && grows_) {
+    RETURN_IF_ERROR(Grow(to, at));
+    at = to.offset;
+    for (auto& value : to.values) {
+      value->offset = at;
+      at += static_cast<uint64_t>(tiering::AlignUp(static_cast<int64_t>(value->bytes), tiering::kPage));
+    }
+  } else if (at > to.bytes) {
     return absl::InvalidArgumentError(absl::StrCat("the input at position ", position.value(), " has ", at,
                                                    " bytes, more than the ", to.bytes,
                                                    " of the example that was planned for"));
@@ -132,6 +139,16 @@ absl::Status ActivationSpill::Write(tiering::Position position, int micro_batch,
   return Submit(to, aio::Priority::kWriteBehind, done, context, [&](Value& value) {
     value.request.PrepareWrite(*to.file, value.offset, value.data, value.bytes);
   });
+}
+
+absl::Status ActivationSpill::Grow(Place& place, uint64_t bytes) {
+  ASSIGN_OR_RETURN(const uint64_t size, place.file->Size());
+  const auto begin = static_cast<uint64_t>(tiering::AlignUp(static_cast<int64_t>(size), tiering::kPage));
+  const auto room = static_cast<uint64_t>(tiering::AlignUp(static_cast<int64_t>(bytes), tiering::kPage));
+  RETURN_IF_ERROR(place.file->Preallocate(begin + room));
+  place.offset = begin;
+  place.bytes = room;
+  return absl::OkStatus();
 }
 
 absl::Status ActivationSpill::Written(tiering::Position position, int micro_batch) {

@@ -42,7 +42,9 @@ class ActivationSpill {
   // Waits for what is in flight.
   ~ActivationSpill();
 
-  // The values of an input, in host memory. `done(context)` when all have gone; not after an error.
+  // The values of an input, in host memory. `done(context)` when all have gone; not after an error. What has
+  // more bytes than were planned for has another place from here on where inputs may grow
+  // (ModelGraph::inputs_beside), and is kInvalidArgument elsewhere; kResourceExhausted: the disk is full.
   absl::Status Write(tiering::Position position, int micro_batch, std::span<const TensorView> values,
                      Done done, void* context);
   // How it ended.
@@ -73,7 +75,9 @@ class ActivationSpill {
     void* context = nullptr;
   };
 
-  explicit ActivationSpill(aio::Engine& engine) : engine_(engine) {}
+  ActivationSpill(aio::Engine& engine, bool grows) : engine_(engine), grows_(grows) {}
+  // A place of `bytes` at the end of its file.
+  absl::Status Grow(Place& place, uint64_t bytes);
   Place& place(tiering::Position position, int micro_batch) {
     return *places_[position][static_cast<size_t>(micro_batch)];
   }
@@ -85,6 +89,7 @@ class ActivationSpill {
   static absl::Status StatusOf(const Place& place);
 
   aio::Engine& engine_;
+  const bool grows_;
   std::vector<std::unique_ptr<aio::File>> files_;
   tiering::PerPosition<std::vector<std::unique_ptr<Place>>> places_;  // [micro_batch], empty where kept
 };

@@ -29,6 +29,11 @@ struct TensorView {
   int64_t bytes() const { return elements() * BytesOf(type); }
 };
 
+// Of inputs that stages keep for backward: what has left for the next tier, and come back.
+struct InputBytes {
+  int64_t written = 0, read = 0;
+};
+
 // One micro-batch in host memory, by the names that the model knows. The first tensor is what counts as its
 // size (Engine::EvaluatesAtOnce).
 struct Batch {

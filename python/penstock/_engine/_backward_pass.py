@@ -118,6 +118,7 @@ class BackwardPass:
         for _, parameter in self._blocks[block].parameters:
             parameter.grad = None
         self._weights.hide(block)
+        self._entering.forget_inputs(stage, driver.number)
         self._entering.leave(driver.number, block, gradients, loss, held)
         if driver.together is not None:
             driver.together.leave()

@@ -26,6 +26,7 @@ from ._hidden import CALLED_ALONE, without_gradient
 from ._interrupts import deferred, not_deferred
 from ._open_pass import Driver, OpenPass, PassFailed
 from ._passes import Passes
+from ._saved_inputs import Inputs, SavedInputs
 from ._stages import Stages
 from ._tree import map_tensors, objects_of, tensors_of
 
@@ -42,6 +43,7 @@ class BlockForwards:
         backward: BackwardPass,
         passes: Passes,
         changing: Changing,
+        saved: SavedInputs,
         several_ranks: bool,
     ) -> None:
         self._model = model
@@ -52,6 +54,7 @@ class BlockForwards:
         self._backward = backward
         self._passes = passes
         self._changing = changing
+        self._saved = saved
         self._several_ranks = several_ranks
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self._told_of_lost_gradients = False
@@ -150,9 +153,8 @@ class BlockForwards:
         return map_tensors(out, functools.partial(without_gradient, CALLED_ALONE.format(name))) if wants_graph else out
 
     def _checkpointed(self, driver: Driver, stage: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor)  # containers of our own: theirs may grow later
-        given = tensors_of((args, kwargs))
-        versions = [tensor._version for tensor in given]
+        inputs = Inputs(self._uses[stage].name, args, kwargs)
+        passed = set(map(id, inputs.tensors))  # an input that is handed on belongs to the block that made it
         first = [True]
         settings = AutogradSettings()
         # Noted when the use is entered: until then other micro-batches change them.
@@ -162,15 +164,9 @@ class BlockForwards:
         if driver.forward is not None and stage in driver.forward.buffers:
             buffers.append(driver.forward.buffers[stage])
 
-        def check_inputs() -> None:
-            if any(tensor._version != version for tensor, version in zip(given, versions)):
-                raise PassFailed(
-                    f"{self._uses[stage].name} changes one of its inputs in place, or it was changed after it: backward computes the "
-                    "block again and would be given the changed input. Work on a copy"
-                )
-
-        def forward(a: Any) -> Any:
-            with self._entering.in_forward(driver, stage), self._computing(driver, stage):
+        def forward() -> Any:
+            with self._entering.in_forward(driver, stage, inputs), self._computing(driver, stage):
+                a, kwargs = inputs.now()
                 before.append(Before(self._uses[stage].module, None if compares else self._changing.modules, objects_of((a, kwargs))))
                 if buffers:
                     with buffers[0].as_in_forward():
@@ -183,25 +179,27 @@ class BlockForwards:
                         driver.remembers.buffers[stage] = buffers[0]
             if compares:
                 before[0].gave(out)
+                del a, kwargs
             self._changing.add(before[0].changed())
-            check_inputs()
+            inputs.check()
             return out
 
         # An error, or an interrupt, would leave torch's checkpoint (2.11's) in the middle, whose hooks then keep what later forwards
         # save: it comes to its end first.
         errors: List[BaseException] = []
 
-        def compute(*a: Any) -> Any:
+        def compute(*_: Any) -> Any:
             if first[0]:
                 first[0] = False
                 try:
                     with not_deferred():
-                        return forward(a)
+                        return forward()
                 except BaseException as error:  # noqa: B902
                     errors.append(error)
                     return ()
             self._backward.enter(driver, stage)
-            check_inputs()
+            inputs.check()
+            a, kwargs = inputs.now()
             with buffers[0].as_in_forward(), before[0].again():
                 out = self._entering.apart(stage, computed(original, settings, a, kwargs))
             if compares and not before[0].same(out):
@@ -213,10 +211,11 @@ class BlockForwards:
             return out
 
         with _to_its_end(compares), deferred():
-            out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
+            # What may leave memory is not given to torch, which would keep it.
+            kept = () if self._saved.leaves(stage) else inputs.now()[0]
+            out = torch.utils.checkpoint.checkpoint(compute, *kept, use_reentrant=False)
         if errors:
             raise errors.pop()
-        passed = set(map(id, given))  # an input that is handed on belongs to the block that made it
         for tensor in tensors_of(out):
             # A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that.
             if tensor.requires_grad and id(tensor) not in passed:

@@ -83,6 +83,18 @@ def tell_of_unused_settings(settings: Any) -> List[str]:
     return list(settings.unused_device_keys(f"from Python {where}"))
 
 
+def tell_of_offload(settings: Any) -> None:
+    """Warns of what transformers' checkpointing with offload=True comes to, where it is not as its user means."""
+    if settings.engine_device or settings.saved_activations != "auto":
+        return
+    where = (
+        "the processor computes, and saved activations are in host memory, or on the drive where they do not fit host_memory; "
+        if settings.device.type == "cpu"
+        else "saved activations stay on the device where torch copies weights to it block by block; device_memory= makes room for the engine there, and "
+    )
+    warnings.warn(f'gradient checkpointing with offload=True: {where}saved_activations= says where they wait', stacklevel=4)
+
+
 def has_own_memory(device: torch.device) -> bool:
     """Whether torch copies blocks to it."""
     return device.type != "cpu"

@@ -12,6 +12,7 @@ from ._changing import Changing
 from ._heap import Heap
 from ._open_pass import Driver, OpenPass, PassFailed
 from ._random import RandomState
+from ._saved_inputs import Inputs, SavedInputs
 from ._stages import Stages
 from ._trace import CHANGED
 from ._tree import map_tensors, tensors_of
@@ -21,13 +22,24 @@ from ._weights import Weights
 class Entering:
     """The one way to a block's weights, in forward and in backward. Where micro-batches have threads, they change places here."""
 
-    def __init__(self, core: Any, stages: Stages, weights: Weights, open_pass: OpenPass, changing: Changing, loss_factor: float, host_memory: int) -> None:
+    def __init__(
+        self,
+        core: Any,
+        stages: Stages,
+        weights: Weights,
+        open_pass: OpenPass,
+        changing: Changing,
+        saved: SavedInputs,
+        loss_factor: float,
+        host_memory: int,
+    ) -> None:
         """loss_factor: what the engine's share of a micro-batch in the loss is multiplied by. host_memory: the engine's budget in bytes; 0: no bound."""
         self._core = core
         self._blocks, self._uses, self._last = stages.blocks, stages.uses, stages.last
         self._weights = weights
         self._open = open_pass
         self._changing = changing
+        self._saved = saved
         self._heap = Heap(host_memory)
         self._loss_factor = loss_factor
         #: Why the weights in memory are not the engine's any more; empty: they are.
@@ -54,6 +66,8 @@ class Entering:
                 driver.attributes.restore()  # type: ignore[union-attr]
         if self._weights.streams is not None:
             self._weights.streams.entered((backward, stage, driver.number))
+        if self._saved.move and driver.trains:
+            self._saved.entered(backward, stage, driver.number)
         driver.loss_gradient = gradient * self._loss_factor
         for block, address in weights:
             self._weights.attach(block, address)
@@ -64,18 +78,28 @@ class Entering:
         return self._core.enter(backward, stage, number) if streams is None else self._core.enter(backward, stage, number, streams.here())
 
     def leave(
-        self, number: int, block: int, gradients: Optional[List[Tuple[int, int, str]]], loss: Optional[float], held: Sequence[torch.Tensor] = ()
+        self,
+        number: int,
+        block: int,
+        gradients: Optional[List[Tuple[int, int, str]]],
+        loss: Optional[float],
+        held: Sequence[torch.Tensor] = (),
+        places: Sequence[Tuple[int, int]] = (),
     ) -> None:
-        """The block, whose parameters are hidden again, is the engine's. number: of the micro-batch. held: the tensors that `gradients` lie in."""
+        """The block, whose parameters are hidden again, is the engine's.
+
+        number: of the micro-batch. held: the tensors that `gradients` lie in. places: address and bytes of what leaves memory until backward.
+        """
         streams = self._weights.streams
-        if streams is None:
-            self._core.leave(number, block, gradients, loss)
-        else:
-            self._core.leave(number, block, gradients, loss, streams.left(held))
+        self._core.leave(number, block, gradients, loss, [] if streams is None else streams.left(held), list(places))
+
+    def forget_inputs(self, stage: int, number: int) -> None:
+        """This use of backward is about to be left: what it was given is not wanted any more."""
+        self._saved.forget(stage, number)
 
     @contextlib.contextmanager
-    def in_forward(self, driver: Driver, stage: int) -> Iterator[None]:
-        """Within, this use of forward is entered; the uses before it are passed by."""
+    def in_forward(self, driver: Driver, stage: int, inputs: Optional[Inputs] = None) -> Iterator[None]:
+        """Within, this use of forward is entered; the uses before it are passed by. inputs: that its backward is computed from."""
         self.pass_by(driver, stage)
         block = self.enter(driver, False, stage)
         try:
@@ -84,13 +108,16 @@ class Entering:
         finally:
             self._weights.hide(block)
         driver.forward_at = stage + 1
-        self._leave_forward(driver, block)
+        if inputs is not None and self._saved.leaves(stage):
+            self._saved.take(stage, driver.number, inputs)
+        self._leave_forward(driver, stage, block)
 
-    def _leave_forward(self, driver: Driver, block: int) -> None:
+    def _leave_forward(self, driver: Driver, stage: int, block: int) -> None:
+        places = self._saved.places(stage, driver.number) if driver.trains else []
         if driver.together is None:
-            self.leave(driver.number, block, None, None)
+            self.leave(driver.number, block, None, None, places=places)
         elif driver.together.is_last():
-            self.leave(driver.number, block, None, None)
+            self.leave(driver.number, block, None, None, places=places)
             driver.together.leave()
 
     def pass_by(self, driver: Driver, stage: int) -> None:
@@ -98,7 +125,7 @@ class Entering:
         while driver.forward_at < min(stage, len(self._uses) if not driver.trains else self._last):
             block = self.enter(driver, False, driver.forward_at)
             self._weights.hide(block)
-            self._leave_forward(driver, block)
+            self._leave_forward(driver, driver.forward_at, block)
             driver.forward_at += 1
 
     def refuse_changes(self, block: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .._lightning import unlogged
-from ._device import give_back_cache
+from ._device import give_back_cache, tell_of_offload
 from ._given import Given
 from ._hidden import Read, hide_copies, show_copies
 from ._modules import has_all_parameters, move_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
@@ -30,6 +30,7 @@ class Shown:
     uses: Sequence[Use]
     changing: Sequence[nn.Module]  # their attributes are changed by a forward
     input_gradients: bool  # wanted of what went into the model
+    tokens: int = 0  # of its batch; 0: not known
 
 
 class FirstForward:
@@ -91,7 +92,9 @@ class FirstForward:
             show_copies(parameter)  # of a closed engine, whose NaN pass through the forward that is traced
         try:
             self._given.look_at_parameters()
-            switch_off_checkpointing(module.modules())
+            if switch_off_checkpointing(module.modules()):
+                self._given.settings.asks_for_host = True
+                tell_of_offload(self._given.settings)
             if module.training:
                 kwargs = without_cache(getattr(call or module, "forward", call), kwargs)  # type: ignore[arg-type]
             move_buffers(module, device)
@@ -101,17 +104,17 @@ class FirstForward:
                 def forward() -> Any:
                     return _apart_for(module, args, kwargs) if call is None else self._look_at(call, *take_in(args, kwargs))
 
-                tensors = StepTensors(device) if self._given.settings.engine_device else None
+                tensors = StepTensors(device) if self._given.settings.counts_tensors else None
                 once_more = functools.partial(trace, module, self._given.blocks, forward, device, tensors, self._given.pieces)
                 traced = with_other_modes(module, self._given.blocks, once_more(), once_more)
                 if tensors is not None:
-                    self._given.settings.step_tensor_bytes = tensors.bytes(self._given.settings.forwards)
+                    self._given.settings.step_tensor_bytes = tensors.bytes(self._given.settings.forwards, traced.uses)
                     give_back_cache(device)
-                    for note in tensors.notes:
+                    for note in tensors.notes if self._given.settings.engine_device else ():
                         warnings.warn(note, stacklevel=3)
                 flops = self._flops_of(forward) if self._given.settings.flops_profiler["enabled"] else None
             self._given.blocks, uses = settled(module, self._given.blocks, traced)
-            self._prepare(Shown(uses, traced.changing, self._input_gradients))
+            self._prepare(Shown(uses, traced.changing, self._input_gradients, counted(args, kwargs)[0]))
             if flops is not None and self._run.watch is not None:
                 self._run.watch.counts_flops(*flops)
         except BaseException:

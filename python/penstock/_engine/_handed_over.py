@@ -47,9 +47,9 @@ def described_blocks(
     return described, marks, held
 
 
-def described_stages(uses: Sequence[Use]) -> List[Tuple[str, int, float, float]]:
+def described_stages(uses: Sequence[Use]) -> List[Tuple[str, int, float, float, List[int]]]:
     """Backward computes each once more, and takes twice as long for its gradients."""
-    return [(use.name or "model", use.block, use.seconds, 3 * use.seconds) for use in uses]
+    return [(use.name or "model", use.block, use.seconds, 3 * use.seconds, list(use.inputs.bytes.values())) for use in uses]
 
 
 def options_of(settings: Settings, optimizer: Dict[str, Any], trains: bool, resident_bytes: int) -> Dict[str, Any]:
@@ -58,8 +58,10 @@ def options_of(settings: Settings, optimizer: Dict[str, Any], trains: bool, resi
         "state_dirs": settings.state_dirs,
         "optimizer": optimizer,
         "device_computes": settings.device.type != "cpu",
+        "computes_elsewhere": settings.device.type != "cpu" and not settings.engine_device,
         "device": settings.engine_device,
         "step_tensor_bytes": settings.step_tensor_bytes,
+        "asks_for_host": settings.asks_for_host,
         "trains": trains,
         "resident_bytes": resident_bytes,
     }

@@ -49,6 +49,7 @@ def initialize(
     chunked_modules: Optional[Sequence[Union[str, type]]] = None,
     chunk_size: Optional[int] = None,
     missing_gradients: Optional[str] = None,
+    saved_activations: Optional[str] = None,
     resume: Union[bool, str] = False,
     overwrite: bool = False,
     seed: Optional[int] = None,
@@ -77,8 +78,9 @@ def initialize(
     state_dir: a directory, or one for each drive, for weights and states; made where it is missing. Several share the bytes of a new
         run: in proportion to the measured speed of their drives, or to the weights of ["DIR=WEIGHT", ...]. In the configuration
         ``"penstock": {"state_dirs": [...]}``, in place of nvme_path.
-    host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
-        activations comes on top. Default: as much as it likes; of a model of which nothing trains, half of what is free.
+    host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers, and, with weights and states on a drive,
+        for the inputs that blocks keep for backward, three of each micro-batch apart. What torch takes for activations while a block is computed
+        comes on top. Default: as much as it likes; of a model of which nothing trains, half of what is free.
     device_memory: bytes, or "16GiB", of the GPU that the engine's blocks and torch's tensors of a step may take together. Blocks get what a
         step's tensors, which the first forward finds out, leave of it: weights on their way, those that stay, and blocks that live there with
         their states and are updated there. Default: none, and torch copies the weights of each block through two buffers.
@@ -100,6 +102,10 @@ def initialize(
     missing_gradients: what a step does to a parameter that no gradient came to, in no micro-batch and on no rank. "skip" (the default), as
         torch.optim: weights and moments keep their bits, its count of updates stays as it is. "zeros", as DeepSpeed: it is updated as by
         a gradient of zeros. Also ``"penstock": {"missing_gradients": ...}`` in the configuration.
+    saved_activations: where the inputs that blocks keep for backward wait for it: "memory", where they are computed; "host", in host memory and
+        not on a GPU (with device_memory); "drive", beside the states on a drive; "auto", the default: in memory as far as host_memory or
+        device_memory goes, and the others in the next of these. Losses have the same bits. Inputs that the model's outputs hold as well
+        (output_hidden_states=True) take memory all the same, and so does what several blocks are given (masks, rotary positions).
     resume: go on from what ``state_dir`` holds; "auto": if it holds a run. What cannot be read, or is damaged, is an error.
     overwrite: what ``state_dir`` held when the process was started may be replaced; at a prompt or in a notebook, what it holds now. What
         another process trains there later is not.
@@ -139,6 +145,7 @@ def initialize(
         "chunked_modules": chunked_modules,
         "chunk_size": chunk_size,
         "missing_gradients": missing_gradients,
+        "saved_activations": saved_activations,
     }
     settings = Settings(config if config is not None else config_params, keywords, world)
     settings.device, settings.engine_device = choose_devices(settings.chosen_device if device is None else device, settings.device_memory)

@@ -17,6 +17,7 @@ from ._lazy_logits import LazyLogits, is_lazy
 from ._modules import switch_off_checkpointing, without_cache
 from ._open_pass import OpenPass, PassFailed
 from ._passes import Passes
+from ._saved_inputs import SavedInputs
 from ._stages import Stages
 from ._tree import counted, map_tensors, tensors_of
 
@@ -42,6 +43,7 @@ class ModelForward:
         backward: BackwardPass,
         passes: Passes,
         changing: Changing,
+        saved: SavedInputs,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -53,6 +55,7 @@ class ModelForward:
         self._backward = backward
         self._passes = passes
         self._changing = changing
+        self._saved = saved
         self._dtype, self._device = dtype, device
 
     def of_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,6 +197,8 @@ class ModelForward:
         self._here.inside_model = True
         if self._dtype != torch.float32 or self._device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), self._taken_in)
+        if self._here.driver is not None and self._here.driver.trains:
+            self._saved.begin((args, kwargs))
         try:
             with driver.held:
                 out = forward(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
@@ -48,19 +47,14 @@ def has_all_parameters(part: nn.Module, model: nn.Module) -> bool:
     return {id(parameter) for parameter in part.parameters()} == every and type(part).forward is not nn.Module.forward
 
 
-def switch_off_checkpointing(modules: Iterable[nn.Module]) -> None:
-    """transformers' gradient_checkpointing: blocks are computed again already, by the engine's own rule. Warns of options that change more."""
+def switch_off_checkpointing(modules: Iterable[nn.Module]) -> bool:
+    """transformers' gradient_checkpointing: blocks are computed again already, by the engine's own rule. Whether it was to offload its inputs."""
     offloads = False
     for module in modules:
         if getattr(module, "gradient_checkpointing", False):
             module.gradient_checkpointing = False  # type: ignore[assignment]
             offloads = offloads or _offloads(getattr(module, "_gradient_checkpointing_func", None))
-    if offloads:
-        warnings.warn(
-            "gradient checkpointing with offload=True: accepted and ignored: the inputs that are saved, one for each block, stay in the "
-            "memory of the device that computes",
-            stacklevel=2,
-        )
+    return offloads
 
 
 # transformers makes a function of its own for it, of which nothing but its code tells.

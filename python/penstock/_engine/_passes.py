@@ -14,6 +14,7 @@ from ._entering import Entering
 from ._interrupts import deferred
 from ._modules import Structure, switch_off_checkpointing
 from ._open_pass import COMPARED, COMPARED_AGAIN, Driver, OpenPass, PassFailed, Together
+from ._saved_inputs import SavedInputs
 from ._stages import Stages
 from ._tree import tensors_of
 from ._weights import Weights
@@ -29,8 +30,19 @@ class Passes:
     # Set by the engine: what a step computes, from its tokens and samples on all ranks; 0 where that is not known.
     flops_of: Callable[[int, int], float]
 
-    def __init__(self, core: Any, model: nn.Module, stages: Stages, weights: Weights, open_pass: OpenPass, entering: Entering, backward: BackwardPass) -> None:
+    def __init__(
+        self,
+        core: Any,
+        model: nn.Module,
+        stages: Stages,
+        weights: Weights,
+        open_pass: OpenPass,
+        entering: Entering,
+        backward: BackwardPass,
+        saved: SavedInputs,
+    ) -> None:
         self._core = core
+        self._saved = saved
         self._stages = stages
         self._blocks, self._uses, self._last = stages.blocks, stages.uses, stages.last
         self._weights = weights
@@ -192,6 +204,7 @@ class Passes:
         self._open.end()
         result = self._core.finish(*self.counts, self.flops_of(*self.counts))
         self.counts = (result["tokens"], result["samples"])
+        self._saved.end()
         return result
 
     def _end_residents(self) -> None:
@@ -221,6 +234,7 @@ class Passes:
                 cause: Optional[BaseException] = None
             except (OSError, RuntimeError, ValueError) as error:
                 cause = error  # the next pass says whether the engine can go on
+            self._saved.give_up()
         return cause
 
     @contextlib.contextmanager

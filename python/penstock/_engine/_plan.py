@@ -117,6 +117,7 @@ def plan(
     chunked_modules: Optional[Sequence[Union[str, type]]] = None,
     chunk_size: Optional[int] = None,
     missing_gradients: Optional[str] = None,
+    saved_activations: Optional[str] = None,
     device: Union[None, str, int, torch.device] = None,
 ) -> Plan:
     """What ``penstock.initialize`` would do with a model, before anything is made: where every byte lives, bytes moved, seconds a step.
@@ -128,7 +129,7 @@ def plan(
     example: a batch in their place, of tensors as the model takes it (``model(**example)``, ``model(*example)``, ``model(example)``); their
         values do not matter.
     host_memory, config, optimizer, dtype, offload, gradient_accumulation_steps, forwards_per_step, gradient_clipping, blocks,
-        logits_chunk_size, chunked_modules, chunk_size, missing_gradients: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
+        logits_chunk_size, chunked_modules, chunk_size, missing_gradients, saved_activations: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
     state_dir: as for ``initialize``; its drive is measured for a second, with a file that goes again, unless ds_nvme_tune has stored its
         profile. Where nothing says where state is, it is on a drive whose rates are assumed, and the plan says so.
     device_memory: as for ``initialize``, of a GPU that is here. What a step's tensors take of it is found out on the meta device.
@@ -136,7 +137,7 @@ def plan(
 
     The step's compute is that of the matrices of parameters, 2 FLOPs a parameter and token and three times that for backward, at the rate of
     a product of two matrices that is measured here. Attention's own products and what torch does besides are not in it. Memory of
-    activations is torch's, and comes on top.
+    activations is torch's, and comes on top, but for the inputs that blocks keep for backward (``saved_activations``).
 
     The forward is followed on the meta device, without values. Where a model's forward needs values, its modules' order is taken, and
     ``notes`` say so, and what ``initialize`` warns of in the configuration. TypeError, ValueError: it cannot be planned; names what and the way out. RuntimeError: host_memory is too small, with
@@ -162,6 +163,7 @@ def plan(
         "chunked_modules": chunked_modules,
         "chunk_size": chunk_size,
         "missing_gradients": missing_gradients,
+        "saved_activations": saved_activations,
     }
     settings = Settings(config, keywords, needs_place=False)
     settings.device, settings.engine_device = choose_devices(device, settings.device_memory)
@@ -277,12 +279,12 @@ def _followed(
     pieces = Pieces(model, settings)
     pieces.install()
     try:
-        tensors = StepTensors(_META) if settings.engine_device else None
+        tensors = StepTensors(_META) if settings.counts_tensors else None
         again = functools.partial(trace, model, blocks, forward, _META, tensors, pieces)
         found, uses = settled(model, blocks, with_other_modes(model, blocks, again(), again))
         notes += pieces.notes()
         if tensors is not None:
-            settings.step_tensor_bytes = tensors.bytes(settings.forwards)
+            settings.step_tensor_bytes = tensors.bytes(settings.forwards, uses)
             notes += tensors.notes
         return found, uses, (args, kwargs)
     except Exception as error:  # noqa: B902 - what a forward says that wants values, or other inputs

@@ -182,6 +182,7 @@ class Preparation:
         known, run_id = self._names_of_runs(goes_on)
         options = {
             **options_of(settings, given.described, trains=trains, resident_bytes=resident_bytes(given.blocks, settings, trains)),
+            "computes_elsewhere": has_own_memory(settings.device) and not settings.engine_device,
             "run": {"run_id": run_id},
             "run_changes": {} if not goes_on or known else {"run_id": run_id},
             "state_dirs": self._places.own(),
@@ -337,6 +338,32 @@ class Preparation:
         run.weights, run.watch = weights, watch
         weights.hide_all()
         self._connect(run.runtime, watch, [use.seconds for use in shown.uses])
+        if options["trains"]:
+            self._tell_of_length(shown)
+
+    # What torch takes in a step beside host_memory, and which length would still fit.
+    def _tell_of_length(self, shown: Shown) -> None:
+        settings = self._given.settings
+        if settings.engine_device or not settings.step_tensor_bytes:
+            return
+        inputs = sorted((sum(use.inputs.bytes.values()) for use in shown.uses[1:]), reverse=True)
+        beside = sum(inputs if settings.saved_activations == "memory" else inputs[:3])  # kInputRing of tiering/plan/working_set.h
+        self._run.torch_bytes = taken = settings.step_tensor_bytes + settings.forwards * beside
+        free = _core.free_host_memory()
+        at = f" at {shown.tokens} tokens in a micro-batch" if shown.tokens else ""
+        fits = int(shown.tokens * free / taken) if taken else 0
+        line = f"torch's tensors take {taken >> 20} MiB beside host_memory in a step{at}, as the first forward has shown, and {free >> 20} MiB are free"
+        if shown.tokens:
+            line += f": about {fits} tokens would still fit, if they take memory in proportion"
+        if taken <= free:
+            self._run.lines.append(line)
+            return
+        warnings.warn(
+            f"{line}. Shorter or fewer sequences in a micro-batch and more gradient_accumulation_steps take less"
+            + (", and so do saved_activations=\"auto\" or \"drive\"" if settings.saved_activations == "memory" else "")
+            + "; a smaller host_memory leaves more to torch",
+            stacklevel=2,
+        )
 
     def _new_core(self, described: List[Any], stages: List[Any], options: Dict[str, Any]) -> Any:
         try:
@@ -402,7 +429,7 @@ class Preparation:
     def _alike(self, options: Dict[str, Any], described: Sequence[Any]) -> Dict[str, Any]:
         if self._run.ranks.world == 1:
             return {}
-        places = ("state_dirs", "overwrites_until", "run", "run_changes", "device_computes", "device", "step_tensor_bytes")
+        places = ("state_dirs", "overwrites_until", "run", "run_changes", "device_computes", "computes_elsewhere", "device", "step_tensor_bytes")
         settings = self._given.settings
         return {
             **{name: value for name, value in options.items() if name not in places},

@@ -39,6 +39,10 @@ class Run:
         self.closed = False
         #: Whether parameters have values of the caller's, for ``engine.gathered``.
         self.gathered = False
+        #: What there is to say beside the engine's own lines.
+        self.lines: List[str] = []
+        #: Bytes of torch's tensors in a step beside host_memory, as the first forward has shown; 0: not known.
+        self.torch_bytes = 0
         self._last_report: Optional[Report] = None  # of a closed engine
 
     @property
@@ -61,7 +65,9 @@ class Run:
     def plan(self) -> Dict[str, Any]:
         """What was planned and used so far: bytes of state, of the drive, of the budget, and the least that would do."""
         self.ready()
-        return self.info()
+        told = self.info()
+        told["saved_activations"]["torch_bytes"] = self.torch_bytes
+        return told
 
     def report(self) -> Report:
         """What this process has trained: losses, bytes, seconds, peaks, what bounds a step, a list of steps; of a closed engine the last.
@@ -85,7 +91,8 @@ class Run:
 
     def log(self) -> List[str]:
         """What the engine had to say since the last call."""
-        return list(self.core.take_log()) if self.core is not None else []
+        lines, self.lines = self.lines, []
+        return lines + (list(self.core.take_log()) if self.core is not None else [])
 
     def let_go(self, module: nn.Module) -> None:
         """The module has its own functions again, and the engine's memory and files are given up. The parameters have no values."""

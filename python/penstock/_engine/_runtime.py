@@ -14,6 +14,7 @@ the block once more and computes it again. Rules that this rests on:
 ``Runtime`` puts its parts together, and names what of them the engine uses. Each part knows those above it only:
 
 - ``Stages``: the order of the blocks; ``OpenPass``: what is open of a pass; ``Changing``: the modules whose attributes a forward changes
+- ``SavedInputs``: what blocks were given, until their backward
 - ``Entering``: entering and leaving the uses of blocks
 - ``BackwardPass``: where backward is
 - ``Passes``: how a pass begins and ends
@@ -23,6 +24,7 @@ the block once more and computes it again. Rules that this rests on:
 
 from __future__ import annotations
 
+import json
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -40,6 +42,7 @@ from ._modules import has_all_parameters, replace_forward, restore_forward
 from ._open_pass import OpenPass
 from ._pieces import Pieces
 from ._passes import Passes
+from ._saved_inputs import SavedInputs
 from ._settings import DTYPES, Settings
 from ._stages import Stages
 from ._trace import Use
@@ -74,11 +77,13 @@ class Runtime:
         self._stages = stages = Stages(blocks, uses, trains, input_gradients)
         self._open = open_pass = OpenPass()
         self._changing = known = Changing(model, changing)
-        self._entering = entering = Entering(core, stages, weights, open_pass, known, loss_factor, settings.host_memory)
+        planned = json.loads(core.info())["saved_activations"]
+        saved = SavedInputs(core, planned, uses, device, weights.streams is not None)
+        self._entering = entering = Entering(core, stages, weights, open_pass, known, saved, loss_factor, settings.host_memory)
         self._backward = backward = BackwardPass(stages, weights, open_pass, entering, device, loss_factor)
-        self._passes = passes = Passes(core, model, stages, weights, open_pass, entering, backward)
-        self._blocks = BlockForwards(model, stages, open_pass, entering, backward, passes, known, several_ranks=world > 1)
-        self._forward = forward = ModelForward(model, stages, open_pass, entering, backward, passes, known, DTYPES[settings.dtype], device)
+        self._passes = passes = Passes(core, model, stages, weights, open_pass, entering, backward, saved)
+        self._blocks = BlockForwards(model, stages, open_pass, entering, backward, passes, known, saved, several_ranks=world > 1)
+        self._forward = forward = ModelForward(model, stages, open_pass, entering, backward, passes, known, saved, DTYPES[settings.dtype], device)
         self.pieces = pieces
         pieces.heads.place = HeadPlaces(stages, open_pass).of
         order = VerticalOrder(core, model, stages, open_pass, backward, passes, forward, known, device, loss_factor)
@@ -92,6 +97,7 @@ class Runtime:
         self.train_forward, self.forward_of_accumulation = forward.train, forward.for_accumulation
         self.train_batch, self.repeat = order.train_batch, order.repeat
         self.settle_changing = known.settle
+        self.complain = saved.complain
 
         #: Modules whose forward is another, and the forward of their own instance before.
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []

@@ -33,6 +33,7 @@ class Settings(_core.Settings):
         self.device = torch.device("cpu")  # that computes forward and backward
         self.engine_device = ""  # where the engine has blocks for it, as python/src/engine_options.cc names it; "": in host memory
         self.step_tensor_bytes = 0  # of torch's tensors there in a step, at the most; found out in the first forward
+        self.asks_for_host = False  # what blocks keep for backward, as transformers' checkpointing with offload=True does
         self.nothing_trains = False  # no parameter required a gradient when initialize was called
         self.has_no_optimizer = False  # nor is to have one: the engine evaluates, whatever requires a gradient
         self.progress: Optional[bool] = None  # whether a line is drawn; None: where somebody sees it
@@ -42,6 +43,11 @@ class Settings(_core.Settings):
                 "wandb.enabled: wandb is not installed (pip install wandb), or switch on csv_monitor or tensorboard, which need nothing"
             )
         _check_paths(self)
+
+    @property
+    def counts_tensors(self) -> bool:
+        """Whether the first forward finds out what torch's tensors take in a step, of the engine's memory on a device or beside a budget."""
+        return bool(self.engine_device) or (self.device.type == "cpu" and self.host_memory > 0 and self.offload == "nvme" and not self.nothing_trains)
 
 
 # A class is named by its name, as a configuration does it.

@@ -12,12 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._device import in_this_thread
+from ._given_tensors import bytes_alone
+from ._given_tensors import storage_of as _storage
 from ._lazy_logits import is_lazy
 from ._tree import map_tensors, tensors_of
-
-
-def _storage(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()
 
 
 # Since torch 2.1 a storage is one object of Python's as long as it lives, so that its end is seen.
@@ -136,9 +134,9 @@ class StepTensors:
             self._seen.add(key)
             weakref.finalize(storage, self._seen.discard, key)
 
-    def bytes(self, forwards: int) -> int:
-        """Of a step whose `forwards` forwards are under way at once."""
-        return forwards * self._given + max(self._kinds.values(), default=0) + 2 * self._outside.peak
+    def bytes(self, forwards: int, uses: Sequence[Any]) -> int:
+        """Of a step whose `forwards` forwards are under way at once, but for what single uses are given, which may leave meanwhile."""
+        return forwards * max(0, self._given - bytes_alone(uses)) + max(self._kinds.values(), default=0) + 2 * self._outside.peak
 
 
 def _forward_and_backward(module: nn.Module, args: Sequence[Any], kwargs: Dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._attributes import Attributes, Hooks, merged
 from ._blocks import RESIDENT, Block, with_residents
+from ._given_tensors import GivenTensors, UseInputs
 from ._heads import Place
 from ._modules import heed_no_set_to_itself, heed_set_to_itself
 from ._on_disk import give_back
@@ -42,6 +43,7 @@ class Use:
     name: str
     block: int
     seconds: float = 0.0
+    inputs: UseInputs = field(default_factory=UseInputs)
 
 
 @dataclass
@@ -146,6 +148,19 @@ def _functions_told(outside: _Outside) -> Iterator[None]:
             del function.apply
 
 
+@contextlib.contextmanager
+def _model_told(model: nn.Module, given: GivenTensors) -> Iterator[None]:
+    """Within, what the model itself is given is known: its caller keeps that."""
+    if hasattr(model, "_forward_pre_hooks_with_kwargs"):  # since torch 2.0
+        handle = model.register_forward_pre_hook(lambda _, args, kwargs: given.outside((args, kwargs)), with_kwargs=True)
+    else:
+        handle = model.register_forward_pre_hook(lambda _, args: given.outside(args))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 # The forward that is traced just now.
 _traced: List[_Outside] = []
 # By the parameter's id.
@@ -190,7 +205,7 @@ def settled(model: nn.Module, blocks: Sequence[Block], traced: Traced) -> Tuple[
     if made[0].modules and made[0].modules[0][1] is model:
         return made, [Use(model, "", 0, sum(use.seconds for use in traced.uses))]
     block_of = {id(module): number for number, block in enumerate(made) for _, module in block.modules}
-    uses = [Use(use.module, use.name, block_of[id(use.module)], use.seconds) for use in traced.uses if id(use.module) in block_of]
+    uses = [Use(use.module, use.name, block_of[id(use.module)], use.seconds, use.inputs) for use in traced.uses if id(use.module) in block_of]
     return made, [Use(nn.Module(), RESIDENT, 0), *uses] if made[0].resident else uses
 
 
@@ -214,6 +229,7 @@ def trace(
     for _, parameter, _ in versions:
         heed_no_set_to_itself(parameter)
     uses: List[Use] = []
+    given = GivenTensors()
     begun: Dict[int, float] = {}
     in_host: Dict[int, List[Tuple[nn.Parameter, torch.Tensor]]] = {}  # by block, while it is on the device
     handles = []
@@ -238,7 +254,8 @@ def trace(
                 begun[id(called)] = time.perf_counter()
 
             def after(called: nn.Module, args: Any, kwargs: Dict[str, Any], returned: Any) -> None:
-                last = next(use for use in reversed(uses) if use.module is called)
+                number, last = next((number, use) for number, use in reversed(list(enumerate(uses))) if use.module is called)
+                given.use(number, (args, kwargs))
                 if device.type not in ("cpu", "meta"):
                     torch.cuda.synchronize(device)
                 last.seconds = time.perf_counter() - begun[id(called)]
@@ -271,8 +288,11 @@ def trace(
         if pieces is not None:
             pieces.heads.place = outside.place_of
         with torch.no_grad(), _functions_told(outside), outside, contextlib.nullcontext() if tensors is None else tensors.forward():
-            forward()
+            with _model_told(model, given):
+                forward()
         changing = attributes.changed()
+        for each, use in enumerate(uses):
+            use.inputs = given.of(each)
     finally:
         _traced.remove(outside)
         for _, parameter, _ in versions:

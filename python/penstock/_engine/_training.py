@@ -202,6 +202,8 @@ class Training:
         self._record.describe()
         if self._run.watch is not None:
             self._run.watch.complain()
+        if self._run.runtime is not None:
+            self._run.runtime.complain()
         self._wear.check()
 
     def make_step(self) -> None:

@@ -29,15 +29,20 @@ def objects_of(value: Any) -> List[Any]:
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same structure with each tensor changed."""
+    return map_leaves(value, torch.Tensor, change)
+
+
+def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The same structure with everything of this kind changed, which is no container."""
     leaves, spec = pytree.tree_flatten(value)
     changed = []
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, kind):
             leaf = change(leaf)
         elif _is_mapping(leaf):
             leaf = copy.copy(leaf)
             for key in list(leaf.keys()):
-                leaf[key] = map_tensors(leaf[key], change)
+                leaf[key] = map_leaves(leaf[key], kind, change)
         changed.append(leaf)
     return pytree.tree_unflatten(changed, spec)
 
