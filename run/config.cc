@@ -44,10 +44,10 @@ absl::Status TakeDtype(Config* config) {
   const std::string& dtype = *config->penstock.dtype;
   const bool is_bf16 = dtype == "bf16", is_fp16 = dtype == "fp16";
   const auto contradicts = [&](const char* key, std::optional<bool> said, bool meant) {
-    return !said.has_value() || *said == meant
-               ? absl::OkStatus()
-               : absl::InvalidArgumentError(absl::StrCat("penstock.dtype: ", dtype, " beside ", key, ": ",
-                                                         *said ? "true" : "false", "; leave one of them out"));
+    return !said.has_value() || *said == meant ? absl::OkStatus()
+                                               : absl::InvalidArgumentError(absl::StrCat(
+                                                     "penstock.dtype: ", dtype, " beside ", key, ": ",
+                                                     *said ? "true" : "false", "; leave one of them out"));
   };
   RETURN_IF_ERROR(contradicts("bf16.enabled", config->bf16, is_bf16));
   RETURN_IF_ERROR(contradicts("fp16.enabled", config->fp16.enabled, is_fp16));

@@ -1143,9 +1143,7 @@ constexpr auto kNoKeys = std::to_array<Setting>({
     OnlyFlag("--eval-windows").Says("Maximum number of sequences in an evaluation", "all"),
     OnlyFlag("--vocab").Says("Vocabulary size of .bin tokens", "256 for text").Fixed("vocab"),
     OnlyFlag("--config").Says("DeepSpeed's JSON; flags win over it").Keyword("config"),
-    OnlyFlag("--device")
-        .Says("Device for forward and backward: cpu or cuda", "cpu")
-        .OfRank(),
+    OnlyFlag("--device").Says("Device for forward and backward: cpu or cuda", "cpu").OfRank(),
     OnlyFlag("--dtype")
         .Says("Type of weights and activations: bf16, fp16, fp32 or auto", "auto")
         .Fixed("dtype"),
@@ -1158,9 +1156,7 @@ constexpr auto kNoKeys = std::to_array<Setting>({
     OnlyFlag("--warmup")
         .Says("Steps of linear warm-up before the cosine", "a tenth of the steps, 100 at most")
         .ByName("schedule"),
-    OnlyFlag("--seed")
-        .Says("Seed of initial values, data order and dropout", "1")
-        .Fixed("seed"),
+    OnlyFlag("--seed").Says("Seed of initial values, data order and dropout", "1").Fixed("seed"),
     OnlyFlag("--threads").Says("Intra-op threads, recorded with the run", "one per core").Once("threads"),
     OnlyFlag("--resume")
         .Says(

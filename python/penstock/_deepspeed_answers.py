@@ -116,7 +116,7 @@ _LOADED = "engine.load_checkpoint and engine.save_checkpoint read and write all 
 _TIMES = "wall_clock_breakdown in the configuration, and engine.engine.report() has times and bytes of each step"
 _COMPILE = "blocks are computed as they are: compile modules of the model by themselves"
 _DATA = "the caller loads its data: torch.utils.data"
-_OFF = "the feature is not served, and what asks whether it is enabled is told no"
+_OFF = "the feature is not served: what asks whether it is enabled gets False"
 #: What to do instead of each.
 _INSTEAD = {
     **dict.fromkeys(

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 from typing import Any, Callable, Dict, Iterator, Optional, Sequence
@@ -38,23 +39,40 @@ def _logs_once(module: Any) -> None:
     module.LightningModule.log = log
 
 
-def _computes_without_gpu(module: Any) -> None:
-    """Of a DeepSpeedStrategy: its accelerator may be the processor, whose devices have no index."""
+def _serves_the_strategy(module: Any) -> None:
+    """A DeepSpeedStrategy's accelerator may be the processor, whose devices have no index; its checkpoints read weights once."""
     accelerators = sys.modules[module.CUDAAccelerator.__module__.rpartition(".")[0]]
     validate = module._validate_device_index_selection
 
     def validate_of_gpus(parallel_devices: Sequence[Any]) -> None:
+        count = len(parallel_devices)
+        # Of the environment that penstock.run makes for one process, Lightning takes it that others have been started, and waits for them.
+        if count > 1 and os.environ.get("WORLD_SIZE") == "1" and "LOCAL_WORLD_SIZE" not in os.environ:
+            raise RuntimeError(f"devices={count}, and this is the only process: torchrun --nproc-per-node {count} -m penstock.run SCRIPT starts as many")
         if any(device.type != "cpu" for device in parallel_devices):
             validate(parallel_devices)
 
+    if hasattr(module.DeepSpeedStrategy, "lightning_module_state_dict"):
+        module.DeepSpeedStrategy.lightning_module_state_dict = _names_alone
     module.CUDAAccelerator = (module.CUDAAccelerator, accelerators.CPUAccelerator)  # for isinstance alone
     module._validate_device_index_selection = validate_of_gpus
+
+
+def _names_alone(strategy: Any) -> Dict[str, Any]:
+    """For save_checkpoint, which leaves the state_dict to the engine: parameters without values, as they are with DeepSpeed's ZeRO-3, and buffers."""
+    import torch
+
+    from ._engine._modules import persistent_buffers
+
+    module = strategy.lightning_module
+    names = {name: torch.empty(0, dtype=parameter.dtype) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    return {**names, **{name: buffer for name, (_, _, buffer, _) in persistent_buffers(module).items()}}
 
 
 _CHANGES: Dict[str, Callable[[Any], None]] = {
     **{f"{package}.core.module": _logs_once for package in ("lightning.pytorch", "pytorch_lightning")},
     **{
-        f"{package}.strategies.deepspeed": _computes_without_gpu
+        f"{package}.strategies.deepspeed": _serves_the_strategy
         for package in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
     },
 }

@@ -763,9 +763,10 @@ def test_a_part_that_is_called_by_itself_is_one_pass(tmp_path):
         def __init__(self):
             super().__init__()
             self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
 
         def forward(self, x):
-            return self.body(x).square().mean()
+            return (self.body(x) * self.scale).square().mean()
 
     x = inputs(1)[0]
     for first in ("the part", "the model"):
@@ -781,6 +782,111 @@ def test_a_part_that_is_called_by_itself_is_one_pass(tmp_path):
             assert torch.equal(again.detach(), made)
             with pytest.raises(RuntimeError, match="outside of the model's forward"):
                 again.sum().backward()
+
+
+class Wrapped(nn.Module):
+    """Its body has all parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)], nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.body(x).square().mean()
+
+
+def plain_steps(model, loss_of, steps):
+    """Losses of SGD, `steps` has the inputs of each."""
+    optimizer, losses = optimizer_of(model), []
+    for given in steps:
+        for x in given:
+            loss = loss_of(model, x)
+            losses.append(loss.item())
+            (loss / len(given)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("first", ["training", "evaluation", "the model"])
+def test_a_part_that_has_all_parameters_trains_in_the_models_place(tmp_path, accumulation, first):
+    steps = [inputs(12)[at : at + accumulation] for at in range(0, 12, accumulation)]
+    plain = seeded(Wrapped)
+    expected = plain_steps(plain, lambda model, x: model.body(x).square().mean(), steps)
+    with on_drive(seeded(Wrapped), tmp_path, gradient_accumulation_steps=accumulation) as engine:
+        if first == "evaluation":
+            with torch.no_grad():
+                engine.module.body(steps[0][0])
+        losses = []
+        for number, given in enumerate(steps):
+            for x in given:
+                loss = engine(x) if first == "the model" and number % 2 == 0 else engine.module.body(x).square().mean()
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+        assert losses == pytest.approx(expected, abs=1e-6)
+        same_weights(engine, plain)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_forward_that_is_put_in_the_models_place_is_the_models(tmp_path, accumulation, lasts):
+    """For one call, as Lightning puts its training_step there, which calls parts in turn; or for good, around the model's own."""
+    steps = [inputs(12)[at : at + accumulation] for at in range(0, 12, accumulation)]
+
+    def parts(model, x):
+        return model.body[3](torch.relu(model.body[1](model.body[0](x)))).square().mean() if not lasts else model(x) * 2
+
+    plain = seeded(Wrapped)
+    expected = plain_steps(plain, parts, steps)
+    with on_drive(seeded(Wrapped), tmp_path, gradient_accumulation_steps=accumulation) as engine:
+        module = engine.module
+        own = module.forward
+
+        def once(x):
+            module.forward = own
+            return parts(module, x)
+
+        def around(x):
+            return own(x) * 2
+
+        if lasts:
+            module.forward = around
+        losses = []
+        for given in steps:
+            for x in given:
+                if not lasts:
+                    own = module.forward
+                    module.forward = once
+                loss = engine(x)
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+                assert (module.forward is around) == lasts
+        assert losses == pytest.approx(expected, abs=1e-6)
+        same_weights(engine, plain)
+
+
+def test_a_forward_without_gradients_calls_blocks_in_any_order(tmp_path):
+    class Loops(Wrapped):
+        def forward(self, x, order=(0, 1, 2)):
+            for each in order:
+                x = self.body[each](x)
+            return self.body[3](x).square().mean()
+
+    plain = seeded(Loops)
+    with on_drive(seeded(Loops), tmp_path) as engine:
+        engine.backward(engine(inputs(1)[0]))
+        engine.step()
+        plain_steps(plain, lambda model, x: model(x), [inputs(1)])
+        with torch.no_grad():
+            for order in ((2, 1, 0), (0, 0, 0, 1), (1,), (0, 1, 2)):
+                assert engine(inputs(1)[0], order).item() == pytest.approx(plain(inputs(1)[0], order).item(), abs=1e-6)
+        engine.backward(engine(inputs(1)[0]))
+        engine.step()
+        plain_steps(plain, lambda model, x: model(x), [inputs(1)])
+        same_weights(engine, plain)
 
 
 @pytest.mark.parametrize("wrong", [{"blocks": "layers"}, {"blocks": [1]}, {"forwards_per_step": 0}, {"blokcs": []}])

@@ -249,7 +249,22 @@ def test_precisions_of_the_trainer_are_the_engines(in_child, tmp_path, precision
     assert status == 0, error
     own, half, bf16, fp16 = json.loads(out.splitlines()[-1])
     assert (bf16, fp16) == (precision.startswith("bf16"), precision == "16-mixed")
-    assert half == pytest.approx(own, abs=0.05) and half != own and half[-1] < half[0]
+    assert half == pytest.approx(own, abs=0.05) and half != own
+
+
+def test_more_devices_than_processes_are_refused(in_child, tmp_path):
+    """Lightning would wait for processes that nobody starts."""
+    status, out, error = in_child(
+        TRAINS + """
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # as penstock.run does
+    try:
+        fit(Lit, on_drive(), devices=2)
+    except RuntimeError as error:
+        print(error)
+    """, tmp_path,
+    )  # fmt: skip
+    assert status == 0, error
+    assert out.splitlines()[-1] == "devices=2, and this is the only process: torchrun --nproc-per-node 2 -m penstock.run SCRIPT starts as many"
 
 
 def test_fabric_and_the_strategies_names(in_child, tmp_path):
@@ -279,10 +294,15 @@ def test_fabric_and_the_strategies_names(in_child, tmp_path):
         losses.append([loss.item(), expected.item()])
     by_name, trainer, _ = fit(AutoEncoder, "deepspeed_stage_2_offload")
     own, _, _ = fit(AutoEncoder, "auto")
-    print(json.dumps([losses, by_name["losses"], own["losses"], type(trainer.model).__name__]))
+    trainer.save_checkpoint(sys.argv[1] + "/by_name.ckpt")
+    evaluates = pl.Trainer(strategy="deepspeed_stage_2", accelerator="cpu", devices=1, logger=False, use_distributed_sampler=False, enable_progress_bar=False)
+    read = torch.utils.data.DataLoader(Rows(False), batch_size=40)
+    validated = evaluates.validate(AutoEncoder(), read, ckpt_path=sys.argv[1] + "/by_name.ckpt")[0]["val_loss"]
+    print(json.dumps([losses, by_name["losses"], own["losses"], type(trainer.model).__name__, validated, own["validated"][-1]]))
     """, tmp_path,
     )  # fmt: skip
     assert status == 0, error
-    losses, by_name, own, model = json.loads(out.splitlines()[-1])
+    losses, by_name, own, model, validated, own_validated = json.loads(out.splitlines()[-1])
+    assert validated == pytest.approx(own_validated, abs=1e-5)
     assert [each for each, _ in losses] == pytest.approx([each for _, each in losses], abs=1e-5)
     assert by_name == pytest.approx(own, abs=1e-5) and model == "DeepSpeedEngine"

@@ -9,7 +9,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import penstock  # noqa: E402
 from engine_models import Layer, batches, make  # noqa: E402
 from penstock.ops.lamb import FusedLamb  # noqa: E402
 from test_ranks import COMMON, told  # noqa: E402
@@ -19,7 +18,7 @@ STEPS = 20
 
 
 class Dropped(nn.Module):
-    """Layers are left out as `dropped` says, whose norm has an odd size: parameters share scales of 8-bit states."""
+    """Layers are left out as its caller says. Their sizes are odd: parameters share scales of 8-bit states."""
 
     def __init__(self, layers=5, width=36, words=50):
         super().__init__()
@@ -27,12 +26,11 @@ class Dropped(nn.Module):
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, words)
-        self.dropped = frozenset()
 
-    def forward(self, x, targets):
+    def forward(self, x, targets, dropped=()):
         x = self.embed(x)
         for number, layer in enumerate(self.layers):
-            if number not in self.dropped:
+            if number not in dropped:
                 x = layer(x)
         return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
@@ -45,7 +43,7 @@ def model_of(seed=0):
 def drops(step, rank=0):
     """Which layers: the first steps' too, so that a first update comes late; and one that is in no step for a while."""
     drawn = random.Random(f"{step} {rank}")
-    return frozenset(number for number in range(5) if drawn.random() < 0.4 or (number == 3 and 5 <= step < 12))
+    return tuple(number for number in range(5) if drawn.random() < 0.4 or (number == 3 and 5 <= step < 12))
 
 
 class Lion(torch.optim.Optimizer):
@@ -83,9 +81,8 @@ def plain(optimizer, data, clip=1.0, zeros=False):
     made = optimizer(list(model.parameters()))
     losses = []
     for number, batch in enumerate(data):
-        model.dropped = drops(number)
         made.zero_grad(set_to_none=True)
-        loss = model(**batch)
+        loss = model(**batch, dropped=drops(number))
         loss.backward()
         for each in model.parameters() if zeros else ():
             if each.grad is None:
@@ -96,11 +93,19 @@ def plain(optimizer, data, clip=1.0, zeros=False):
     return losses, model, made
 
 
+def opened(engine):
+    """The first forward, which calls every layer: a run is gone on with by the same blocks."""
+    engine.module.eval()
+    with torch.no_grad():
+        engine(**batches(1, size=2)[0])
+    engine.module.train()
+    return engine
+
+
 def train(engine, data, first=0):
     losses = []
     for number, batch in enumerate(data, first):
-        engine.module.dropped = drops(number)
-        loss = engine(**batch)
+        loss = engine(**batch, dropped=drops(number))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -122,12 +127,13 @@ def test_layers_that_are_dropped_at_random_train_as_in_plain_pytorch(tmp_path, k
         warnings.simplefilter("error")
         for begin, end in ((0, 7), (7, 13), (13, STEPS)):
             other = model_of()
-            engine = make(other, tmp_path / "state" if offload == "nvme" else tmp_path / "unused", offload=offload,
-                          optimizer=penstock.optim.Lion(other.parameters(), lr=1e-3, weight_decay=0.1) if kind == "Lion" else optimizer(list(other.parameters())),
-                          resume=offload == "nvme" and begin > 0)  # fmt: skip
+            place = tmp_path / ("state" if offload == "nvme" else "unused")
+            resumes = offload == "nvme" and begin > 0
+            engine = make(other, place, offload=offload, optimizer=optimizer(list(other.parameters())), resume=resumes)
             with engine:
                 if offload == "cpu" and begin:
                     engine.load_checkpoint(tmp_path / "kept")
+                opened(engine)
                 losses += train(engine, data[begin:end], begin)
                 if offload == "cpu":
                     engine.save_checkpoint(tmp_path / "kept")
@@ -138,9 +144,10 @@ def test_layers_that_are_dropped_at_random_train_as_in_plain_pytorch(tmp_path, k
 
 KILLED = """
     import os, signal, sys
-    from test_missing_gradients import OPTIMIZERS, batches, make, model_of, train
+    from test_missing_gradients import OPTIMIZERS, batches, make, model_of, opened, train
     model = model_of()
     engine = make(model, sys.argv[1], optimizer=OPTIMIZERS["AdamW"](list(model.parameters())), resume="auto")
+    opened(engine)
     done = engine.global_steps
     train(engine, batches(20)[done:int(sys.argv[2])], done)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -155,6 +162,7 @@ def test_a_run_that_was_killed_goes_on_with_the_counts_of_its_last_commit(tmp_pa
         assert status == -signal.SIGKILL, error
     other = model_of()
     with make(other, tmp_path / "state", optimizer=OPTIMIZERS["AdamW"](list(other.parameters())), resume=True) as engine:
+        opened(engine)
         done = engine.global_steps
         assert 13 <= done <= 15
         assert train(engine, data[done:], done) == pytest.approx(expected[done:], rel=1e-5)
@@ -175,8 +183,7 @@ def test_a_gradient_of_one_micro_batch_is_one_of_the_step(tmp_path, together):
         made.zero_grad(set_to_none=True)
         total = 0.0
         for half in (0, 1):
-            model.dropped = left_out(number, half)
-            loss = model(**data[2 * number + half]) / 2
+            loss = model(**data[2 * number + half], dropped=left_out(number, half)) / 2
             loss.backward()
             total += loss.item()
         made.step()
@@ -184,13 +191,11 @@ def test_a_gradient_of_one_micro_batch_is_one_of_the_step(tmp_path, together):
     other = model_of()
     with make(other, tmp_path, optimizer=OPTIMIZERS["AdamW"](list(other.parameters())), gradient_accumulation_steps=2, gradient_clipping=0.0) as engine:
         for number in range(STEPS):
-            halves = data[2 * number : 2 * number + 2]
+            halves = [{**data[2 * number + half], "dropped": left_out(number, half)} for half in (0, 1)]
             if together:
-                engine.module.dropped = left_out(number, 0)
                 losses.append(engine.train_batch(halves).item())
                 continue
-            for half, batch in enumerate(halves):
-                engine.module.dropped = left_out(number, half)
+            for batch in halves:
                 loss = engine(**batch)
                 engine.backward(loss)
                 engine.step()
@@ -241,9 +246,8 @@ def test_a_run_may_change_its_meaning_and_keeps_what_was_missed(tmp_path):
     made = OPTIMIZERS["AdamW"](list(model.parameters()))
     expected = []
     for number, batch in enumerate(data):
-        model.dropped = drops(number)
         made.zero_grad(set_to_none=True)
-        loss = model(**batch)
+        loss = model(**batch, dropped=drops(number))
         loss.backward()
         for each in model.parameters() if number >= 6 else ():
             each.grad = torch.zeros_like(each) if each.grad is None else each.grad
@@ -255,7 +259,7 @@ def test_a_run_may_change_its_meaning_and_keeps_what_was_missed(tmp_path):
         engine = make(other, tmp_path, optimizer=OPTIMIZERS["AdamW"](list(other.parameters())), gradient_clipping=0.0, resume=begin > 0, missing_gradients=meaning)
         with engine, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            losses += train(engine, data[begin : begin + 6], begin)
+            losses += train(opened(engine), data[begin : begin + 6], begin)
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -280,7 +284,7 @@ def test_checkpoints_of_deepspeeds_have_a_count_for_each_parameter(tmp_path):
     assert len(set(counts.values())) > 3
     other = model_of()
     with make(other, tmp_path / "state", optimizer=OPTIMIZERS["AdamW"](list(other.parameters()))) as engine:
-        train(engine, data[:10])
+        train(opened(engine), data[:10])
         out = pathlib.Path(engine.export_checkpoint(tmp_path / "out"))
     for name, count in counts.items():
         assert int(torch.load(out / "zero" / name / "step.pt")) == count, name
@@ -292,15 +296,16 @@ def test_checkpoints_of_deepspeeds_have_a_count_for_each_parameter(tmp_path):
 
 
 RANKS = COMMON + """
-from test_missing_gradients import OPTIMIZERS, drops, model_of
+from test_missing_gradients import OPTIMIZERS, drops, model_of, opened
 data = batches(20, size=12)
 losses = []
 for begin, end in ((0, 9), (9, 20)):
     model = model_of()
     engine = make(model, directory + "/state", optimizer=OPTIMIZERS["AdamW"](list(model.parameters())), resume="auto")
+    opened(engine)
     for number in range(begin, end):
-        model.dropped = drops(number, rank)
-        losses.append(of_all(engine, data[number])[0])
+        step(engine, {**own(data[number]), "dropped": drops(number, rank)})
+        losses.append(engine.last_step["loss"])
     state = model.state_dict()
     engine.close()
 tell("losses", losses)
@@ -318,8 +323,8 @@ def test_a_gradient_of_one_rank_is_one_of_all(directory, on_ranks):
         made.zero_grad(set_to_none=True)
         loss = 0
         for rank in (0, 1):
-            model.dropped = drops(number, rank)
-            loss = loss + model(**{name: value[rank * 6 : rank * 6 + 6] for name, value in batch.items()}) / 2
+            own = {name: value[rank * 6 : rank * 6 + 6] for name, value in batch.items()}
+            loss = loss + model(**own, dropped=drops(number, rank)) / 2
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         made.step()

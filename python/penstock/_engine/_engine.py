@@ -197,17 +197,22 @@ class Engine:
         other = forward_of_another(self.module)
         if other is None or self._run.closed:
             return self.module(*args, **kwargs)
+        call = functools.partial(self._call_as, other)
         try:
             if getattr(self.module, "automatic_optimization", True):
-                self.module.forward = functools.partial(self._call_as, other)  # type: ignore[method-assign]
+                self.module.forward = call  # type: ignore[method-assign]
             return self.module(*args, **kwargs)
         finally:
-            if not self._run.closed:
+            if self.module.__dict__.get("forward") is call:
+                self.module.forward = other  # type: ignore[method-assign]  # it is there for good
+            elif forward_of_another(self.module) is None and not self._run.closed:
                 self.module.forward = (self._run.runtime or self._first_forward).forward_of_model  # type: ignore[method-assign]
 
     def _call_as(self, other: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._run.runtime is None:
+            called = self.module.forward
             self._first_forward.look(args, kwargs, other)
+            self.module.forward = called  # type: ignore[method-assign]
         return self._run.ready().called(args, kwargs, Part(self.module, other))
 
     forward = __call__

@@ -104,7 +104,7 @@ class FirstForward:
                 def forward() -> Any:
                     return _apart_for(module, args, kwargs) if call is None else self._look_at(call, *take_in(args, kwargs))
 
-                tensors = StepTensors(device) if self._given.settings.counts_tensors else None
+                tensors = StepTensors(device, is_exact=not self._given.settings.engine_device) if self._given.settings.counts_tensors else None
                 once_more = functools.partial(trace, module, self._given.blocks, forward, device, tensors, self._given.pieces)
                 traced = with_other_modes(module, self._given.blocks, once_more(), once_more)
                 if tensors is not None:

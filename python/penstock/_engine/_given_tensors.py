@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Sequence, Set, Tuple
@@ -25,6 +26,15 @@ class UseInputs:
 def storage_of(tensor: torch.Tensor) -> Any:
     """The memory that a tensor is a view of."""
     return tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()
+
+
+@functools.lru_cache(maxsize=None)
+def ends_are_told() -> bool:
+    """Whether the end of a storage is seen: since torch 2.1 it is one object of Python's as long as it lives."""
+    tensor = torch.empty(1)
+    told: List[bool] = []
+    weakref.finalize(storage_of(tensor), told.append, True)
+    return not told
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
 
+from .. import _client_state, _core
+from . import _checkpoint_names as checkpoint_names
+from . import _deepspeed_checkpoint as deepspeeds
 from ._device import choose_device
+from ._loading import matched, place_of, record_of
 from ._ranks import world_size
 from ._settings import DTYPES, Settings
 
@@ -61,6 +65,31 @@ class InMemory:
 
     def has(self, parameter: nn.Parameter) -> bool:
         return any(parameter is each for each in self.module.parameters())
+
+    def load_checkpoint(
+        self, load_dir: Any, tag: Optional[str] = None, load_module_strict: bool = True, *_: Any, trust_client_state: bool = False, **__: Any
+    ) -> Tuple[Optional[str], Dict[str, Any]]:
+        """The model gets the weights and buffers of a checkpoint of Penstock's, of all options those; there is nothing else that could go on. Else as
+        ``Engine.load_checkpoint``.
+        """
+        from .._fp32 import open_weights
+
+        directory = os.fspath(load_dir)
+        checkpoint_names.settle(directory)
+        if deepspeeds.is_deepspeeds(directory, tag):
+            raise ValueError(f"{directory}: a checkpoint of DeepSpeed's goes on with an optimizer: module.load_state_dict takes weights (deepspeed.utils.zero_to_fp32)")
+        path = place_of(directory, tag)
+        if path is None:
+            warnings.warn(f"{directory} holds no checkpoint (no file `{checkpoint_names.LATEST}`): the model stays as it is", stacklevel=3)
+            return None, {}
+        client = _client_state.whole(record_of(path).get("client", {}), os.path.dirname(os.path.realpath(path)), trust_client_state, needs_all=False)
+        weights = open_weights(path)
+        taken = matched(self.module, weights, path, load_module_strict)
+        _core.verify_checkpoint(path, 0, 1)
+        with torch.no_grad():
+            for name, tensor in taken:
+                tensor.copy_(weights.read(weights.tied.get(name, name)))
+        return path, client
 
     def close(self, keep_values: bool = False) -> None:
         self.closed = True

@@ -6,9 +6,10 @@ import errno
 import json
 import os
 import warnings
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
+from torch import nn
 
 from .. import _client_state, _core
 from .._buffers import truth
@@ -26,6 +27,62 @@ from ._run import Run
 from ._settings import PathLike
 from ._state import State
 from ._training import Training
+
+
+def place_of(directory: str, tag: Optional[str]) -> Optional[str]:
+    """Of the checkpoint of Penstock's with this tag, or that the file `latest` names. None: the directory holds none. FileNotFoundError: it holds
+    some, and does not say which one is meant.
+    """
+    if tag is None:
+        tag = checkpoint_names.newest(directory)
+        if tag is None:
+            there = _core.checkpoints_in(directory)
+            if there:
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    f"there is no file `{checkpoint_names.LATEST}` (a full disk leaves none), and {len(there)} of Penstock's checkpoints: "
+                    f"say which one is meant, the newest with tag={there[-1]!r}",
+                    directory,
+                )
+            return None
+        if not tag:
+            raise ValueError(f"{os.path.join(directory, checkpoint_names.LATEST)} is empty: name the checkpoint, with tag=")
+    return checkpoint_names.place_of(directory, tag)
+
+
+def record_of(path: str) -> Dict[str, Any]:
+    """What the checkpoint has kept for Python. OSError: it is damaged."""
+    try:
+        return dict(decode(json.loads(_core.record_of([path], "step"))) or {})
+    except FileNotFoundError as error:  # "never committed": it has its name since it was whole
+        raise OSError(errno.EIO, f"the checkpoint is damaged ({error.strerror}): load another one, with tag=", path) from None
+
+
+def matched(model: nn.Module, weights: Any, path: str, strict: bool) -> List[Tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers of the model that the checkpoint has, each once. ValueError: one has another shape there, or, where that is
+    strict, is missing on either side.
+    """
+    own: Dict[str, torch.Tensor] = {
+        **{name: module._buffers[short] for name, (module, short, _, _) in persistent_buffers(model).items()},  # type: ignore[dict-item]
+        **{
+            f"{prefix}.{name}" if prefix else name: parameter
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        },
+    }
+    there = weights.names(exclude_frozen=False)
+    if strict:
+        for names, holder, other in ((own, path, "the model"), (there, "the model", path)):
+            lacking = next((name for name in names if name not in (there if names is own else own)), None)
+            if lacking is not None:
+                raise ValueError(f"{holder} has no {lacking}, which {other} has: load_module_strict=False leaves it out")
+    taken = {id(own[name]): (name, own[name]) for name in there if name in own}
+    for name, tensor in taken.values():
+        shape = weights.kind_of(name)[0]
+        if list(tensor.shape) != shape:
+            raise ValueError(f"{path}: {name} is {shape} there and {list(tensor.shape)} in this model")
+    return list(taken.values())
 
 
 class Loading:
@@ -114,30 +171,13 @@ class Loading:
             found = self._load_deepspeeds(path, deepspeeds.names_of(names), takes_scheduler)
             self._start_over()
             return found
-        if tag is None:
-            tag = checkpoint_names.newest(directory)
-            if tag is None:
-                if names is not None:
-                    raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
-                there = _core.checkpoints_in(directory)
-                if there:
-                    raise FileNotFoundError(
-                        errno.ENOENT,
-                        f"there is no file `{checkpoint_names.LATEST}` (a full disk leaves none), and {len(there)} of Penstock's checkpoints: "
-                        f"say which one is meant, the newest with tag={there[-1]!r}",
-                        directory,
-                    )
-                warnings.warn(f"{directory} holds no checkpoint (no file `{checkpoint_names.LATEST}`): the run begins anew", stacklevel=3)
-                return None, {}
-            if not tag:
-                raise ValueError(f"{os.path.join(directory, checkpoint_names.LATEST)} is empty: name the checkpoint, with tag=")
-        path = checkpoint_names.place_of(directory, tag)
         if names is not None:
             raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
-        try:
-            kept = decode(json.loads(_core.record_of([path], "step"))) or {}
-        except FileNotFoundError as error:  # "never committed": it has its name since it was whole
-            raise OSError(errno.EIO, f"the checkpoint is damaged ({error.strerror}): load another one, with tag=", path) from None
+        path = place_of(directory, tag)
+        if path is None:
+            warnings.warn(f"{directory} holds no checkpoint (no file `{checkpoint_names.LATEST}`): the run begins anew", stacklevel=3)
+            return None, {}
+        kept = record_of(path)
         client: Dict[str, Any] = {}
 
         def look(rank: int, world: int) -> None:
@@ -193,31 +233,12 @@ class Loading:
         begun = self._run.begun
         if self._given.values_are_gone and not begun:
             raise ValueError("this model's values went with its engine that was closed: build the model anew, or load the checkpoint whole")
-        buffers = {name: module._buffers[short] for name, (module, short, _, _) in persistent_buffers(self._given.module).items()}
-        own = {
-            **buffers,
-            **{
-                f"{prefix}.{name}" if prefix else name: parameter
-                for prefix, module in self._given.module.named_modules(remove_duplicate=False)
-                for name, parameter in module._parameters.items()
-                if parameter is not None
-            },
-        }
-        there = weights.names(exclude_frozen=False)
-        if strict:
-            for names, holder, other in ((own, path, "the model"), (there, "the model", path)):
-                lacking = next((name for name in names if name not in (there if names is own else own)), None)
-                if lacking is not None:
-                    raise ValueError(f"{holder} has no {lacking}, which {other} has: load_module_strict=False leaves it out")
-        taken = {id(own[name]): (name, own[name]) for name in there if name in own}
-        for name, tensor in taken.values():
-            shape = weights.kind_of(name)[0]
-            if list(tensor.shape) != shape:
-                raise ValueError(f"{path}: {name} is {shape} there and {list(tensor.shape)} in this model")
+        taken = matched(self._given.module, weights, path, strict)
+        buffers = persistent_buffers(self._given.module)
         # A half of its values would be worse than none.
         self._verify_before_giving_up(lambda rank, world: _core.verify_checkpoint(path, rank, world), always=True)
         self._record.mark_partly_written(begun)
-        for name, tensor in taken.values():
+        for name, tensor in taken:
             value = weights.read(weights.tied.get(name, name))
             if begun and name not in buffers:
                 self._state.write_state(tensor, value.to(self._given.dtypes[id(tensor)]))  # type: ignore[arg-type]

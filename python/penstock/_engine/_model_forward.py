@@ -206,6 +206,8 @@ class ModelForward:
                     out = map_tensors(out, lambda tensor: _outliving(tensor, driver.forward is not None) if is_lazy(tensor) else tensor)
         finally:
             self._here.inside_model = False
+        if self._here.driver is not None and self._here.driver.trains:
+            self._saved.check()
         return self._entering.apart(0, out) if self._stages.has_residents else out
 
     # As DeepSpeed does with 16-bit weights: what comes in is of their type, and where they are.

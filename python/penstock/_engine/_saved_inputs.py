@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 import torch
 
 from ._device import cuda_of
-from ._given_tensors import SMALL, GivenTensors, bytes_of, is_dense
+from ._given_tensors import SMALL, GivenTensors, bytes_of, ends_are_told, is_dense, storage_of
 from ._open_pass import PassFailed
 from ._tree import map_leaves, tensors_of
 
@@ -74,6 +74,8 @@ class Moved:
         self._name = name
         self._tensor: Optional[torch.Tensor] = tensor  # until it has left
         self._known = weakref.ref(tensor)
+        # Since torch 2.1 a storage is one object of Python's as long as it lives: who has a view of it has its memory.
+        self._memory = weakref.ref(storage_of(tensor)) if ends_are_told() else self._known
         self._version = version
         self._like = (tensor.dtype, tensor.size(), tensor.stride())
         self._requires_grad, self._is_leaf = tensor.requires_grad, tensor.is_leaf
@@ -100,7 +102,7 @@ class Moved:
     @property
     def is_kept(self) -> bool:
         """Whether the model, or who called it, has it in memory all the same."""
-        return self._tensor is None and self._known() is not None
+        return self._tensor is None and self._memory() is not None
 
     def came_back(self, memory: torch.Tensor) -> None:
         """memory: its bytes."""
@@ -201,6 +203,12 @@ class SavedInputs:
             f"{more}. Where the first batch is the longest, the plan counts it"
         )
         self._most[stage] = size
+
+    def check(self) -> None:
+        """The model's forward is over. PassFailed: it changed in place what was given to a block, whose backward wants it as it was."""
+        for uses in self._moved.values():
+            for moved in uses:
+                moved.check()
 
     def places(self, stage: int, number: int) -> List[Tuple[int, int]]:
         """Address and bytes of what leaves."""

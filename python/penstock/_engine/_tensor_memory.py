@@ -13,17 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._device import in_this_thread
 from ._given_tensors import bytes_alone
+from ._given_tensors import ends_are_told as _ends_are_told
 from ._given_tensors import storage_of as _storage
 from ._lazy_logits import is_lazy
 from ._tree import map_tensors, tensors_of
-
-
-# Since torch 2.1 a storage is one object of Python's as long as it lives, so that its end is seen.
-def _ends_are_told() -> bool:
-    tensor = torch.empty(1)
-    told: List[bool] = []
-    weakref.finalize(_storage(tensor), told.append, True)
-    return not told
 
 
 class Live(TorchDispatchMode):
@@ -36,11 +29,12 @@ class Live(TorchDispatchMode):
         self.peak = 0
         self._known: Set[int] = set()
         self._told = _ends_are_told()
-        self._paused = False
+        #: What is made is not counted.
+        self.is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._paused:
+        if not self.is_paused:
             given = {_storage(each)._cdata for each in tensors_of((args, kwargs or {}))}
             for tensor in tensors_of(result):
                 storage = _storage(tensor)
@@ -63,11 +57,11 @@ class Live(TorchDispatchMode):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What is made within is not counted."""
-        was, self._paused = self._paused, True
+        was, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._paused = was
+            self.is_paused = was
 
 
 class StepTensors:
@@ -78,8 +72,10 @@ class StepTensors:
     of blocks, a loss of logits for one, is counted as it is computed, and doubled for its backward.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, is_exact: bool = False) -> None:
+        """is_exact: what blocks make is not counted once more where what is outside of them is: what is reserved goes by more."""
         self._device = device
+        self._is_exact = is_exact
         self._kinds: Dict[Any, int] = {}  # bytes of backward of one
         self._given = 0  # bytes of what blocks were given
         self._seen: Set[int] = set()  # of it, what is alive
@@ -101,6 +97,11 @@ class StepTensors:
             self._given = max(before, self._given)
             self._outside.peak = max(peak, self._outside.peak)
 
+    def inside(self, computes: bool) -> None:
+        """A block begins to compute, or has. What it makes is no part of what is computed outside, where that is to be exact."""
+        if self._is_exact:
+            self._outside.is_paused = computes
+
     def block(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Dict[str, Any]) -> None:
         """The block's module has computed this; its weights are where it computes. It is computed once more, with its backward."""
         tensors = tensors_of((args, kwargs))
@@ -113,7 +114,7 @@ class StepTensors:
         )
         if kind in self._kinds:
             return
-        with self._outside.paused():
+        with self._outside.paused():  # after `inside`, too
             live = Live()
             try:
                 with torch.enable_grad(), in_this_thread(self._device), live:

@@ -251,6 +251,8 @@ def trace(
                             in_host.setdefault(number, []).append((parameter, parameter.data))
                             parameter.data = parameter.data.to(device)
                     torch.cuda.synchronize(device)
+                if tensors is not None:
+                    tensors.inside(True)
                 begun[id(called)] = time.perf_counter()
 
             def after(called: nn.Module, args: Any, kwargs: Dict[str, Any], returned: Any) -> None:
@@ -260,6 +262,7 @@ def trace(
                     torch.cuda.synchronize(device)
                 last.seconds = time.perf_counter() - begun[id(called)]
                 if tensors is not None:
+                    tensors.inside(False)
                     tensors.block(last.name, called, args, kwargs)
                 put_back(last.block)
                 for _, parameter in blocks[last.block].parameters:
