@@ -631,7 +631,7 @@ absl::StatusOr<std::optional<int64_t>> DeepSpeedCheckpoint::ReadSteps(const Torc
     step = static_cast<int64_t>(value);
     progress_.step_is_tensor = true;
   }
-  if (step.value_or(0) < 0)
+  if (step.value_or(0) < 0 || step.value_or(0) >= int64_t{1} << 62)
     return Wrong(absl::StrCat(file.path(), " says that ", *step, " updates were made"));
   return step;
 }

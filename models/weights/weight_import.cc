@@ -148,7 +148,8 @@ absl::Status WeightImport::CheckCoded(const PublishedTensor& tensor, const swap:
 
 std::optional<kernels::WeightCode> WeightImport::CodeOf(size_t i) const {
   const swap::TensorInfo& info = *sources_[i].info;
-  if (!packed_.has_value() || info.dtype != swap::Dtype::kU8) return std::nullopt;
+  if (!packed_.has_value() || info.dtype != swap::Dtype::kU8 || sources_[i].scaled != nullptr)
+    return std::nullopt;
   const kernels::WeightCode eight{8, packed_->group};
   return info.shape[1] == eight.row_bytes(static_cast<uint64_t>(layout_.tensors[i].columns))
              ? eight

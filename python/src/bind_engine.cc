@@ -670,8 +670,8 @@ class PyTrainingEngine {
   HeldRanks ranks_;  // null: there are no others. They outlive the engine
   std::shared_ptr<Heard> heard_;
   std::shared_ptr<RunWatch> watch_;  // the engine's hooks point there: it goes last
+  nb::callable room_;                // the engine's thread calls it: it goes after the engine
   std::shared_ptr<Owned<DrivenEngine>> engine_;
-  nb::callable room_;
   std::string checkpoints_;        // the directory of the last checkpoint
   absl::Status checkpoint_error_;  // of one that ended within a step, until it is raised
   bool trains_ = false;            // the pass that is open, or was the last

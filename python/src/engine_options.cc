@@ -279,7 +279,7 @@ Json SavedActivationsOf(const tiering::Plan& plan) {
     leaves.push_back(plan.trains && plan.SpillsInput(position));
   const bool in_slots = !plan.input_slots.empty();
   return {{"leaves", leaves},
-          {"room", in_slots ? plan.input_slots[tiering::InputSlot(0)].bytes : 0},
+          {"room", in_slots ? Json(plan.input_slots[tiering::InputSlot(0)].bytes) : Json()},
           {"scratch_bytes", plan.input_scratch_bytes}};
 }
 

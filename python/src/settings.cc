@@ -222,11 +222,11 @@ void BindSettings(nb::module_& module) {
                    [](Self self) { return self.resolved().config.penstock.rank_timeout; })
       .def_prop_ro("logits_chunk_size",
                    [](Self self) { return self.resolved().config.penstock.logits_chunk_size; })
-      .def_prop_ro("chunked_modules",
-                   [](Self self) {
-                     return self.resolved().config.penstock.chunked_modules.value_or(
-                         std::vector<std::string>());
-                   })
+      .def_prop_ro(
+          "chunked_modules",
+          [](Self self) {
+            return self.resolved().config.penstock.chunked_modules.value_or(std::vector<std::string>());
+          })
       .def_prop_ro("chunk_size", [](Self self) { return self.resolved().config.penstock.chunk_size; })
       .def_prop_ro(
           "managed",

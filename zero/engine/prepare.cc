@@ -131,7 +131,10 @@ class Preparation {
     plan_options_.device.saved_activations = options_.memory.saved_activations;
     plan_options_.update_order = options_.optimizer.order;
     plan_options_.prefer = options_.optimizer.prefer;
-    plan_options_.clips = options_.optimizer.clip > 0;
+    // An update in backward is made again where a gradient that was assumed does not come, too.
+    plan_options_.clips =
+        options_.optimizer.clip > 0 ||
+        (options_.trains && options_.optimizer.missing_gradients == MissingGradients::kSkip);
     plan_options_.tensor_norms = options_.trains && NeedsTensorNorms(options_.optimizer.algorithm);
     if (plan_options_.tensor_norms && options_.optimizer.states == kernels::StateType::k8Bit) {
       return absl::InvalidArgumentError(
@@ -240,10 +243,13 @@ class Preparation {
 
   // Counts of missed updates are part of each commit's record as well.
   absl::Status MakeRoomForMissedUpdates() {
-    if (!options_.trains || options_.optimizer.missing_gradients == MissingGradients::kZeros)
-      return absl::OkStatus();
-    plan_options_.updates_within_scales =
-        options_.optimizer.states == kernels::StateType::k8Bit && ShareScales(measured_.layouts);
+    if (!options_.trains) return absl::OkStatus();
+    const bool skips = options_.optimizer.missing_gradients == MissingGradients::kSkip;
+    // Counts that a run has had stay its own, whatever it is told now.
+    plan_options_.updates_within_scales = (skips || options_.resumes()) &&
+                                          options_.optimizer.states == kernels::StateType::k8Bit &&
+                                          ShareScales(measured_.layouts);
+    if (!skips) return absl::OkStatus();
     int64_t& bytes = prepared_.plan.missed_bytes;
     bytes = MissedUpdates::MostBytes(TrainedParameters(measured_.layouts));
     // A state of an older version has no room of its own for them, and the common one is half empty.

@@ -241,7 +241,12 @@ absl::Status HardwareLanes::StartInput(const Task& task) {
     in_pages += tiering::AlignUp(value.bytes(), tiering::kPage);
   }
   if (device_ == nullptr) (reads ? inputs_not_moved_.read : inputs_not_moved_.written) += op.bytes - in_pages;
-  if (device_ == nullptr) return drive_.StartInput(task.id, op, *values);
+  if (device_ == nullptr) {
+    absl::Status status = drive_.StartInput(task.id, op, *values);
+    // No room for them, say: the step fails, and not the run.
+    if (!reads) refused_inputs_[op.position][At(op.micro_batch)] = !status.ok();
+    return status;
+  }
   return device_->StartInput(op, *values, [this, task, start = Now()](absl::Status status) {
     ReportInOrder(task, std::move(status), start);
   });

@@ -232,9 +232,10 @@ class Passes:
             try:
                 self._core.finish()
                 cause: Optional[BaseException] = None
-            except (OSError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError, MemoryError) as error:
                 cause = error  # the next pass says whether the engine can go on
-            self._saved.give_up()
+            finally:
+                self._saved.give_up()
         return cause
 
     @contextlib.contextmanager

@@ -138,7 +138,7 @@ class SavedInputs:
         self._uses = uses
         self._device = device
         self._leaves: List[bool] = list(planned["leaves"])
-        self._room = int(planned["room"])
+        self._room: Optional[int] = planned["room"]  # None: no bound
         #: Whether any use's inputs leave.
         self.move = any(self._leaves)
         self._moved: Dict[Tuple[int, int], List[Moved]] = {}
@@ -174,13 +174,13 @@ class SavedInputs:
             if self._seen.is_known(tensor) or not expected:
                 continue
             size = _aligned(bytes_of(tensor))
-            if self._room and already + size > self._room:
+            if self._room is not None and already + size > self._room:
                 self._note_long(stage, already + size)
                 continue
             already += size
             moved[id(tensor)] = inputs.moving(index)
         self._seen.outside(inputs.tensors)
-        if already > self._most[stage] and not self._room:
+        if already > self._most[stage] and self._room is None:
             self._note_long(stage, already)
         if moved:
             self._moved.setdefault((stage, number), []).extend(moved.values())
@@ -195,7 +195,7 @@ class SavedInputs:
         most = max(self._most)
         if size <= most:
             return
-        more = f"what has no place beside {self._room} bytes stays in the memory of the device" if self._room else (
+        more = f"what has no place beside {self._room} bytes stays in the memory of the device" if self._room is not None else (
             "those that stay in memory take as much more than host_memory was divided for"
         )
         self._notes["long"] = (
