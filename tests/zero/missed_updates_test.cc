@@ -335,6 +335,7 @@ struct Mode {
   Durability durability = Durability::kStep;
   bool previews = false;
   int calls = 1;
+  bool least = false;  // of host memory, which keeps no gradients
 };
 void PrintTo(const Mode& mode, std::ostream* out) { *out << mode.name; }
 
@@ -474,6 +475,12 @@ class MissedUpdatesTest : public testing::TestWithParam<Mode> {
       options.storage.checkpoints.keep = 1;
     }
     options.memory.tile_bytes = 16 << 10;
+    if (mode.least) {
+      options.memory.host_memory_budget_bytes = 1 << 30;
+      const auto plan = Engine::MakePlan(*std::make_unique<Dropping>(kShape), options);
+      EXPECT_TRUE(plan.ok()) << plan.status();
+      options.memory.host_memory_budget_bytes = plan->plan.least_host_memory_bytes;
+    }
     return options;
   }
   // Goes on from what is there.
@@ -585,6 +592,7 @@ INSTANTIATE_TEST_SUITE_P(
         Mode{.name = "Memory", .offload = OffloadDevice::kCpu},
         Mode{.name = "MemoryClipped", .offload = OffloadDevice::kCpu, .clip = 0.3}, Mode{.name = "Drive"},
         Mode{.name = "InBackward", .order = tiering::UpdateOrder::kInBackward},
+        Mode{.name = "InBackwardInLeastMemory", .order = tiering::UpdateOrder::kInBackward, .least = true},
         Mode{.name = "InBackwardClipped", .order = tiering::UpdateOrder::kInBackward, .clip = 0.3},
         Mode{.name = "NextForward", .order = tiering::UpdateOrder::kInNextForward, .clip = 0.3},
         Mode{.name = "Previews", .clip = 0.3, .previews = true},
