@@ -219,6 +219,26 @@ def test_the_engine_has_deepspeeds_names_and_its_models(tmp_path):
     engine.destroy()
 
 
+def test_the_engine_answers_for_its_configuration(tmp_path):
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}, "reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": "auto"}
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+    }  # fmt: skip
+    with pytest.warns(UserWarning):
+        engine = deepspeed.initialize(model=net(tied=False), config=config)[0]
+    assert (engine.gradient_clipping(), engine.steps_per_print(), engine.get_batch_info()) == (0.5, 10, (8, 4, 2))
+    assert (engine.optimizer_name(), engine.optimizer_params(), engine.scheduler_name()) == ("AdamW", {"lr": 1e-2}, "WarmupLR")
+    assert (engine.zero_reduce_bucket_size(), engine.zero_prefetch_bucket_size(), engine.zero_offload_optimizer()) == (1000, 50_000_000, None)
+    assert engine.zero_offload_param()["device"] == "nvme" and engine.dynamic_loss_scale() and engine.initial_dynamic_scale() == 65536
+    assert not (engine.pld_enabled() or engine.amp_enabled() or engine.is_compiled or engine.has_moe_layers) and engine.mp_world_size == 1
+    for name, instead in (("timers", "wall_clock_breakdown"), ("sparse_allreduce", "exchange gradients"), ("moe_layers", "parallelism")):
+        with pytest.raises(AttributeError, match=f"{name} of DeepSpeed's engine is not served by Penstock: .*{instead}") as raised:
+            getattr(engine, name)
+        assert "\n" not in str(raised.value)
+    engine.destroy()
+
+
 def test_each_name_of_the_objects_is_served_or_refused_in_one_line(tmp_path):
     config = {
         "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},

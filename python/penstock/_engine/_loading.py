@@ -173,11 +173,11 @@ class Loading:
             return found
         if names is not None:
             raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
-        path = place_of(directory, tag)
-        if path is None:
+        place = place_of(directory, tag)
+        if place is None:
             warnings.warn(f"{directory} holds no checkpoint (no file `{checkpoint_names.LATEST}`): the run begins anew", stacklevel=3)
             return None, {}
-        kept = record_of(path)
+        path, kept = place, record_of(place)
         client: Dict[str, Any] = {}
 
         def look(rank: int, world: int) -> None:

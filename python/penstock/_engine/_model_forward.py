@@ -32,6 +32,9 @@ class ModelForward:
     # Set by the engine: begins the pass, then calls ``train``.
     on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any], Optional[Part]], Any]
 
+    # Set by Runtime: what the model has in the place of its own.
+    patched: Callable[..., Any]
+
     _original: Callable[..., Any]
 
     def __init__(
@@ -150,6 +153,16 @@ class ModelForward:
 
     def _forward_of(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], part: Optional[Part]) -> Forward:
         return Forward(self._model, args, kwargs, AutogradSettings(), self._changing.of_all(), part)
+
+    @contextlib.contextmanager
+    def in_its_place(self) -> Iterator[None]:
+        """Within, the model has the patched forward, whatever else was put in its place, or around it."""
+        held = self._model.forward
+        self._model.forward = self.patched  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self._model.forward = held  # type: ignore[method-assign]
 
     def again(self, forward: Forward) -> Any:
         """This forward is made again, by the thread of its driver; what it gives."""

@@ -117,7 +117,7 @@ class Runtime:
                 self._replace(part, self._forward.of_part(part.forward))
         self._replace(model, self._forward.of_model(model.forward))
         #: The model's, patched.
-        self.forward_of_model = model.forward
+        self.forward_of_model = self._forward.patched = model.forward
         self._backward.refuse_outside()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -106,7 +106,7 @@ class VerticalOrder:
         for driver, forward in zip(self._open.drivers, forwards):
             driver.attributes = forward.attributes
         try:
-            with self._forward.hooks_told(), unlogged():
+            with self._forward.hooks_told(), self._forward.in_its_place(), unlogged():
                 self._run(work, [forward.random for forward in forwards], idle=loss)
         finally:
             now.restore()
