@@ -320,10 +320,10 @@ def test_a_step_takes_the_memory_of_a_chunk(tmp_path):
         pieces = Pieces(model, settings_of(logits_chunk_size=size))
         pieces.install()
         blocks = penstock._engine._blocks.find_blocks(model)
-        trace(model, blocks, lambda model=model: model(**batch), tensors=tensors, pieces=pieces)
+        traced = trace(model, blocks, lambda model=model: model(**batch), tensors=tensors, pieces=pieces)
         pieces.remove()
         assert not tensors.notes
-        counted[size] = tensors.bytes(1)
+        counted[size] = tensors.bytes(1, traced.uses)
     whole, weights = 8 * 64 * words * 4, 8 * words * 4
     assert peaks[0] > 2 * whole and counted[0] > 2 * whole
     assert peaks[chunk] < whole / 2 and counted[chunk] < whole / 2
