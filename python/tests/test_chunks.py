@@ -278,6 +278,21 @@ def test_logits_that_are_kept_until_their_weights_are_gone_are_refused(tmp_path)
         assert values.shape == (4, 8, 50)
 
 
+def test_a_copy_of_the_model_computes_with_its_own_weights(tmp_path):
+    batch = batches(1)[0]
+    with make(with_mlps(), tmp_path, logits_chunk_size=CHUNK, chunked_modules=["mlp"], chunk_size=7) as engine:
+        step(engine, batch)
+        copied = copy.deepcopy(engine.module)
+        with torch.no_grad():
+            expected = engine(**batch).item()
+            assert copied(**batch).item() == pytest.approx(expected, rel=1e-6)
+            for parameter in copied.parameters():
+                parameter.zero_()
+            assert copied(**batch).item() != pytest.approx(expected, rel=1e-2) and type(copied(batch["x"])) is torch.Tensor
+        assert "<html" in engine.report().html()
+    assert not any("forward" in part.__dict__ for part in engine.module.modules() if part is not engine.module)
+
+
 def test_what_no_head_is_known_of_is_said(tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     with make(model, tmp_path, logits_chunk_size=2) as engine:

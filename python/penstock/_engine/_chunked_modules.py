@@ -30,17 +30,18 @@ class ChunkedModules:
         self._size = settings.chunk_size
         self.modules = _named(model, settings.chunked_modules)
         self._compared: Dict[int, int] = {}
-        self._replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
+        #: Modules with these forwards, and the forward of their own instance before.
+        self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
 
     def install(self) -> None:
         """The modules have their own forwards here, until ``remove``."""
-        if not self._replaced:
-            self._replaced = [(module, replace_forward(module, self._forward_of(name, module, module.forward))) for name, module in self.modules]
+        if not self.replaced:
+            self.replaced = [(module, replace_forward(module, self._forward_of(name, module, module.forward))) for name, module in self.modules]
 
     def remove(self) -> None:
-        for module, previous in self._replaced:
+        for module, previous in self.replaced:
             restore_forward(module, previous)
-        self._replaced = []
+        self.replaced = []
 
     def _forward_of(self, name: str, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:

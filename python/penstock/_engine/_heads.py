@@ -62,7 +62,8 @@ class Heads:
         budget = settings.device_memory if settings.device.type != "cpu" else settings.host_memory
         self._most = min(max(budget // _SHARE, _LEAST), _MOST) if budget else _DEFAULT
         self.modules = [] if self._size == 0 else _heads_of(model)
-        self._replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
+        #: Modules with these forwards, and the forward of their own instance before.
+        self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._kept: Dict[int, "weakref.ref[_Kept]"] = {}
         self._told_whole = False
         #: Of a chunk, in the forward with the most logits that were computed in chunks; 0: all were whole.
@@ -83,13 +84,13 @@ class Heads:
         """The heads have their own forwards here, until ``remove``."""
         if self._size and self._why_whole:
             warnings.warn(f"logits_chunk_size: {self._why_whole}, and logits are computed whole", stacklevel=2)
-        if not self._replaced:
-            self._replaced = [(module, replace_forward(module, self._forward_of(module, module.forward))) for module in self.modules]
+        if not self.replaced:
+            self.replaced = [(module, replace_forward(module, self._forward_of(module, module.forward))) for module in self.modules]
 
     def remove(self) -> None:
-        for module, previous in self._replaced:
+        for module, previous in self.replaced:
             restore_forward(module, previous)
-        self._replaced = []
+        self.replaced = []
         self.place = _nowhere
 
     def chunk_of(self, tokens: int, width: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from torch import nn
 
@@ -26,6 +26,11 @@ class Pieces:
     def remove(self) -> None:
         self.heads.remove()
         self.modules.remove()
+
+    @property
+    def replaced(self) -> List[Tuple[nn.Module, Optional[Callable[..., Any]]]]:
+        """Modules whose forward is another, and the forward of their own instance before."""
+        return [*self.heads.replaced, *self.modules.replaced]
 
     def report(self) -> Dict[str, Any]:
         """What a report says of them."""

@@ -403,7 +403,7 @@ class Preparation:
             zeros_change=given.settings.missing_gradients == "zeros" and zeros_change(given.described, given.optimizer.param_groups),
         )
         self._state.patch_module()
-        self._run.whole = Whole(given.module, given.blocks, runtime.replaced, self._state.value_of)
+        self._run.whole = Whole(given.module, given.blocks, [*given.pieces.replaced, *runtime.replaced], self._state.value_of)
         watch.again(self._record.watched)
         self._wear.warn()
         if sum(seconds) > 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, ContextManager, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -125,6 +125,10 @@ class StepTensors:
                 self.notes.append(
                     f"memory of backward of {name} is taken to be three times that of its forward: computed by itself it raises {type(error).__name__}: {error}"
                 )
+
+    def paused(self) -> ContextManager[None]:
+        """What is made within is not counted: weights, which are the engine's."""
+        return self._outside.paused()
 
     def _note_given(self, storage: Any) -> None:
         key = int(storage._cdata)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -96,15 +97,16 @@ class _Outside(TorchDispatchMode):
             self.in_host.append((parameter, parameter.data))
             parameter.data = parameter.data.to(self._device)
 
-    def place_of(self, head: nn.Linear) -> Optional[Place]:
-        """While the forward is under way, the weights of a head are where it is computed."""
-        return Place(lambda: (head.weight, head.bias), lambda: self._computes(head))
+    def place_of(self, head: nn.Linear, tensors: Optional[StepTensors]) -> Place:
+        """While the forward is under way, the weights of a head are where it is computed. tensors: as for trace."""
+        return Place(lambda: (head.weight, head.bias), lambda: self._computes(head, tensors))
 
     @contextlib.contextmanager
-    def _computes(self, head: nn.Linear) -> Iterator[None]:
+    def _computes(self, head: nn.Linear, tensors: Optional[StepTensors]) -> Iterator[None]:
         self.enter_block(self._block_of[id(head.weight)])
-        for parameter in head.parameters():
-            self.bring(parameter)
+        with contextlib.nullcontext() if tensors is None else tensors.paused():
+            for parameter in head.parameters():
+                self.bring(parameter)
         try:
             yield
         finally:
@@ -289,7 +291,7 @@ def trace(
         for parameter in (each for block in blocks if block.resident for _, each in block.parameters):
             outside.bring(parameter)
         if pieces is not None:
-            pieces.heads.place = outside.place_of
+            pieces.heads.place = functools.partial(outside.place_of, tensors=tensors)
         with torch.no_grad(), _functions_told(outside), outside, contextlib.nullcontext() if tensors is None else tensors.forward():
             with _model_told(model, given):
                 forward()
