@@ -114,7 +114,7 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
     tiering::StageIndex stage;
     int micro_batch = 0;
   };
-  // Those since the last call. Whoever calls it after each Enter of forward keeps no more inputs in memory
+  // Those since the last call. A driver that calls it after each Enter of forward keeps no more in memory
   // than the plan has counted.
   std::vector<Dropped> TakeDropped();
   // Within a use of backward that is entered: what forward of it was left with, in memory that is the

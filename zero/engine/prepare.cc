@@ -119,6 +119,18 @@ class Preparation {
       return absl::InvalidArgumentError(
           "what is frozen is read from elsewhere where state is on a drive, of one rank, on the processor");
     }
+    if (options_.trains && options_.memory.saved_activations == tiering::SavedActivations::kDrive) {
+      if (options_.device->has_own_memory()) {
+        return absl::InvalidArgumentError(
+            "penstock.saved_activations \"drive\": saved activations of a device that has its own memory "
+            "wait in host memory: give \"host\", or leave it to the planner");
+      }
+      if (!on_nvme_) {
+        return absl::InvalidArgumentError(
+            "penstock.saved_activations \"drive\": state is in memory, and there is no drive: offload to "
+            "nvme, or give \"memory\"");
+      }
+    }
     plan_options_.frozen_elsewhere = options_.frozen != nullptr;
     plan_options_.micro_batches = options_.micro_batches;
     plan_options_.calls = options_.calls_per_step;

@@ -139,7 +139,7 @@ class StepTensors:
             self._seen.add(key)
             weakref.finalize(storage, self._seen.discard, key)
 
-    def bytes(self, forwards: int, uses: Sequence[Any]) -> int:
+    def bytes(self, forwards: int, uses: Sequence[Any] = ()) -> int:
         """Of a step whose `forwards` forwards are under way at once, but for what single uses are given, which may leave meanwhile."""
         return forwards * max(0, self._given - bytes_alone(uses)) + max(self._kinds.values(), default=0) + 2 * self._outside.peak
 
