@@ -1068,8 +1068,7 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .OnCommandLine(kRankTimeoutFlag)
         .At([](auto& c) -> auto& { return c.penstock.rank_timeout; }),
     Whole("logits_chunk_size", 0, 0x1p30)
-        .Says("Tokens whose logits are computed at one time, with their loss; 0: those of all tokens",
-              "chosen where whole logits would be large")
+        .Says("Tokens whose logits are computed at one time, with their loss; 0: those of all tokens", "0")
         .Keyword("logits_chunk_size")
         .EachStart()
         .OnCommandLine(kPythonsModels)

@@ -330,3 +330,33 @@ def test_the_memory_of_a_loss_is_that_of_a_chunk(dtype):
     # The gradients of what the head has and is given, a value for each token, and a few copies of a chunk's logits.
     own = 3 * 4 * (tokens * width + words * width) + 40 * tokens
     assert peak(lambda hidden, weight: lazy(hidden, weight, None, chunk, [])) < own + 8 * chunk * words * 4 < whole / 3
+
+
+def test_memory_that_is_not_there_is_refused_by_name():
+    logits, _, _, _ = made()
+    for take in (lambda each: each.data_ptr(), lambda each: each[:, :-1].float().data_ptr(), lambda each: each.untyped_storage()):
+        with pytest.raises(RuntimeError, match="logits_chunk_size=0"):
+            take(logits)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_token_is_a_loss_too(reduction):
+    logits, plain, _, _ = made()
+    none, labels = torch.zeros(1, 10, dtype=torch.bool), torch.zeros(1, 10, dtype=torch.long)
+    got, wanted = (functional.cross_entropy(each[none], labels[none], reduction=reduction) for each in (logits, plain))
+    assert torch.equal(got, wanted) or (got.isnan().all() and wanted.isnan().all())
+
+
+def test_a_constant_is_what_it_was_when_it_was_given():
+    logits, plain, _, _ = made(grad=False)
+    temperature, labels = torch.tensor(2.0), torch.zeros(10, dtype=torch.long)
+    scaled, wanted = logits / temperature, plain / temperature
+    temperature.fill_(9.0)
+    assert torch.allclose(functional.cross_entropy(scaled.view(-1, 7), labels), functional.cross_entropy(wanted.view(-1, 7), labels))
+
+
+def test_a_contiguous_copy_is_a_copy():
+    logits, plain, _, _ = made(grad=False)
+    part, wanted = (each.view(2, 5, 7)[:, :-1].contiguous() for each in (logits, plain))
+    part.div_(2)
+    assert torch.allclose(part, wanted / 2) and torch.allclose(logits + 0, plain)

@@ -164,9 +164,13 @@ class Forward:
         """The pass that it was computed in ends, and its weights are still here: logits that the caller has can be computed after it."""
         for known, key in self._lazy:
             source = known()
-            if source is not None:
+            if source is None:
+                continue
+            try:
                 source.outlive()
-                source.has_graph, source.tell = False, self._tells(key, self._leaf)
+            except RuntimeError:
+                continue  # backward has left the head: what is asked of these logits later says so
+            source.has_graph, source.tell = False, self._tells(key, self._leaf)
 
     def collect(self, key: Key, gradient: torch.Tensor, shape: torch.Size, sample: torch.Tensor, copies: bool = True) -> None:
         """A gradient has come to this tensor. copies: it may be changed in place later on. RuntimeError: none may."""

@@ -29,12 +29,15 @@ class HeadPlaces:
     def of(self, head: nn.Linear) -> Optional[Place]:
         """None: the weights leave with the call of the module that is computed."""
         driver = self._here.driver
-        if driver is None or not self._here.inside_model:
+        if driver is None or not self._here.inside_model or driver.goes_on:
+            return None
+        if driver.trains and driver.at not in (None, self._last):  # backward computes that block again
             return None
         stays = all(id(each) in self._residents for each in head.parameters())
         if not stays and not driver.in_last:
             return None
-        driver.made_lazy = not driver.trains
+        if driver.in_last:
+            driver.made_lazy = not driver.trains
         return Place(functools.partial(self._weights, driver, head, stays))
 
     def _weights(self, driver: Driver, head: nn.Linear, stays: bool) -> Weights:

@@ -17,13 +17,6 @@ from ._lazy_logits import LazyLogits, Source, Weights
 from ._modules import replace_forward, restore_forward
 from ._settings import Settings
 
-# Bytes of logits in fp32 from which on they are computed in chunks, if nothing is said: a share of the budget, within bounds.
-_SHARE = 16
-_LEAST, _MOST, _DEFAULT = 64 << 20, 4 << 30, 1 << 30
-# A chunk's logits are there in their own type, in fp32, as a softmax and as a gradient.
-_COPIES = 4
-_LEAST_TOKENS = 64
-
 
 class Place(NamedTuple):
     """Where a head's weights are while its logits may be computed.
@@ -58,10 +51,8 @@ class Heads:
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.place = _nowhere
-        self._size = settings.logits_chunk_size
-        budget = settings.device_memory if settings.device.type != "cpu" else settings.host_memory
-        self._most = min(max(budget // _SHARE, _LEAST), _MOST) if budget else _DEFAULT
-        self.modules = [] if self._size == 0 else _heads_of(model)
+        self._size = settings.logits_chunk_size or 0
+        self.modules = _heads_of(model) if self._size else []
         #: Modules with these forwards, and the forward of their own instance before.
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._kept: Dict[int, "weakref.ref[_Kept]"] = {}
@@ -93,18 +84,16 @@ class Heads:
         self.replaced = []
         self.place = _nowhere
 
-    def chunk_of(self, tokens: int, width: int) -> int:
-        """The tokens of a chunk, for the logits of `tokens` tokens over `width` words. 0: they are computed whole."""
-        chunk = self._size or max(_LEAST_TOKENS, self._most // (_COPIES * 4 * width))
-        is_small = self._size is None and tokens * width * 4 <= self._most
-        return 0 if tokens <= chunk or is_small else chunk
+    def chunk_of(self, tokens: int) -> int:
+        """The tokens of a chunk, for the logits of `tokens` tokens. 0: they are computed whole."""
+        return 0 if tokens <= self._size else self._size
 
     def _forward_of(self, module: nn.Linear, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if len(args) == 1 and not kwargs else kwargs.get("input") if not args and len(kwargs) == 1 else None
             if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:
                 return original(*args, **kwargs)
-            chunk = self.chunk_of(hidden.numel() // max(1, hidden.shape[-1]), module.out_features)
+            chunk = self.chunk_of(hidden.numel() // max(1, hidden.shape[-1]))
             place = self.place(module) if chunk else None
             if place is None or _is_compiling():
                 return original(*args, **kwargs)

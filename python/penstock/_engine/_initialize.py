@@ -94,8 +94,8 @@ def initialize(
     blocks: names of modules that are fetched as one; parameters of none of them stay in memory for a whole pass. By default blocks are
         found.
     logits_chunk_size: tokens whose logits are computed at one time, with their loss, by a model that has a head that is an nn.Linear; 0: those
-        of all tokens. Default: chosen where the logits of all tokens would be large beside the budget. Losses are the same to rounding. What
-        asks for whole logits gets them.
+        of all tokens (the default). Losses are the same to rounding. What asks for whole logits before backward gets them; a kernel of one's own
+        that takes their address is refused.
     chunked_modules: names (whole, or their ends: "mlp") or classes of modules that act on each token alone, which are computed in chunks of
         ``chunk_size`` tokens, in backward as well. One that does not is refused by name in the first forwards.
     chunk_size: tokens of such a chunk. Default: as many as a token has features there.

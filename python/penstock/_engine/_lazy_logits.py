@@ -156,6 +156,7 @@ class LazyLogits(torch.Tensor):
             self._hidden if has_graph else self._hidden.detach(), source.chunk, source.settings, source.weights, source.note_whole, self._steps,
             source.entered, source.keep, has_graph, tell, is_used=source.is_used,
         )  # fmt: skip
+        own._given, own._version = source._given, source._version
         return LazyLogits.of(own, self.dtype, self.shape[-1], True)
 
     @property
@@ -282,9 +283,18 @@ def _is_in_place(name: str, args: Sequence[Any], kwargs: Dict[str, Any]) -> bool
     return (named and bool(args) and is_lazy(args[0])) or bool(_lazy_in(kwargs.get("out")))
 
 
+# What hands out the memory of a tensor.
+_POINTERS = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "__cuda_array_interface__"}
+
+
 def _on_whole(func: Any, name: str, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
     lazies = _lazy_in((args, kwargs))
     asked = name if name != "__get__" else getattr(getattr(func, "__self__", None), "__name__", name)
+    if asked in _POINTERS:
+        raise RuntimeError(
+            f"{asked} of logits that are computed in chunks: there is no memory that holds them, as a kernel of one's own wants it. Keep them whole: "
+            'logits_chunk_size=0 (or "penstock": {"logits_chunk_size": 0})'
+        )
     if name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook"):
         for lazy in lazies:
             if lazy._source.reduced:
@@ -351,6 +361,9 @@ def _element_wise(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any
         return _of_two(func, lazy, args, kwargs)
     if not all(_is_constant(each) for each in (*args, *kwargs.values())):
         raise _Whole
+    # As they are now: the step is made later.
+    args = tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in args)
+    kwargs = {name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in kwargs.items()}
     return _step(lazy, lambda rows: func(rows, *args, **kwargs), func, args, kwargs)
 
 
@@ -419,10 +432,10 @@ def _device(value: Any, now: torch.device) -> torch.device:
     return device if device.index is not None or device.type != now.type or now.index is None else torch.device(now.type, torch.cuda.current_device())
 
 
-def _unchanged(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+def _made_contiguous(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(each, torch.memory_format) and each is not torch.contiguous_format for each in (*args, *kwargs.values())):
         raise _Whole
-    return lazy
+    return _tokens(lazy, lambda hidden: hidden, lambda base: base.contiguous())  # which may be a copy
 
 
 def _cpu(func: Any, lazy: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -549,7 +562,7 @@ def _reduced(
     function = RowFunction(source.chunk, source.settings, of_rows, flat)
     with source.entered():
         weight, bias = source.checked()
-        hidden = lazy._hidden.reshape(count, -1)
+        hidden = lazy._hidden.reshape(count, lazy._hidden.shape[-1])
         results = function(hidden, weight, bias) if graph and source.has_graph else function.values(hidden, weight, bias)
     results = tuple(each.reshape(*tokens, *each.shape[1:]) for each in results)
     if not graph:
@@ -673,7 +686,7 @@ _NATIVE_NAMES = frozenset(
 
 _SERVED: Dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("float", "half", "bfloat16", "double", "to", "type"), _converted),
-    **dict.fromkeys(("contiguous",), _unchanged),
+    "contiguous": _made_contiguous,
     "cpu": _cpu,
     "detach": _detached,
     **dict.fromkeys(

@@ -60,6 +60,7 @@ class Driver:
         self.in_last = False  # the last use is computed
         self.held = contextlib.ExitStack()  # of an evaluation: until the model's forward is over, the last use is not left
         self.made_lazy = False  # logits that are computed later
+        self.goes_on = False  # with an evaluation whose pass was another, where logits are whole
 
 
 class Together:

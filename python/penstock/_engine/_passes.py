@@ -252,9 +252,11 @@ class Passes:
 
     def evaluate_on(self) -> Driver:
         """The evaluation that is open goes on in another pass: it calls a block again, or in another order than the first forward."""
+        self._open.drivers[0].held.close()
         self.finish()
         self.begin(trains=False)
         driver = self._open.drivers[0]
+        driver.goes_on = True
         if self._stages.has_residents:
             self._entering.pass_by(driver, 1)
         return driver
