@@ -290,6 +290,7 @@ PEAK = """
     import sys, torch
     sys.path[:0] = {paths!r}
     from engine_models import batches, make, net
+    from penstock._engine._given_tensors import ends_are_told
     from penstock._engine._tensor_memory import Live
     torch.set_num_threads(1)
     model = net(layers=24, width=64)
@@ -306,8 +307,10 @@ PEAK = """
     before = rss()
     losses = [one(batch) for batch in long]
     peak = rss() - before
-    with Live() as live:
-        one(long[0])
+    live = Live()
+    if ends_are_told():  # since torch 2.1
+        with live:
+            one(long[0])
     told = engine.plan()["saved_activations"]
     print([peak, sum(told["leaves"]), told["torch_bytes"], losses, live.peak])
     engine.close()
@@ -327,7 +330,7 @@ def test_the_process_stays_within_what_was_said(tmp_path):
     # What the three on their way and the block's own tensors take stays.
     assert told["memory"][0] - told["drive"][0] > 0.6 * inputs, told
     for _, _, said, _, live in told.values():
-        assert 0.6 * said < live < 1.1 * said, told
+        assert live == 0 or 0.6 * said < live < 1.1 * said, told
     # The budget, and torch's tensors with what malloc keeps of them (docs/internals/memory.md).
     assert told["drive"][0] < (24 << 20) + 4 * told["drive"][2] + (64 << 20), told
 
