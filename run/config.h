@@ -243,8 +243,8 @@ struct PenstockConfig {
   std::optional<int64_t> seed;                     // of what the engine draws; Python's, as all that follow
   std::optional<std::string> device;               // "cpu", "cuda" or "cuda:1"
   std::optional<bool> progress;
-  std::optional<double> rank_timeout;  // seconds
-  std::optional<int64_t> logits_chunk_size;        // tokens; 0: logits are whole; Python's, as those below
+  std::optional<double> rank_timeout;        // seconds
+  std::optional<int64_t> logits_chunk_size;  // tokens; 0: logits are whole; Python's, as those below
   std::optional<std::vector<std::string>> chunked_modules;
   std::optional<int64_t> chunk_size;  // tokens
 

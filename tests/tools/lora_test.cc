@@ -1,5 +1,6 @@
 // Adapters of low rank against PEFT: tests/golden/lora.json has, for adapters with weights by formula, losses
-// and gradient norms of 20 steps, and what the merged model answers then. tests/golden/make lora asks for them.
+// and gradient norms of 20 steps, and what the merged model answers then. tests/golden/make lora asks for
+// them.
 #include "models/families/lora.h"
 
 #include <gmock/gmock.h>

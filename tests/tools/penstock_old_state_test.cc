@@ -1,5 +1,6 @@
 // What earlier versions left on disk, opened by this one: tests/golden/state-*.json, one a version, which
-// tests/golden/make_state.py makes with that version's program. Every file lies elsewhere than when it was written.
+// tests/golden/make_state.py makes with that version's program. Every file lies elsewhere than when it was
+// written.
 #include <gmock/gmock.h>
 
 #include <filesystem>
