@@ -1,7 +1,6 @@
 """Writes tests/golden/llama.json, llama_variants.json and llama_windows.json; tests/golden/make llama says what with. The same releases write the same bytes."""
 import json
 import os
-import sys
 import tempfile
 
 import torch

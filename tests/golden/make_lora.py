@@ -1,7 +1,6 @@
 """Writes tests/golden/lora.json; tests/golden/make lora says what with. The same releases write the same bytes."""
 import json
 import os
-import sys
 import tempfile
 import warnings
 

@@ -1,7 +1,6 @@
 """Writes tests/golden/mixtures.json: what transformers answers for small mixtures of experts. tests/golden/make llama runs it. The same releases write the same bytes."""
 import json
 import os
-import sys
 import tempfile
 
 import torch

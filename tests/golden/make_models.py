@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import random
-import sys
 import tempfile
 import warnings
 

@@ -6,7 +6,6 @@ tokenizer_config.json can name for them.
 import json
 import os
 import shutil
-import sys
 import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
