@@ -1386,14 +1386,20 @@ std::string InKeywords(std::string_view message) {
       continue;
     }
     message.remove_prefix(length);
-    if (setting->keyword.empty()) {
-      words += absl::StrReplaceAll(std::string(setting->flag.substr(2)), {{"-", " "}});
+    const std::string name(setting->flag.substr(2));
+    // A flag whose setting has a key of its own, for Python, is spelt alike there.
+    std::string keyword(setting->keyword);
+    if (const std::string alike = absl::StrReplaceAll(name, {{"-", "_"}});
+        keyword.empty() && FindKeyword(alike).first != nullptr)
+      keyword = alike;
+    if (keyword.empty()) {
+      words += absl::StrReplaceAll(name, {{"-", " "}});
       continue;
     }
-    words += setting->keyword;
-    if (setting->keyword == "resume" || setting->keyword == "overwrite") {
+    words += keyword;
+    if (keyword == "resume" || keyword == "overwrite") {
       words += "=True";
-    } else if (setting->keyword == "offload" || setting->keyword == "device") {
+    } else if (keyword == "offload" || keyword == "device") {
       for (const std::string_view value : {" none", " nvme", " cpu", " cuda"}) {
         if (!message.starts_with(value)) continue;
         words += absl::StrCat("='", std::string(value.substr(1)), "'");

@@ -36,7 +36,18 @@ ordered_json Outcome(const absl::StatusOr<Resolved>& resolved) {
           {"state_dirs", resolved->directories.paths},
           {"weights", resolved->directories.weights},
           {"micro_batches", resolved->micro_batches},
-          {"forwards", resolved->forwards}};
+          {"forwards", resolved->forwards},
+          {"missing_gradients",
+           own.missing_gradients.has_value() ? static_cast<int>(*own.missing_gradients) : -1},
+          {"saved_activations",
+           own.saved_activations.has_value() ? static_cast<int>(*own.saved_activations) : -1},
+          {"logits_chunk_size", own.logits_chunk_size.value_or(-1)},
+          {"chunked_modules", own.chunked_modules.value_or(std::vector<std::string>())},
+          {"chunk_size", own.chunk_size.value_or(0)},
+          {"seed", own.seed.value_or(-1)},
+          {"device", own.device.value_or("")},
+          {"progress", own.progress.has_value() ? static_cast<int>(*own.progress) : -1},
+          {"rank_timeout", own.rank_timeout.value_or(0)}};
 }
 
 ordered_json ValueOf(const Setting& setting) {
@@ -44,11 +55,20 @@ ordered_json ValueOf(const Setting& setting) {
     case KeyType::kWhole:
       return 3;
     case KeyType::kNumber:
-      return 0.25;
+      return 2.5;
+    case KeyType::kText:
+      return "cpu";
+    case KeyType::kBool:
+      return true;
     case KeyType::kSize:
       return "640MiB";
     case KeyType::kChoice:
-      return setting.choices.substr(0, setting.choices.find('|'));
+      // The second one: the first is what some have anyhow. offload's second wants a directory.
+      {
+        std::string_view choices = setting.choices;
+        if (setting.keyword != "offload") choices.remove_prefix(choices.find('|') + 1);
+        return choices.substr(0, choices.find('|'));
+      }
     case KeyType::kPaths:
       return {"here=2", "there"};
     case KeyType::kNames:
