@@ -77,7 +77,7 @@ class SettingsDoorsTest : public testing_support::ProgramTest {
                     {"host_memory", engine.memory.host_memory_budget_bytes},
                     {"device_memory", engine.memory.device_memory_budget_bytes},
                     {"offload", std::string(zero::Name(engine.storage.offload))},
-                    {"saved_activations", std::string(zero::Name(engine.memory.saved_activations))},
+                    {"saved_activations", static_cast<int>(engine.memory.saved_activations)},
                     {"state_dirs", engine.storage.state_dirs}};
     outcome["optimizer"].erase("config_kept");
     return outcome;
