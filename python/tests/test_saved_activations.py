@@ -347,8 +347,7 @@ def test_a_drive_that_is_full_ends_the_step_and_the_last_commit_stands(tmp_path)
             step(engine, batches(1, size=2, length=4096)[0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(OSError, match=r"penstock\.inputs"):
-        engine.close()
+    engine.close()  # the step alone had failed
     engine = make(net(layers=8), tmp_path, saved_activations="drive", resume=True)
     trained(engine, 1)
     assert engine.global_steps >= 2  # a step is committed beside the next one
