@@ -1,5 +1,5 @@
-// Small models whose weights a formula gives, here and in tests/golden/make_*.py: what transformers answers for
-// them stands in tests/golden/.
+// Small models whose weights a formula gives, here and in tests/golden/make_*.py: what transformers answers
+// for them stands in tests/golden/.
 #ifndef PENSTOCK_TESTS_TOOLS_GOLDEN_MODELS_H_
 #define PENSTOCK_TESTS_TOOLS_GOLDEN_MODELS_H_
 
