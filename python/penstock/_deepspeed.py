@@ -632,11 +632,6 @@ def _accelerates_device() -> Optional[torch.device]:
     return device if isinstance(device, torch.device) else None
 
 
-def _says_missing_gradients(config: Dict[str, Any]) -> bool:
-    own = config.get("penstock")
-    return isinstance(own, dict) and own.get("missing_gradients") is not None
-
-
 def initialize(
     args: Any = None,
     model: Optional[nn.Module] = None,
@@ -675,8 +670,10 @@ def initialize(
     has_optimizer = optimizer is not None or bool(described.get("optimizer"))
     if lr_scheduler is not None and not has_optimizer:
         warnings.warn("lr_scheduler: accepted and ignored: there is no optimizer, here or in the configuration, and the engine evaluates only", stacklevel=2)
-    own = described.get("penstock") or {}
-    device = own.get("device") or _accelerates_device()
+    own = described.get("penstock")
+    own = own if isinstance(own, dict) else {}  # the settings say what is wrong with another
+    accelerates = _accelerates_device()
+    device = own.get("device") or accelerates
     scratch: List[str] = []
     config_of_engine = _with_scratch(described, scratch)
     if not has_optimizer and not scratch:
@@ -693,7 +690,7 @@ def initialize(
         device=device,
         progress=None if "progress" in own else False,  # these scripts, and Trainer, say themselves how it goes
         ranks=None if has_optimizer else False,  # each has a copy of its own, on its drive
-        missing_gradients=None if device is not None or _says_missing_gradients(described) else "zeros",
+        missing_gradients=None if accelerates is not None or own.get("missing_gradients") is not None else "zeros",
     )
     made = DeepSpeedEngine(engine, described, scratch, has_optimizer)
     return made, made.optimizer, made._load(training_data, collate_fn), scheduler

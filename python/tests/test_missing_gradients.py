@@ -227,7 +227,12 @@ def test_zeros_are_deepspeeds_meaning_by_choice_and_under_its_name(tmp_path):
         described = {**stated, "zero_optimization": stage, "penstock": {"missing_gradients": "skip"}}
         return deepspeed.initialize(model=model, optimizer=optimizer, config=described)[0]
 
-    for door, expected in {by_keyword: by_zeros, by_configuration: by_zeros, under_its_name: by_zeros, by_choice_under_its_name: as_torch}.items():
+    def under_its_name_on_a_device(model, optimizer):
+        described = {**stated, "zero_optimization": stage, "penstock": {"device": "cpu"}}
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=described)[0]
+
+    doors = {by_keyword: by_zeros, by_configuration: by_zeros, under_its_name: by_zeros, under_its_name_on_a_device: by_zeros, by_choice_under_its_name: as_torch}
+    for door, expected in doors.items():
         model = model_of()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
