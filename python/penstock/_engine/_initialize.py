@@ -16,7 +16,7 @@ from ._device import choose_devices, tell_of_unused_settings
 from ._engine import Engine
 from ._optimizer import EngineOptimizer, optimizer_of
 from ._ranks import world_size
-from ._settings import PathLike, Settings
+from ._settings import PathLike, Settings, keywords_of
 
 
 # The first that is given; None is not.
@@ -121,6 +121,7 @@ def initialize(
 
     Returns (engine, engine.optimizer, None, the scheduler), as DeepSpeed does.
     """
+    keywords = keywords_of(locals())
     if model is None:
         raise TypeError("initialize needs model=")
     for name in ("args", "mpu"):
@@ -131,22 +132,6 @@ def initialize(
         near = difflib.get_close_matches(misspelt, inspect.signature(initialize).parameters, 1)
         raise TypeError(f"initialize has no argument {misspelt!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     world = world_size(None if ranks is None else truth(ranks, "ranks"))
-    keywords = {
-        "state_dir": state_dir,
-        "host_memory": host_memory,
-        "device_memory": device_memory,
-        "dtype": dtype,
-        "offload": offload,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
-        "forwards_per_step": forwards_per_step,
-        "gradient_clipping": gradient_clipping,
-        "blocks": blocks,
-        "logits_chunk_size": logits_chunk_size,
-        "chunked_modules": chunked_modules,
-        "chunk_size": chunk_size,
-        "missing_gradients": missing_gradients,
-        "saved_activations": saved_activations,
-    }
     settings = Settings(config if config is not None else config_params, keywords, world)
     settings.device, settings.engine_device = choose_devices(settings.chosen_device if device is None else device, settings.device_memory)
     settings.progress = settings.draws_progress if progress is None else truth(progress, "progress")

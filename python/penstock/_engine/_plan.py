@@ -23,7 +23,7 @@ from ._handed_over import check_types, described_blocks, described_stages, optio
 from ._device import choose_devices, tell_of_unused_settings
 from ._optimizer import describe, optimizer_of
 from ._pieces import Pieces
-from ._settings import DTYPES, PathLike, Settings
+from ._settings import DTYPES, PathLike, Settings, keywords_of
 from ._tensor_memory import StepTensors
 from ._trace import Traced, Use, settled, trace, with_other_modes
 from ._tree import counted, map_tensors
@@ -143,28 +143,13 @@ def plan(
     ``notes`` say so, and what ``initialize`` warns of in the configuration. TypeError, ValueError: it cannot be planned; names what and the way out. RuntimeError: host_memory is too small, with
     the least that would do.
     """
+    keywords = keywords_of(locals())
     if example is not None and not (batch is None and seq is None):
         raise ValueError("example= says how many samples and tokens there are: leave out batch= and seq=, or example=")
     given, title = _model_of(model_or_config)
     if getattr(given, "_penstock_engine", "") == "open":
         raise ValueError("this model has an engine: engine.plan() says what that has planned")
     model = _without_values(given)
-    keywords = {
-        "state_dir": state_dir,
-        "host_memory": host_memory,
-        "device_memory": device_memory,
-        "dtype": dtype,
-        "offload": offload,
-        "gradient_accumulation_steps": gradient_accumulation_steps,
-        "forwards_per_step": forwards_per_step,
-        "gradient_clipping": gradient_clipping,
-        "blocks": blocks,
-        "logits_chunk_size": logits_chunk_size,
-        "chunked_modules": chunked_modules,
-        "chunk_size": chunk_size,
-        "missing_gradients": missing_gradients,
-        "saved_activations": saved_activations,
-    }
     settings = Settings(config, keywords, needs_place=False)
     settings.device, settings.engine_device = choose_devices(device, settings.device_memory)
     check_types(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Mapping, Optional, Union
 
 import torch
 
@@ -17,12 +17,35 @@ PathLike = Union[str, "os.PathLike[str]"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+# What ``initialize`` and ``plan`` take by these names, and Settings resolves.
+_KEYWORDS = (
+    "state_dir",
+    "host_memory",
+    "device_memory",
+    "dtype",
+    "offload",
+    "gradient_accumulation_steps",
+    "forwards_per_step",
+    "gradient_clipping",
+    "blocks",
+    "logits_chunk_size",
+    "chunked_modules",
+    "chunk_size",
+    "missing_gradients",
+    "saved_activations",
+)
+
+
+def keywords_of(arguments: Mapping[str, Any]) -> Dict[str, Any]:
+    """Of a function's arguments (its ``locals()``), those that Settings takes."""
+    return {name: arguments[name] for name in _KEYWORDS}
+
 
 class Settings(_core.Settings):
     """Resolved (run/resolve.h), and what only Python knows.
 
     config: what DeepSpeed takes for one: a dictionary, the path of a file, or its text in base64; None: there is none.
-    keywords: of ``initialize``, which win over it; None is not given.
+    keywords: of ``initialize``, which win over it (``keywords_of``); None is not given.
     needs_place: False: where nothing says where state is, it is on a drive without a directory.
     ValueError: what is wrong, contradictory or missing, by the name that its caller gave it. FileNotFoundError, TypeError: config is none.
     """
