@@ -228,6 +228,12 @@ def test_a_plan_is_of_the_device(tmp_path, device):
         penstock.plan(net(), example=batches(1)[0], state_dir=str(tmp_path), device_memory="100KiB")
 
 
+def test_a_plan_is_of_the_device_that_the_configuration_names(tmp_path, device):
+    plan = penstock.plan(net(), example=batches(1)[0], state_dir=str(tmp_path), config={"penstock": {"device": "cpu", "device_memory": "64MiB"}})
+    assert plan.as_dict()["device"]["name"] != "test"
+    assert any("device_memory" in note for note in plan.notes)
+
+
 def test_without_a_device_its_settings_say_that_they_do_nothing(tmp_path, device):
     device("cpu")
     with pytest.warns(UserWarning, match="penstock.device_memory: accepted and ignored: from Python with device='cpu'"):

@@ -151,7 +151,7 @@ def plan(
         raise ValueError("this model has an engine: engine.plan() says what that has planned")
     model = _without_values(given)
     settings = Settings(config, keywords, needs_place=False)
-    settings.device, settings.engine_device = choose_devices(device, settings.device_memory)
+    settings.device, settings.engine_device = choose_devices(settings.chosen_device if device is None else device, settings.device_memory)
     check_types(model)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{title} has no parameters: there is nothing to plan")
