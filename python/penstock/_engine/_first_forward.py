@@ -16,7 +16,7 @@ from .._lightning import unlogged
 from ._device import give_back_cache, tell_of_offload
 from ._given import Given
 from ._hidden import Read, hide_copies, show_copies
-from ._modules import has_all_parameters, move_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._modules import move_buffers, parts_with_all_parameters, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._run import Run
 from ._tensor_memory import StepTensors
 from ._trace import Use, settled, trace, with_other_modes
@@ -63,11 +63,7 @@ class FirstForward:
 
         self._previous_forward = replace_forward(self._module, first_forward)
         self.forward_of_model = self._module.forward
-        self._all_of_it = [
-            (part, replace_forward(part, self._first_forward_of(part)))
-            for part in self._module.modules()
-            if part is not self._module and has_all_parameters(part, self._module)
-        ]
+        self._all_of_it = [(part, replace_forward(part, self._first_forward_of(part))) for part in parts_with_all_parameters(self._module)]
 
     # Of a module that has all parameters, and is called without the model: peft's generates so, and a LightningModule trains it.
     def _first_forward_of(self, part: nn.Module) -> Callable[..., Any]:

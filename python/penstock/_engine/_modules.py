@@ -41,10 +41,20 @@ def restore_forward(module: nn.Module, previous: Optional[Callable[..., Any]]) -
         module.forward = previous  # type: ignore[method-assign]
 
 
-def has_all_parameters(part: nn.Module, model: nn.Module) -> bool:
-    """Whether `part`, a module of the model with a forward, has all of its parameters."""
+def parts_with_all_parameters(model: nn.Module) -> List[nn.Module]:
+    """Modules below the model that have a forward and all of its parameters, in the model's order."""
     every = {id(parameter) for parameter in model.parameters()}
-    return {id(parameter) for parameter in part.parameters()} == every and type(part).forward is not nn.Module.forward
+    found: Dict[int, nn.Module] = {}
+
+    # What a module does not have, none below it has.
+    def look_below(module: nn.Module) -> None:
+        for child in module.children():
+            if id(child) not in found and {id(parameter) for parameter in child.parameters()} == every:
+                found[id(child)] = child
+                look_below(child)
+
+    look_below(model)
+    return [part for part in found.values() if type(part).forward is not nn.Module.forward]
 
 
 def switch_off_checkpointing(modules: Iterable[nn.Module]) -> bool:

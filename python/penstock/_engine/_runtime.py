@@ -38,7 +38,7 @@ from ._changing import Changing
 from ._entering import Entering
 from ._model_forward import ModelForward
 from ._head_places import HeadPlaces
-from ._modules import has_all_parameters, replace_forward, restore_forward
+from ._modules import parts_with_all_parameters, replace_forward, restore_forward
 from ._open_pass import OpenPass
 from ._pieces import Pieces
 from ._passes import Passes
@@ -108,10 +108,11 @@ class Runtime:
             for name, module in block.modules:
                 self._replace(module, self._blocks.of(name, module))
         modules = {id(module) for block in blocks for _, module in block.modules}
+        wholes = {id(part) for part in parts_with_all_parameters(model)}
         for part in model.modules():
             if part is model:
                 continue
-            if has_all_parameters(part, model):
+            if id(part) in wholes:
                 self._replace(part, self._forward.of_whole(part, part.forward))
             elif any(id(each) in modules for each in part.modules()) and id(part) not in modules:
                 self._replace(part, self._forward.of_part(part.forward))
