@@ -210,7 +210,7 @@ class ModelForward:
         self._here.inside_model = True
         if self._dtype != torch.float32 or self._device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), self._taken_in)
-        if self._here.driver is not None and self._here.driver.trains:
+        if driver.trains:
             self._saved.begin((args, kwargs))
         try:
             with driver.held:
@@ -219,7 +219,7 @@ class ModelForward:
                     out = map_tensors(out, lambda tensor: _outliving(tensor, driver.forward is not None) if is_lazy(tensor) else tensor)
         finally:
             self._here.inside_model = False
-        if self._here.driver is not None and self._here.driver.trains:
+        if driver.trains:
             self._saved.check()
         return self._entering.apart(0, out) if self._stages.has_residents else out
 

@@ -258,7 +258,8 @@ def trace(
                 begun[id(called)] = time.perf_counter()
 
             def after(called: nn.Module, args: Any, kwargs: Dict[str, Any], returned: Any) -> None:
-                number, last = next((number, use) for number, use in reversed(list(enumerate(uses))) if use.module is called)
+                number = next(number for number in reversed(range(len(uses))) if uses[number].module is called)
+                last = uses[number]
                 given.use(number, (args, kwargs))
                 if device.type not in ("cpu", "meta"):
                     torch.cuda.synchronize(device)
