@@ -18,11 +18,6 @@ namespace {
 
 using kernels::DType;
 
-// Elements of a row-wise function for which another thread is worth waking.
-constexpr int64_t kLeastMixed = 16 << 10;
-
-size_t Grain(int64_t columns) { return static_cast<size_t>(std::max<int64_t>(1, kLeastMixed / columns)); }
-
 // How many of an expert's rows are among the first `single` of the pass.
 int64_t SingleOf(const std::vector<RoutedRow>& rows, int64_t single) {
   return std::count_if(rows.begin(), rows.end(), [single](const RoutedRow& row) { return row.row < single; });
@@ -41,20 +36,12 @@ absl::StatusOr<HostRows> HostMixture::KeptProduct(int64_t layer, const std::stri
   ASSIGN_OR_RETURN(MatrixProduct product, MatrixProduct::Begin(x, single, matrix, &scratch_));
   RETURN_IF_ERROR(product.Add(kept.data(), 0, static_cast<int64_t>(kept.elements())));
   HostRows y = product.Result();
-  AddBias(parts_.kept->tensor(static_cast<int>(layer) + 1, name + ".bias"), &y);
+  AddKept(parts_.kept->tensor(static_cast<int>(layer) + 1, name + ".bias"), &y);
   return y;
 }
 
-void HostMixture::AddBias(int tensor, HostRows* y) {
-  if (tensor < 0) return;
-  const HostRows& bias = parts_.kept->vector(tensor);
-  scratch_.pool.ParallelFor(
-      static_cast<size_t>(y->rows()), Grain(y->columns()), [&](size_t begin, size_t end) {
-        for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
-          kernels::AddElements(y->type(), y->row(row), bias.data(), static_cast<size_t>(y->columns()),
-                               y->row(row));
-        }
-      });
+void HostMixture::AddKept(int tensor, HostRows* y) {
+  if (tensor >= 0) scratch_.AddToRows(parts_.kept->vector(tensor), y);
 }
 
 absl::StatusOr<Routes> HostMixture::RoutesOf(int64_t layer, const HostRows& x, int64_t single) {
@@ -103,15 +90,14 @@ absl::StatusOr<HostRows> HostMixture::ComputeExpert(size_t number, const std::by
   } else {
     ASSIGN_OR_RETURN(gate, Product(matrices.gate, unit, memory, x, single));
     ASSIGN_OR_RETURN(const HostRows up, Product(matrices.up, unit, memory, x, single));
-    scratch_.pool.ParallelFor(
-        static_cast<size_t>(gate.rows()), Grain(gate.columns()), [&](size_t begin, size_t end) {
-          const auto first = static_cast<int64_t>(begin);
-          kernels::Activate(gate.type(), f_.activation, gate.row(first), up.row(first),
-                            (end - begin) * static_cast<size_t>(gate.columns()), gate.row(first));
-        });
+    scratch_.ForRows(gate.rows(), gate.columns(), [&](size_t begin, size_t end) {
+      const auto first = static_cast<int64_t>(begin);
+      kernels::Activate(gate.type(), f_.activation, gate.row(first), up.row(first),
+                        (end - begin) * static_cast<size_t>(gate.columns()), gate.row(first));
+    });
   }
   ASSIGN_OR_RETURN(HostRows y, Product(matrices.down, unit, memory, gate, single));
-  AddBias(matrices.down_bias, &y);
+  AddKept(matrices.down_bias, &y);
   return y;
 }
 
@@ -119,20 +105,18 @@ absl::StatusOr<HostRows> HostMixture::ComputePairs(const ExpertMatrices& matrice
                                                    const std::byte* memory, const HostRows& x,
                                                    int64_t single) {
   ASSIGN_OR_RETURN(HostRows both, Product(matrices.up, unit, memory, x, single));
-  AddBias(matrices.up_bias, &both);
+  AddKept(matrices.up_bias, &both);
   const int64_t inner = both.columns() / 2;
   ASSIGN_OR_RETURN(HostRows gate, HostRows::Of(x.type(), both.rows(), inner));
   ASSIGN_OR_RETURN(HostRows up, HostRows::Of(x.type(), both.rows(), inner));
   const auto limit = static_cast<float>(f_.mixture.pair_limit);
-  scratch_.pool.ParallelFor(static_cast<size_t>(both.rows()), Grain(both.columns()),
-                            [&](size_t begin, size_t end) {
-                              const auto first = static_cast<int64_t>(begin);
-                              const size_t elements = (end - begin) * static_cast<size_t>(inner);
-                              kernels::SplitClampedPairs(x.type(), both.row(first), limit, elements,
-                                                         gate.row(first), up.row(first));
-                              kernels::Activate(x.type(), kernels::Activation::kQuickGelu, gate.row(first),
-                                                up.row(first), elements, gate.row(first));
-                            });
+  scratch_.ForRows(both.rows(), both.columns(), [&](size_t begin, size_t end) {
+    const auto first = static_cast<int64_t>(begin);
+    const size_t elements = (end - begin) * static_cast<size_t>(inner);
+    kernels::SplitClampedPairs(x.type(), both.row(first), limit, elements, gate.row(first), up.row(first));
+    kernels::Activate(x.type(), kernels::Activation::kQuickGelu, gate.row(first), up.row(first), elements,
+                      gate.row(first));
+  });
   return gate;
 }
 
@@ -152,7 +136,7 @@ absl::StatusOr<HostRows> HostMixture::Compute(const HostRows& x, int64_t single)
     const auto number = static_cast<size_t>(layer_ * shape_.experts + held.expert);
     ASSIGN_OR_RETURN(HostRows y, ComputeExpert(number, held.memory, of_expert, SingleOf(rows, single)));
     RETURN_IF_ERROR(experts.Release(held));
-    scratch_.pool.ParallelFor(static_cast<size_t>(count), Grain(width), [&](size_t begin, size_t end) {
+    scratch_.ForRows(count, width, [&](size_t begin, size_t end) {
       for (size_t i = begin; i < end; ++i) {
         std::byte* const row = y.row(static_cast<int64_t>(i));
         kernels::ScaleElements(y.type(), row, rows[i].weight, static_cast<size_t>(width));
@@ -161,7 +145,7 @@ absl::StatusOr<HostRows> HostMixture::Compute(const HostRows& x, int64_t single)
     });
   }
   ASSIGN_OR_RETURN(HostRows sum, HostRows::Of(x.type(), x.rows(), width));
-  scratch_.pool.ParallelFor(static_cast<size_t>(x.rows()), Grain(width), [&](size_t begin, size_t end) {
+  scratch_.ForRows(x.rows(), width, [&](size_t begin, size_t end) {
     for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
       std::memcpy(sum.row(row), results.row(row * shape_.chosen), sum.row_bytes());
       for (int64_t k = 1; k < shape_.chosen; ++k) {

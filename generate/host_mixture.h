@@ -47,7 +47,7 @@ class HostMixture {
   absl::StatusOr<HostRows> Product(int tensor, const WeightUnit& unit, const std::byte* memory,
                                    const HostRows& x, int64_t single);
   // Adds a vector that is kept to each row; -1: none.
-  void AddBias(int tensor, HostRows* y);
+  void AddKept(int tensor, HostRows* y);
   // What goes into the matrix down of an expert with MixtureFunction::pair_limit.
   absl::StatusOr<HostRows> ComputePairs(const ExpertMatrices& matrices, const WeightUnit& unit,
                                         const std::byte* memory, const HostRows& x, int64_t single);

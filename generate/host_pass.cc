@@ -19,9 +19,6 @@ namespace {
 
 using kernels::DType;
 
-// Elements of a row-wise function for which another thread is worth waking.
-constexpr size_t kLeastElements = 16 << 10;
-
 // Columns [from, from + n) of the rows of a matrix.
 struct Columns {
   const HostRows* of;
@@ -87,17 +84,10 @@ class HostPass : public PassRunner {
   }
 
  private:
-  // Rows [begin, end) at a time, of so many elements each.
-  template <typename Work>
-  void ForRows(int64_t rows, int64_t columns, const Work& work) {
-    const auto grain = std::max<size_t>(1, kLeastElements / static_cast<size_t>(columns));
-    scratch_.pool.ParallelFor(static_cast<size_t>(rows), grain, work);
-  }
-
   // Some elements of whole rows at a time, by several threads.
   template <typename Work>
   void ForElements(HostRows& x, const Work& work) {
-    ForRows(x.rows(), x.columns(), [&](size_t begin, size_t end) {
+    scratch_.ForRows(x.rows(), x.columns(), [&](size_t begin, size_t end) {
       work(x.row(static_cast<int64_t>(begin)), (end - begin) * static_cast<size_t>(x.columns()));
     });
   }
@@ -173,7 +163,7 @@ class HostPass : public PassRunner {
     const int weight = kept.tensor(block_, name + ".weight"), bias = kept.tensor(block_, name + ".bias");
     PENSTOCK_CHECK(weight >= 0, "a norm has a weight");
     const int64_t width = kept.vector(weight).columns(), pieces = x.columns() / width;
-    ForRows(x.rows(), x.columns(), [&](size_t begin, size_t end) {
+    scratch_.ForRows(x.rows(), x.columns(), [&](size_t begin, size_t end) {
       const auto first = static_cast<int64_t>(begin);
       const kernels::NormRows in = {.type = x.type(),
                                     .x = x.row(first),
@@ -204,15 +194,8 @@ class HostPass : public PassRunner {
       return product.Add(memory, first, elements);
     }));
     HostRows y = product.Result();
-    if (const int bias = kept.tensor(block_, name + ".bias"); bias >= 0) {
-      const HostRows& addend = kept.vector(bias);
-      ForRows(y.rows(), y.columns(), [&](size_t begin, size_t end) {
-        for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
-          kernels::AddElements(y.type(), y.row(row), addend.data(), static_cast<size_t>(y.columns()),
-                               y.row(row));
-        }
-      });
-    }
+    if (const int bias = kept.tensor(block_, name + ".bias"); bias >= 0)
+      scratch_.AddToRows(kept.vector(bias), &y);
     return y;
   }
 
@@ -224,7 +207,7 @@ class HostPass : public PassRunner {
     const int64_t half = angles.cosine.columns();
     const kernels::RotatedHeads turned = {x->type(), static_cast<size_t>(heads),
                                           static_cast<size_t>(shape_.depth), static_cast<size_t>(half)};
-    ForRows(x->rows(), x->columns(), [&](size_t begin, size_t end) {
+    scratch_.ForRows(x->rows(), x->columns(), [&](size_t begin, size_t end) {
       for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
         kernels::RotateHeads(turned, x->row(row), angles.cosine.floats() + row * half,
                              angles.sine.floats() + row * half);
@@ -247,7 +230,7 @@ class HostPass : public PassRunner {
   }
 
   void AddTo(HostRows* x, const HostRows& y) {
-    ForRows(x->rows(), x->columns(), [&](size_t begin, size_t end) {
+    scratch_.ForRows(x->rows(), x->columns(), [&](size_t begin, size_t end) {
       const auto first = static_cast<int64_t>(begin);
       const size_t elements = (end - begin) * static_cast<size_t>(x->columns());
       kernels::AddElements(x->type(), x->row(first), y.row(first), elements, x->row(first));
@@ -316,7 +299,7 @@ class HostPass : public PassRunner {
     if (f_.gate_in_up) {
       ASSIGN_OR_RETURN(inner, ActivateHalves(inner));
     } else {
-      ForRows(inner.rows(), inner.columns(), [&](size_t begin, size_t end) {
+      scratch_.ForRows(inner.rows(), inner.columns(), [&](size_t begin, size_t end) {
         const auto first = static_cast<int64_t>(begin);
         const size_t elements = (end - begin) * static_cast<size_t>(inner.columns());
         const bool gated = gate.rows() > 0;
@@ -360,7 +343,7 @@ class HostPass : public PassRunner {
   absl::StatusOr<HostRows> ActivateHalves(const HostRows& both) {
     const int64_t half = both.columns() / 2;
     ASSIGN_OR_RETURN(HostRows inner, HostRows::Of(both.type(), both.rows(), half));
-    ForRows(inner.rows(), half, [&](size_t begin, size_t end) {
+    scratch_.ForRows(inner.rows(), half, [&](size_t begin, size_t end) {
       for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
         kernels::Activate(both.type(), f_.activation, both.row(row), both.row(row) + inner.row_bytes(),
                           static_cast<size_t>(half), inner.row(row));
@@ -410,7 +393,7 @@ class HostPass : public PassRunner {
     AttendAll(layer, queries, q, &mixed);
     if (type == DType::kFp32) return mixed;
     ASSIGN_OR_RETURN(HostRows rounded, HostRows::Of(type, rows.all, width));
-    ForRows(rows.all, width, [&](size_t begin, size_t end) {
+    scratch_.ForRows(rows.all, width, [&](size_t begin, size_t end) {
       const auto first = static_cast<int64_t>(begin);
       kernels::Convert(DType::kFp32, mixed.row(first), type, rounded.row(first),
                        (end - begin) * static_cast<size_t>(width));

@@ -10,12 +10,16 @@
 #include "generate/clock.h"
 #include "generate/decode.h"
 #include "kernels/cache.h"
+#include "kernels/layer.h"
 #include "kernels/many_rows.h"
 
 namespace penstock::generate {
 namespace {
 
 using kernels::DType;
+
+// Elements of a row-wise function for which another thread is worth waking.
+constexpr int64_t kLeastElementsOfRows = 16 << 10;
 
 size_t RowBytes(const StoredMatrix& matrix) {
   const auto columns = static_cast<size_t>(matrix.columns);
@@ -91,6 +95,20 @@ absl::Status ForDecodedRows(const StoredMatrix& matrix, const std::byte* memory,
 }
 
 }  // namespace
+
+void ProductScratch::ForRows(int64_t rows, int64_t columns, absl::FunctionRef<void(size_t, size_t)> work) {
+  const auto grain = static_cast<size_t>(std::max<int64_t>(1, kLeastElementsOfRows / columns));
+  pool.ParallelFor(static_cast<size_t>(rows), grain, work);
+}
+
+void ProductScratch::AddToRows(const HostRows& vector, HostRows* y) {
+  ForRows(y->rows(), y->columns(), [&](size_t begin, size_t end) {
+    for (auto row = static_cast<int64_t>(begin); row < static_cast<int64_t>(end); ++row) {
+      kernels::AddElements(y->type(), y->row(row), vector.data(), static_cast<size_t>(y->columns()),
+                           y->row(row));
+    }
+  });
+}
 
 bool MultipliesAllPacked(DType x, const StoredMatrix& matrix) {
   return x == DType::kBf16 && TakesPackedRows(matrix) && kernels::HasPackedProduct();

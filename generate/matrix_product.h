@@ -20,6 +20,7 @@
 #include <optional>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "generate/host_rows.h"
@@ -38,6 +39,11 @@ bool MultipliesAllPacked(kernels::DType x, const StoredMatrix& matrix);
 struct ProductScratch {
   // `threads`: that share a product.
   explicit ProductScratch(int threads) : pool(threads) {}
+  // Shares rows of `columns` elements among the threads: work(begin, end) is given some of them at a time.
+  void ForRows(int64_t rows, int64_t columns, absl::FunctionRef<void(size_t, size_t)> work);
+  // Adds a vector, of y's type and columns, to each row.
+  void AddToRows(const HostRows& vector, HostRows* y);
+
   kernels::ThreadPool pool;
   zero::HostBuffer many;     // of kernels/many_rows.h
   zero::HostBuffer decoded;  // of a matrix with scales of its own
