@@ -8,6 +8,7 @@
 #include "tiering/advice/tier_table.h"
 #include "tools/base/size.h"
 #include "tools/pages/markup.h"
+#include "zero/engine/report.h"
 
 namespace penstock::tools {
 namespace {
@@ -395,10 +396,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"previewed_share", plan.plan.previewed_share()},
           {"worthwhile_redo_rate", plan.plan.worthwhile_replay_rate},
           {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},
-          {"saved_activations",
-           {{"stages", plan.plan.positions},
-            {"stages_that_spill", plan.plan.spilled_inputs()},
-            {"spilled_to", plan.plan.device.has_own_memory ? "host memory" : "drive"}}},
+          {"saved_activations", zero::SavedActivationsJson(plan.plan)},
           {"reasons", plan.plan.reasons},
           {"host_memory_budget_bytes", facts.options.memory.host_memory_budget_bytes},
           {"host_memory_bytes", plan.plan.host_bytes()},

@@ -368,7 +368,6 @@ absl::StatusOr<std::span<const TensorView>> DrivenCompute::RestoreInputs(tiering
     inputs.memory.push_back(std::move(memory));
   }
   traffic_.peak_bytes = std::max(traffic_.peak_bytes, room_.Stats().peak_live_bytes);
-  inputs.came_back = true;
   return inputs.restored;
 }
 

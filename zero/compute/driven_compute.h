@@ -183,7 +183,6 @@ class DrivenCompute final : public Compute, public std::enable_shared_from_this<
   struct Inputs {
     std::vector<TensorView> given, restored;  // both stay as they are while the engine has a span of them
     std::vector<HostBuffer> memory;           // of `restored`, on the host
-    bool came_back = false;
   };
   // By position: the program's name for a use.
   using InputsKey = std::pair<tiering::Position, int>;

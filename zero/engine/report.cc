@@ -94,6 +94,12 @@ void Report::Start(const EngineOptions& options, const std::string& version, int
              {"stopped_by", nullptr}};
 }
 
+nlohmann::json SavedActivationsJson(const tiering::Plan& plan) {
+  return {{"stages", plan.positions},
+          {"stages_that_spill", plan.spilled_inputs()},
+          {"spilled_to", plan.device.has_own_memory ? "host memory" : "drive"}};
+}
+
 void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
                      const tiering::Prediction& prediction) {
   const EnginePlan& plan = engine.plan();
@@ -109,9 +115,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["durability"] =
       std::string(Name(plan.plan.commits_every_step ? Durability::kStep : Durability::kCheckpoint));
   report_["nvme_write_bytes_saved_per_step"] = plan.plan.late_write_bytes;
-  report_["saved_activations"] = {{"stages", plan.plan.positions},
-                                  {"stages_that_spill", plan.plan.spilled_inputs()},
-                                  {"spilled_to", plan.plan.device.has_own_memory ? "host memory" : "drive"}};
+  report_["saved_activations"] = SavedActivationsJson(plan.plan);
   report_["resumed_from_step"] =
       engine.resumed_from().has_value() ? nlohmann::json(*engine.resumed_from()) : nlohmann::json();
   report_["io_backend"] = engine.io_backend();

@@ -82,6 +82,9 @@ nlohmann::json EvaluationJson(const Evaluation& evaluation);
 // 17 are promised.)
 std::string LogLine(const nlohmann::json& entry);
 
+// Where what blocks keep for backward waits for it, as reports and plans say it.
+nlohmann::json SavedActivationsJson(const tiering::Plan& plan);
+
 class Report {
  public:
   static constexpr size_t kStepsKept = 10'000;
