@@ -797,8 +797,9 @@ absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
       }
       files_.pop_back();
     }
-    most = std::max(most, values.updates.value_or(most));
-    if (values.updates.value_or(0) > optimizer_step_.value_or(most))
+    if (!values.updates.has_value()) continue;  // of an older DeepSpeed, or only weights are read
+    most = std::max(most, *values.updates);
+    if (*values.updates > optimizer_step_.value_or(most))
       return Wrong(absl::StrCat(name, " has had ", *values.updates, " updates, and the optimizer made ",
                                 *optimizer_step_));
   }
