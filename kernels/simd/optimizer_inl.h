@@ -197,11 +197,22 @@ struct Sgd {
   bool decays, moves, nesterov;
 };
 
-// Asks for what stands kAhead bytes after a byte of an array: an address, not a pointer, as near the end it
-// is outside.
-inline void PrefetchAhead(const void* array, size_t byte) {
-  constexpr size_t kAhead = 512;
-  Prefetch(reinterpret_cast<uintptr_t>(array) + byte + kAhead);
+// How many bytes ahead of its own loads an update of n elements asks for each of its streams; 0: it leaves
+// that to the processor. Measured, as shares of the bare streams: AMD's own prefetching (Zen 4) is enough for
+// streams of one width, and with streams of different widths leaves a tenth. Intel's (Sapphire Rapids) leaves
+// 7% in both cases; half a KiB is too near there and costs more than it brings, 2 KiB bring all of it. Pieces
+// of 8-bit states are shorter than that.
+inline size_t PrefetchDistance(bool mixed_widths, [[maybe_unused]] size_t n) {
+#if defined(__x86_64__)
+  static const bool intel = __builtin_cpu_is("intel") != 0;
+  if (intel && n > 1024) return 2048;
+#endif
+  return mixed_widths ? 512 : 0;
+}
+
+// Asks for a byte of an array: by an address and not a pointer, as near the end it is outside.
+inline void PrefetchByte(const void* array, size_t byte) {
+  Prefetch(reinterpret_cast<uintptr_t>(array) + byte);
 }
 
 template <class Opt, int kParam, int kGrad, int kState>
@@ -212,17 +223,14 @@ void Update(const void* step, const UpdateChunk& chunk) {
   const bool has_m = Opt::kM && c.m != nullptr;  // SGD without momentum has none
   const bool sums_up = c.squares != nullptr;
   D sums = ZeroD();
-  // With streams of different widths the processor's own prefetching leaves some of the time on the table (a
-  // tenth with a split master). With the four streams of fp32 it does not, and asking again only costs.
-  constexpr size_t kParamBytes = kParam == 0 ? 4 : 2;
-  constexpr bool kMixedWidths = kParam != 0 || kGrad != 0;
+  const size_t ahead = PrefetchDistance(kParam != 0 || kGrad != 0, c.n);
   ForVectors(c.n, [=, &sums]<bool kTail>(size_t i, size_t count) {
-    if constexpr (kMixedWidths && !kTail) {
-      PrefetchAhead(c.param, kParamBytes * i);
-      if constexpr (kParam == 1) PrefetchAhead(c.master_low, 2 * i);
-      PrefetchAhead(c.grad, (kGrad == 0 ? 4 : 2) * i);
-      if constexpr (Opt::kM) PrefetchAhead(c.m, (kState == 0 ? 4 : 2) * i);
-      if constexpr (Opt::kV) PrefetchAhead(c.v, (kState == 0 ? 4 : 2) * i);
+    if (!kTail && ahead != 0) {
+      PrefetchByte(c.param, (kParam == 0 ? 4 : 2) * i + ahead);
+      if constexpr (kParam == 1) PrefetchByte(c.master_low, 2 * i + ahead);
+      PrefetchByte(c.grad, (kGrad == 0 ? 4 : 2) * i + ahead);
+      if constexpr (Opt::kM) PrefetchByte(c.m, (kState == 0 ? 4 : 2) * i + ahead);
+      if constexpr (Opt::kV) PrefetchByte(c.v, (kState == 0 ? 4 : 2) * i + ahead);
     }
     const F g = Element<kGrad>::template Load<kTail>(c.grad, i, count);
     if (sums_up) AddSquare(&sums, g);
