@@ -65,12 +65,17 @@ absl::StatusOr<std::unique_ptr<CsvMonitor>> CsvMonitor::Open(const std::string& 
   return monitor;
 }
 
+absl::StatusOr<std::string> CsvMonitor::RunIdIn(const std::string& directory) {
+  const absl::StatusOr<std::string> text = ReadSmallFile(directory + "/" + kMark);
+  if (absl::IsNotFound(text.status())) return "";
+  RETURN_IF_ERROR(text.status());
+  return text->substr(0, text->find('\n'));
+}
+
 absl::StatusOr<bool> CsvMonitor::Owns() const {
   ASSIGN_OR_RETURN(const std::vector<std::string> files, FilesIn(directory_));
   if (files.empty()) return true;
-  const absl::StatusOr<std::string> text = ReadSmallFile(directory_ + "/" + kMark);
-  if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
-  const std::string mark = text.ok() ? text->substr(0, text->find('\n')) : "";
+  ASSIGN_OR_RETURN(const std::string mark, RunIdIn(directory_));
   if (mark == owner_.run_id && owner_.resumes) return true;
   if (mark.empty() && owner_.resumes) return false;
   if (!mark.empty() && owner_.replaces.count(mark) > 0) return true;

@@ -22,6 +22,8 @@ class CsvMonitor : public ScalarSink {
   // Makes `directory` and changes nothing in it yet. kFailedPrecondition: it holds another run's samples.
   static absl::StatusOr<std::unique_ptr<CsvMonitor>> Open(const std::string& directory,
                                                           const MonitorOwner& owner);
+  // The id of the run whose samples `directory` holds; empty where it holds none, or DeepSpeed's own.
+  static absl::StatusOr<std::string> RunIdIn(const std::string& directory);
 
   absl::Status Begin(int64_t samples) override;
   absl::Status Append(int64_t samples, const std::vector<Scalar>& scalars) override;

@@ -6,10 +6,12 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
+#include "run/watch/monitors.h"
 #include "run/watch/train_log.h"
 
 namespace penstock::tools {
@@ -32,8 +34,8 @@ std::string RandomDigits() {
 }
 
 // A run from before there were ids takes that of the lines it has had since. One that left nothing to go on
-// from starts over, and its log with it, if it is the same run to the last word; where every step is durable
-// nothing can have been lost, and RunJournal says what is wrong.
+// from starts over, and its log and monitors with it, if it is the same run to the last word; where every
+// step is durable nothing can have been lost, and RunJournal says what is wrong.
 absl::StatusOr<std::string> LoggedOrNew(const TrainOptions& flags, const TrainSettings& settings) {
   const zero::EngineOptions& options = settings.engine;
   const std::string what = WhatItIs(options);
@@ -43,8 +45,12 @@ absl::StatusOr<std::string> LoggedOrNew(const TrainOptions& flags, const TrainSe
   }
   const bool durable = options.storage.offload == zero::OffloadDevice::kNvme &&
                        options.storage.durability == zero::Durability::kStep;
-  const bool same = logged.rfind(what + "-", 0) == 0;
+  const bool same = absl::StartsWith(logged, what + "-");
   if (!logged.empty() && (settings.resumes || durable || same)) return logged;
+  if (flags.resume && logged.empty() && !settings.resumes && !durable) {
+    ASSIGN_OR_RETURN(const std::string monitored, run::Monitors::RunIdIn(settings.config));
+    if (absl::StartsWith(monitored, what + "-")) return monitored;
+  }
   return absl::StrCat(what, "-", RandomDigits());
 }
 
