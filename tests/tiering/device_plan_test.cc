@@ -181,6 +181,31 @@ TEST(Device, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
 }
 
 // LibTorch's allocator needs more than its tensors: what it needs is part of the least that works.
+// What is frozen of a block takes a place for its weights there, and none for gradients or their sums.
+TEST(Device, GradientsThereAreOfWhatTrains) {
+  constexpr int64_t kBase = 512 * kElementAlignment, kAdapters = 8 * kElementAlignment;
+  ModelGraph graph = Chain(6, kBase + kAdapters);
+  for (BlockShape& block : graph.blocks) FreezeFirst(kBase, &block);
+  graph.blocks[BlockIndex(5)].trains = false;
+  graph.blocks[BlockIndex(5)].trained_from = 0;
+  for (const bool apart : {true, false}) {
+    SCOPED_TRACE(apart);
+    PlanOptions options;
+    options.micro_batches = 2;  // whose gradients are summed in fp32
+    options.device.has_own_memory = true;
+    options.frozen_apart = apart;
+    options.device.budget_bytes = LeastDeviceMemory(graph, options);
+    const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    int64_t gradients = 0, sums = 0;
+    for (const Slot& slot : plan->device.gradient_slots) gradients = std::max(gradients, slot.bytes);
+    for (const Slot& slot : plan->device.accumulator_slots) sums = std::max(sums, slot.bytes);
+    EXPECT_EQ(gradients, (apart ? kAdapters : kBase + kAdapters) * 2);
+    EXPECT_EQ(sums, (apart ? kAdapters : kBase + kAdapters) * 4);
+    RunPasses(graph, *plan, MachineModel(), nullptr);
+  }
+}
+
 TEST(Device, TensorsHaveRoomForTheGapsBetweenThem) {
   const ModelGraph graph = Chain(4, 1 << 20);
   PlanOptions options;

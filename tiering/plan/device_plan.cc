@@ -30,12 +30,13 @@ constexpr std::array<InFlight, 4> kInFlight = {{{3, 2}, {2, 2}, {2, 1}, {1, 1}}}
 class DevicePlanner {
  public:
   DevicePlanner(const ModelGraph& graph, const Precision& precision, int micro_batches, int world,
-                bool trains, const DeviceOptions& options)
+                bool trains, bool frozen_apart, const DeviceOptions& options)
       : graph_(graph),
         precision_(precision),
         micro_batches_(micro_batches),
         world_(world),
         trains_(trains),
+        frozen_apart_(frozen_apart),
         options_(options),
         collectives_(options.collectives && world > 1),
         positions_(static_cast<int>(graph.stages.size())),
@@ -97,7 +98,7 @@ class DevicePlanner {
       const int64_t elements = block.elements;
       if (std::exchange(seen[stage.block], 1) != 0 || elements > left) continue;
       // What is frozen has no state to live with, and the device updates whole blocks.
-      if (world_ == 1 && (!block.trains || block.trained_from > 0)) continue;
+      if (!block.trains || (world_ == 1 && block.trained_from > 0)) continue;
       // Over several ranks what is summed in place from one use to the next has no place for the result.
       if (collectives_ && uses_[stage.block] > 1 && precision_.gradient_bytes == 4) continue;
       lives[stage.block] = 1;
@@ -134,6 +135,7 @@ class DevicePlanner {
     const std::vector<int64_t> classes =
         come_and_go.empty() ? std::vector<int64_t>() : ClassSizes(come_and_go, in_flight.runs);
     std::vector<int> in_ring(classes.size(), 0);
+    std::vector<int64_t> largest_in_ring(classes.size(), 0);
     int64_t largest_sum = 0;
     for (const BlockIndex b : sizes.indices()) {
       DevicePlan::Block& block = plan.blocks.emplace_back();
@@ -147,7 +149,7 @@ class DevicePlanner {
       } else {
         while (classes[At(block.weight_class)] < sizes[b]) ++block.weight_class;
       }
-      if (!trains_) continue;
+      if (!trains_ || !graph_.blocks[b].trains) continue;
       const bool leaves_in_fp32 = world_ > 1 && precision_.addend_bytes() == 4;
       block.sums_apart =
           precision_.gradient_bytes < 4 && (micro_batches_ > 1 || uses_[b] > 1 || leaves_in_fp32);
@@ -156,14 +158,19 @@ class DevicePlanner {
       }
       const bool passes = !block.gradient_slot.valid() || (collectives_ && lives_here[b] != 0);
       const bool leaves_as_sums = world_ > 1 && block.sums_apart;
-      if (passes && !leaves_as_sums) ++in_ring[At(block.weight_class)];
-      if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, sizes[b]);
+      const int64_t of_gradient = GradientElements(b);
+      if (passes && !leaves_as_sums) {
+        ++in_ring[At(block.weight_class)];
+        int64_t& largest = largest_in_ring[At(block.weight_class)];
+        largest = std::max(largest, of_gradient);
+      }
+      if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, of_gradient);
     }
     for (size_t c = 0; c < classes.size(); ++c) {
       const int members = Members(plan, c);
       plan.weight_classes.push_back(
           {.bytes = classes[c] * precision_.weight_bytes(), .slots = std::min(in_flight.runs, members)});
-      plan.gradient_rings.push_back({.bytes = classes[c] * precision_.gradient_bytes,
+      plan.gradient_rings.push_back({.bytes = largest_in_ring[c] * precision_.gradient_bytes,
                                      .slots = std::min(in_flight.gradients, in_ring[c])});
     }
     if (largest_sum > 0) {
@@ -173,7 +180,7 @@ class DevicePlanner {
     for (const BlockIndex b : sizes.indices()) {
       if (!plan.blocks[b].sums_apart || uses_[b] == 1) continue;
       plan.blocks[b].accumulator_slot = plan.accumulator_slots.end_index();
-      plan.accumulator_slots.push_back({0, sizes[b] * 4});
+      plan.accumulator_slots.push_back({0, GradientElements(b) * 4});
     }
     if (collectives_ && trains_) {
       const int64_t largest_part = *std::max_element(sizes.begin(), sizes.end()) / world_;
@@ -190,6 +197,10 @@ class DevicePlanner {
   int64_t Elements(BlockIndex block) const {
     const int64_t elements = graph_.blocks[block].elements;
     return collectives_ ? ShardElements(elements, world_) * world_ : elements;
+  }
+  // Of what backward leaves of a block that trains: what is frozen apart has no gradient.
+  int64_t GradientElements(BlockIndex block) const {
+    return Elements(block) - (frozen_apart_ ? graph_.blocks[block].trained_from : 0);
   }
 
   static int Members(const DevicePlan& plan, size_t weight_class) {
@@ -217,7 +228,7 @@ class DevicePlanner {
     };
     for (const BlockIndex b : plan->blocks.indices()) {
       DevicePlan::Block& block = plan->blocks[b];
-      const int64_t part = PartOf(b), of_gradient = block.state_slot.valid() ? part : Elements(b);
+      const int64_t part = PartOf(b), of_gradient = block.state_slot.valid() ? part : GradientElements(b);
       add(&block.weight_slot, &plan->weight_slots, Elements(b) * precision_.weight_bytes());
       add(&block.gradient_slot, &plan->gradient_slots, of_gradient * precision_.gradient_bytes);
       add(&block.state_slot, &plan->state_slots, precision_.StateBytes(part) + PartialSumBytes(part));
@@ -261,6 +272,7 @@ class DevicePlanner {
   const int micro_batches_;
   const int world_;
   const bool trains_;
+  const bool frozen_apart_;
   const DeviceOptions& options_;
   const bool collectives_;
   const int positions_;
@@ -289,9 +301,10 @@ Ledger DevicePlan::ledger() const {
 }
 
 absl::StatusOr<DevicePlan> PlanDevice(const ModelGraph& graph, const Precision& precision, int micro_batches,
-                                      int world, bool trains, const DeviceOptions& options) {
+                                      int world, bool trains, bool frozen_apart,
+                                      const DeviceOptions& options) {
   if (!options.has_own_memory) return DevicePlan();
-  return DevicePlanner(graph, precision, micro_batches, world, trains, options).Make();
+  return DevicePlanner(graph, precision, micro_batches, world, trains, frozen_apart, options).Make();
 }
 
 }  // namespace penstock::tiering

@@ -120,9 +120,11 @@ struct DevicePlan {
   Ledger ledger() const;  // adds up to bytes()
 };
 
-// The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.
+// The best plan within the budget. frozen_apart: PlanOptions::keeps_frozen_apart(). kFailedPrecondition (a
+// budget too small) names the least that would do.
 absl::StatusOr<DevicePlan> PlanDevice(const ModelGraph& graph, const Precision& precision, int micro_batches,
-                                      int world, bool trains, const DeviceOptions& options);
+                                      int world, bool trains, bool frozen_apart,
+                                      const DeviceOptions& options);
 
 }  // namespace penstock::tiering
 

@@ -697,8 +697,9 @@ absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& option
     DeviceOptions device_options = options.device;
     device_options.state_share = share;
     device_options.writes_state = options.on_nvme && options.commits_every_step;
-    ASSIGN_OR_RETURN(DevicePlan device, PlanDevice(graph, options.precision, options.micro_batches,
-                                                   options.world, options.trains, device_options));
+    ASSIGN_OR_RETURN(DevicePlan device,
+                     PlanDevice(graph, options.precision, options.micro_batches, options.world,
+                                options.trains, options.keeps_frozen_apart(), device_options));
     if (!tried.insert(device.resident_elements).second) continue;
     absl::StatusOr<Plan> plan = Planner(graph, options, std::move(device)).Make();
     if (!plan.ok()) {
