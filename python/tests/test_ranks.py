@@ -478,6 +478,93 @@ def test_adapters_train_over_several_ranks_as_in_one_process(directory, on_ranks
     assert first["adapters"] == pytest.approx(sums, abs=1e-4)
 
 
+APART = COMMON + """
+import peft
+def adapted(seed=5):
+    torch.manual_seed(seed)
+    targets = ["up", "down"]
+    return peft.get_peft_model(Net(layers=8, width=256), peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets, init_lora_weights=False))
+def engine_of(model, place, **options):
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return make(model, directory + "/" + place, optimizer=torch.optim.AdamW(trained, lr=1e-3), **options)
+model = adapted(5 + rank)
+counts = {trains: sum(each.numel() for each in model.parameters() if each.requires_grad == trains) for trains in (True, False)}
+tell("counts", [counts[True], counts[False]])
+engine = engine_of(model, "lora", host_memory=sys.argv[2])
+steps = batches(7, size=12)
+losses = [of_all(engine, batch) for batch in steps[:3]]
+tell("plan", engine.plan())
+tell("steps", engine.report()["steps"])
+engine.save_checkpoint(directory + "/kept", tag="kept", wait=True)
+tell("losses", losses + [of_all(engine, batch) for batch in steps[3:]])
+engine.close()
+resumed = engine_of(adapted(), "lora", resume=True)
+tell("resumed", of_all(resumed, steps[0]))
+resumed.close()
+loaded = engine_of(adapted(), "loaded")
+loaded.load_checkpoint(directory + "/alone", "alone")
+tell("loaded", [of_all(loaded, batch) for batch in steps[3:]])
+loaded.close()
+begun = engine_of(adapted(), "begun", overwrite=True)
+of_all(begun, steps[0])
+begun.load_checkpoint(directory + "/alone", "alone")
+tell("begun", [of_all(begun, batch) for batch in steps[3:]])
+begun.close()
+"""
+
+
+def test_over_several_ranks_state_writes_and_exchange_of_adapters_are_the_adapters(directory, on_ranks):
+    peft = pytest.importorskip("peft")
+    from engine_models import Net
+
+    def adapted():
+        torch.manual_seed(5)
+        targets = ["up", "down"]
+        return peft.get_peft_model(Net(layers=8, width=256), peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets, init_lora_weights=False))
+
+    def alone(place, **options):
+        model = adapted()
+        trained = [each for each in model.parameters() if each.requires_grad]
+        return make(model, directory / place, optimizer=torch.optim.AdamW(trained, lr=1e-3), **options)
+
+    def train(engine, data):
+        return [(step(engine, batch), engine.get_global_grad_norm()) for batch in data]
+
+    def same(found, expected):
+        assert [each[0] for each in found] == pytest.approx([each[0] for each in expected], rel=1e-5)
+        assert [each[1] for each in found] == pytest.approx([each[1] for each in expected], rel=1e-4)
+
+    data = batches(7, size=12)
+    with alone("one") as engine:
+        expected = train(engine, data[:3])
+        engine.save_checkpoint(directory / "alone", tag="alone", wait=True)
+        expected += train(engine, data[3:])
+    first, second = told(on_ranks(APART, 2, directory, "64MiB"))
+    for of_rank in (first, second):
+        same(of_rank["losses"], expected)
+        assert of_rank["losses"] == first["losses"] and of_rank["resumed"] == first["resumed"]
+        # A run that one process began has the blocks that it began with, also where it is loaded once a forward has shown others.
+        same(of_rank["loaded"], expected[3:])
+        assert of_rank["begun"] == of_rank["loaded"]
+        adapters, frozen = of_rank["counts"]
+        assert frozen > 10 * adapters
+        # fp32: weights, and of what trains two moments.
+        assert of_rank["plan"]["state_bytes"] <= 1.05 * (12 * adapters + 4 * frozen)
+        on_disk = sum(each.stat().st_blocks * 512 for each in (directory / "lora").rglob("penstock.store"))
+        assert on_disk <= 1.05 * (2 * 12 * adapters + 2 * 4 * frozen) + (8 << 20)
+    # The same from the checkpoint of both, in one process, whose blocks are others unless it goes on from there.
+    with alone("from both") as engine:
+        engine.load_checkpoint(directory / "kept", "kept")
+        same(train(engine, data[3:]), expected[3:])
+    with alone("begun as one", overwrite=True) as engine:
+        train(engine, data[:1])
+        engine.load_checkpoint(directory / "kept", "kept")
+        same(train(engine, data[3:]), expected[3:])
+    with alone("from the state") as engine:
+        engine.load_checkpoint(directory / "lora")
+        train(engine, data[:1])
+
+
 EXPORTS = COMMON + """
 engine = make(build(), directory + "/state")
 steps = batches(4, size=12)

@@ -514,6 +514,32 @@ TEST(Program, OverSeveralRanksAPartOfABlockIsNotFrozenApart) {
   EXPECT_EQ(in_part.host_bytes(), all.host_bytes());
 }
 
+// A block that is frozen whole has its weights alone there too: state and gradients are those of the others.
+TEST(Program, OverSeveralRanksAFrozenBlockHasItsWeightsAlone) {
+  constexpr int kLayers = 12;
+  constexpr int64_t kBase = 512 * kElementAlignment, kAdapters = 64 * kElementAlignment;
+  ModelGraph graph = Chain(kLayers + 1, kBase);
+  graph.blocks[BlockIndex(0)].elements = kAdapters;
+  for (int b = 1; b <= kLayers; ++b) graph.blocks[BlockIndex(b)].trains = false;
+  for (const int world : {2, 3}) {
+    SCOPED_TRACE(world);
+    PlanOptions options;
+    options.world = world;
+    options.bounds.placement = Placement::kCpu;
+    options.host_memory_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes;
+    const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    for (const BlockIndex b : graph.blocks.indices()) EXPECT_EQ(plan->blocks[b].frozen_alone, b.value() > 0);
+    // Of a rank.
+    const int64_t base = ShardElements(kBase, world) * kLayers, adapters = ShardElements(kAdapters, world);
+    const int64_t inputs = kLayers * kMiB / 4;  // of stages, on their way
+    EXPECT_LE(plan->nvme_write_bytes, adapters * (12 + 2) + inputs);
+    EXPECT_LE(plan->nvme_read_bytes, 2 * base * 2 + adapters * (12 + 2 + 2) + inputs);
+    for (const Slot& slot : plan->gradient_slots) EXPECT_LE(slot.bytes, adapters * 2);
+    RunPasses(graph, *plan, MachineModel(), nullptr);
+  }
+}
+
 TEST(Planner, TilesThatAreGivenAreCutWhereTheFrozenPartEnds) {
   ModelGraph graph = Chain(2, 8 * kElementAlignment);
   FreezeFirst(4 * kElementAlignment, &graph.blocks[BlockIndex(0)]);

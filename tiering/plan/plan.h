@@ -298,8 +298,8 @@ struct PlanOptions {
   bool on_nvme = true;
   bool trains = true;
   bool commits_every_step = true;  // see Plan
-  // What is frozen of a block that trains has its weights alone. false: it has state like the rest, as a
-  // store that is there may want it.
+  // What is frozen of a block that trains has its weights alone, with one rank. false: it has state like the
+  // rest, as a store that is there may want it.
   bool frozen_apart = true;
   // Whether a block has its weights alone, as a store that is there has fixed it; empty: frozen ones have.
   PerBlock<char> blocks_alone;
@@ -320,13 +320,12 @@ struct PlanOptions {
   // Elements of every tile of every block that is in the store, where it has fixed them; empty: chosen.
   PerBlock<std::vector<int64_t>> fixed_tiles;
 
-  // Shards are cut evenly, whatever trains in them.
-  bool may_keep_weights_alone() const { return world == 1; }
-  bool keeps_frozen_apart() const { return frozen_apart && may_keep_weights_alone(); }
+  // Over several ranks a block is cut evenly, whatever trains in it.
+  bool keeps_frozen_apart() const { return frozen_apart && world == 1; }
   // Where there is no state, only the place for a gradient would go, which who trains it later on wants.
   bool keeps_block_alone(BlockIndex block, bool block_trains) const {
     if (!blocks_alone.empty()) return blocks_alone[block] != 0;
-    return !block_trains && may_keep_weights_alone() && (!trains || precision.segment_bytes.size() > 1);
+    return !block_trains && (!trains || precision.segment_bytes.size() > 1);
   }
 };
 

@@ -198,16 +198,18 @@ void PlanLayout::SpillInputs(Plan* plan, int resident_gradients, int64_t budget)
   KeepInputs(plan, least);
 }
 
-// Of a gradient of the class that is spilled: where a block is frozen in part, the largest that there is.
+// Of a gradient of the class that is spilled: where a block is frozen, or a part of it, the largest that
+// there is.
 int64_t PlanLayout::GradientElements(const Plan& plan, size_t weight_class) {
   int64_t largest = 0;
-  bool in_part = false;
+  bool frozen = false;
   for (const BlockPlan& block : plan.blocks) {
-    if (At(block.weight_class) != weight_class || !block.trains) continue;
-    in_part |= block.trained_from > 0;
+    if (At(block.weight_class) != weight_class) continue;
+    frozen |= !block.trains || block.trained_from > 0;
+    if (!block.trains) continue;
     if (!block.gradient_slot.valid()) largest = std::max(largest, block.gradient_elements());
   }
-  if (in_part) return largest;
+  if (frozen) return largest;
   return plan.weight_classes[weight_class].bytes / plan.shards_in_memory() / plan.precision.weight_bytes();
 }
 

@@ -94,7 +94,8 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
     const int64_t part = tiering::ShardElements(elements[b], options.world());
     for (const tiering::Tile& tile : tiering::CutTiles(part, from->LargestTile(block))) {
       places.push_back({block, {options.rank() * part + tile.offset, tile.elements}});
-      layout.tiles.push_back(TileLayoutOf(precision, tile.elements));
+      layout.tiles.push_back(from->WeightsAlone(block) ? WeightsAloneLayoutOf(precision, tile.elements)
+                                                       : TileLayoutOf(precision, tile.elements));
     }
   }
   NameRank(options, &identity);

@@ -89,7 +89,8 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
     const int64_t frozen = block.trains ? block.trained_from : 0;
     const int64_t elsewhere = !frozen_elsewhere ? 0 : block.trains ? frozen : block.elements;
     int64_t alone = 0, alone_to = 0;
-    for (int64_t elements = elsewhere; elements < tiering::ShardElements(block.elements, world);) {
+    const int64_t part = tiering::ShardElements(block.elements, world);
+    for (int64_t elements = elsewhere; elements < part;) {
       if (next == shape.tiles.size())
         return absl::DataLossError("the store has fewer tiles than its model needs");
       const FoundTile tile = Find(shape.tiles[next++].layout, precision);
@@ -100,9 +101,10 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
       alone += tile.elements;
       alone_to = elements;
     }
-    if (alone > 0 && (world > 1 || elsewhere > 0)) return not_its_models();
-    block_alone = alone == block.elements ? 1 : 0;
+    if (alone > 0 && elsewhere > 0) return not_its_models();
+    block_alone = alone == part ? 1 : 0;
     if (elsewhere > 0 || block_alone != 0) continue;
+    if (alone > 0 && world > 1) return not_its_models();
     if (alone_to > frozen) return not_its_models();
     apart += alone;
     in_part += frozen;

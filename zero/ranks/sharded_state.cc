@@ -209,6 +209,13 @@ absl::Status ShardedState::PlaceTiles(const std::vector<int64_t>& block_elements
   return absl::OkStatus();
 }
 
+bool ShardedState::WeightsAlone(tiering::BlockIndex block) const {
+  if (precision_.segment_bytes.size() == 1) return false;
+  return std::all_of(blocks_[block].begin(), blocks_[block].end(), [this](const Tile& tile) {
+    return stores_[tile.store]->geometry().segments(tile.number) == 1;
+  });
+}
+
 int64_t ShardedState::LargestTile(tiering::BlockIndex block) const {
   int64_t most = 0;
   for (const Tile& tile : blocks_[block]) most = std::max(most, tile.elements);

@@ -74,6 +74,8 @@ class ShardedState {
   // The weights of a block that lie in the parts of ranks `from` and later, each to its place in the whole
   // run at `run`, which has room for all parts.
   absl::Status ReadWeights(tiering::BlockIndex block, size_t from, void* run);
+  // The block has its weights alone, everywhere.
+  bool WeightsAlone(tiering::BlockIndex block) const;
   // Elements of the largest tile that the block has anywhere.
   int64_t LargestTile(tiering::BlockIndex block) const;
   const swap::Recovered& recovered() const { return stores_.front()->recovered(); }

@@ -141,6 +141,31 @@ def with_residents(model: nn.Module, blocks: Sequence[Block], outside: Set[int],
     return [Block("", [("", model)], [each for block in made for each in block.parameters])]
 
 
+# The least that a block has of what is frozen, for each element that trains: what is resident takes memory of the process for a whole pass, a weight
+# and a gradient, and each frozen element that has a state with it takes room on the drive, five times what it has alone, and the traffic of that.
+_FROZEN_BESIDE = 4
+
+
+def adapters(model: nn.Module, blocks: Sequence[Block], trains: Callable[[nn.Parameter], bool]) -> List[Tuple[Block, Set[int]]]:
+    """Blocks that are frozen but for a small part, each with the ids of what trains of it: adapters."""
+    found = []
+    for block in blocks:
+        if block.resident or any(module is model for _, module in block.modules):
+            continue
+        trained = [each for _, each in block.parameters if trains(each)]
+        elements = sum(each.numel() for each in trained)
+        frozen = sum(each.numel() for _, each in block.parameters) - elements
+        if trained and frozen >= _FROZEN_BESIDE * elements:
+            found.append((block, {id(each) for each in trained}))
+    return found
+
+
+def with_adapters_resident(model: nn.Module, blocks: Sequence[Block], adapters: Sequence[Tuple[Block, Set[int]]]) -> List[Block]:
+    """The blocks with these adapters among the residents, so that what is left of their blocks is frozen whole."""
+    ids = {each for _, trained in adapters for each in trained}
+    return _with_residents(model, blocks, lambda parameter: id(parameter) in ids)
+
+
 def _with_residents(model: nn.Module, blocks: Sequence[Block], is_resident: Callable[[nn.Parameter], bool]) -> List[Block]:
     known = {id(each) for block in blocks if block.resident for _, each in block.parameters}
     residents = [(name, each) for name, each in model.named_parameters() if id(each) in known or is_resident(each)]

@@ -95,6 +95,15 @@ def read(directory: str, identity: Mapping[str, Any]) -> Optional[Dict[str, Any]
         ) from None
 
 
+def blocks_in(directory: str) -> Dict[str, int]:
+    """The number of each parameter's block, as the file says. Empty: there is none, as of an older Penstock, or it is damaged."""
+    try:
+        described = _checked(read_text(os.path.join(directory, FILE), _MOST_BYTES))
+        return {str(name): int(block) for name, _, block, _, _ in described.get("parameters", ())}
+    except (OSError, TypeError, ValueError):
+        return {}
+
+
 def _checked(text: str) -> Dict[str, Any]:
     described = parse_json(text, "its text", _MOST_VALUES)
     if not isinstance(described, dict):

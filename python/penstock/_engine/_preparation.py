@@ -8,7 +8,7 @@ import secrets
 import tempfile
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from .. import _core
 from . import _deepspeed_checkpoint as deepspeeds
 from . import _parameters
+from ._blocks import Block, adapters, with_adapters_resident
 from ._device import Streams, has_own_memory
 from ._first_forward import Shown
 from ._given import Given
@@ -32,6 +33,7 @@ from ._run import Run
 from ._runtime import Runtime
 from ._settings import DTYPES
 from ._state import State
+from ._trace import uses_of
 from ._training import Training
 from ._watch import Watch
 from ._wear import WearBudget
@@ -77,6 +79,7 @@ class Preparation:
         self._started = started
         self._source: Optional[Source] = None
         self._shown: Optional[Shown] = None
+        self._found: List[Block] = []  # by the first forward, whatever trains in them
 
     def begin_with(self, source: Source) -> None:
         """The first forward, or ``again``, makes a run that goes on from this checkpoint."""
@@ -85,6 +88,7 @@ class Preparation:
     def begin(self, shown: Shown) -> None:
         """Makes the run: the parameters are the engine's then. Where it raises, they are the model's."""
         self._shown = shown
+        self._found = self._given.blocks
         with self._met(), self._adapters_on():
             self._make(shown, is_verified=False)
 
@@ -159,6 +163,8 @@ class Preparation:
 
     def _make(self, shown: Shown, is_verified: bool) -> None:
         given, settings, source = self._given, self._given.settings, self._source
+        resume = source is None and self._places.may_resume()
+        shown = self._with_blocks(shown, resume)
         described, marks, held = described_blocks(given.module, given.blocks, given.groups(), settings, self._values_of)
         trains = any(each for mark in marks for each, _ in mark)
         if not trains:
@@ -168,7 +174,6 @@ class Preparation:
                 "no parameter required a gradient when initialize was called, so that it made no optimizer, and some do now: call requires_grad_() "
                 "before it"
             )
-        resume = source is None and self._places.may_resume()
         if given.values_are_gone and not resume and source is None:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
         if source is not None and not self._places.may_replace and "a run" in self._places.runs():
@@ -203,6 +208,27 @@ class Preparation:
         with deferred():
             self._hand_over(described, shown, options, marks, known)
         del held
+
+    # A rank has a part of every block, cut evenly, with a state for all of it, unless it is frozen whole: so over several ranks adapters are resident,
+    # and the exchange of gradients is theirs. A run that is gone on with has the blocks that it began with.
+    def _with_blocks(self, shown: Shown, resume: bool) -> Shown:
+        given, groups, self._given.blocks = self._given, self._given.groups(), self._found
+        found = adapters(
+            given.module,
+            given.blocks,
+            lambda parameter: parameter.requires_grad and id(parameter) in groups and not given.settings.has_no_optimizer,
+        )
+        apart = bool(found) and self._run.ranks.world > 1
+        source = self._source
+        if found and (resume or (source is not None and source.found is None)):
+            where = self._places.own() if source is None else [source.path, *_core.rank_directories([source.path], 0)]
+            there = next(filter(None, map(_parameters.blocks_in, where)), {})
+            apart = len({there.get(name) for name, _ in found[0][0].parameters}) > 1
+        apart = self._run.ranks.texts("whether adapters are resident", "yes" if apart else "no")[0] == "yes"
+        if not apart:
+            return shown
+        given.blocks = with_adapters_resident(given.module, self._found, found)
+        return replace(shown, uses=uses_of(given.blocks, shown.uses))
 
     # Of the run that is there, or that the run begins with, empty where there is none; and of the run that is made. On all ranks.
     def _names_of_runs(self, goes_on: bool) -> Tuple[str, str]:

@@ -206,9 +206,14 @@ def settled(model: nn.Module, blocks: Sequence[Block], traced: Traced) -> Tuple[
     made = with_residents(model, blocks, traced.outside, {use.block for use in traced.uses})
     if made[0].modules and made[0].modules[0][1] is model:
         return made, [Use(model, "", 0, sum(use.seconds for use in traced.uses))]
-    block_of = {id(module): number for number, block in enumerate(made) for _, module in block.modules}
-    uses = [Use(use.module, use.name, block_of[id(use.module)], use.seconds, use.inputs) for use in traced.uses if id(use.module) in block_of]
-    return made, [Use(nn.Module(), RESIDENT, 0), *uses] if made[0].resident else uses
+    return made, uses_of(made, traced.uses)
+
+
+def uses_of(blocks: Sequence[Block], uses: Sequence[Use]) -> List[Use]:
+    """These uses of modules, of the blocks that they are in now; before them that of the residents."""
+    block_of = {id(module): number for number, block in enumerate(blocks) for _, module in block.modules}
+    made = [Use(use.module, use.name, block_of[id(use.module)], use.seconds, use.inputs) for use in uses if id(use.module) in block_of]
+    return [Use(nn.Module(), RESIDENT, 0), *made] if blocks[0].resident else made
 
 
 def trace(
