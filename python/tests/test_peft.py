@@ -12,7 +12,11 @@ for name in ("transformers", "accelerate", "peft"):
     pytest.importorskip(name)
 
 import adapters  # noqa: E402
+import peft  # noqa: E402
+import penstock  # noqa: E402
+import torch  # noqa: E402
 import trainer  # noqa: E402
+from engine_models import Net, batches, step  # noqa: E402
 
 
 def run(out, deepspeed, methods, steps=5):
@@ -58,3 +62,21 @@ def test_adapters_of_parameters_of_experts_and_of_single_tokens_train_under_trai
 def test_adapters_that_look_at_gradients_or_are_one_of_several_train_under_trainer(tmp_path):
     """AdaLoRA reads gradients in mid-training, and changes parameters in place by them."""
     compare(tmp_path, ["AdaLoRA", "second of two"], 20)
+
+
+def test_a_step_reads_a_base_of_eight_times_the_budget_twice_and_writes_the_adapters(tmp_path):
+    model = Net(layers=96, width=512).to(torch.bfloat16)
+    made = peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+    model = peft.get_peft_model(model, made, autocast_adapter_dtype=False)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    own = sum(each.numel() for each in trained)
+    base = 2 * sum(each.numel() for each in model.parameters() if not each.requires_grad)
+    options = {"state_dir": tmp_path, "host_memory": base // 8, "dtype": torch.bfloat16}
+    with penstock.initialize(model=model, optimizer=torch.optim.AdamW(trained, lr=1e-3), **options)[0] as engine:
+        for batch in batches(3, size=2):
+            step(engine, batch)
+        assert engine.plan()["peak_managed_bytes"] <= base // 8
+        assert engine.plan()["state_bytes"] - base <= 1.05 * 12 * own
+        for told in engine.report()["steps"][1:]:
+            assert 1.8 * base < told["nvme_read_bytes"] <= 1.05 * 2 * base
+            assert told["nvme_write_bytes"] <= 1.05 * 12 * own
