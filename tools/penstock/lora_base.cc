@@ -1,7 +1,5 @@
 #include "tools/penstock/lora_base.h"
 
-#include <filesystem>
-#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -18,19 +16,6 @@ absl::StatusOr<std::shared_ptr<models::FrozenWeights>> Open(const std::string& p
       std::unique_ptr<models::FrozenWeights> weights,
       models::FrozenWeights::Open(path, models::WithoutAdapters(adapted.Layout()), type, "--model"));
   return std::shared_ptr<models::FrozenWeights>(std::move(weights));
-}
-
-// The files that hold the weights are those that were compared, and no others.
-absl::Status CheckSameFiles(const models::FrozenWeights& weights, const nlohmann::json& record) {
-  std::set<std::string> compared;
-  for (const nlohmann::json& file : record["files"]) compared.insert(file["name"].get<std::string>());
-  for (const std::string& path : weights.Paths()) {
-    if (compared.erase(std::filesystem::path(path).filename()) == 0)
-      return AnotherBase(path, "it was none of them");
-  }
-  if (compared.empty()) return absl::OkStatus();
-  return AnotherBase(record["path"].get<std::string>(),
-                     absl::StrCat("nothing of them is in ", *compared.begin()));
 }
 
 }  // namespace
@@ -55,7 +40,7 @@ absl::StatusOr<LoraBase> ReopenBase(const nlohmann::json& record, const std::str
                                                               std::string(weights.status().message())));
   }
   base.weights = *std::move(weights);
-  RETURN_IF_ERROR(CheckSameFiles(*base.weights, base.record));
+  RETURN_IF_ERROR(CheckSameFiles(base.weights->Paths(), base.record));
   return base;
 }
 

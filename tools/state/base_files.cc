@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,7 +24,6 @@ namespace {
 
 namespace fs = std::filesystem;
 constexpr size_t kReadAtOnce = size_t{4} << 20;
-constexpr const char* kWayOut = "say where they are (--model DIR; train also takes --init-from)";
 
 // Size and time of a file.
 absl::StatusOr<nlohmann::json> Look(const std::string& path) {
@@ -74,8 +74,19 @@ bool Same(const nlohmann::json& recorded, const nlohmann::json& now, const char*
 }  // namespace
 
 absl::Status AnotherBase(const std::string& file, const std::string& why) {
-  return absl::FailedPreconditionError(
-      absl::StrCat(file, ": not the weights that this run's adapters were made for (", why, "): ", kWayOut));
+  return absl::FailedPreconditionError(absl::StrCat(
+      file, ": not the weights that this run's adapters were made for (", why, "): ", kBaseWayOut));
+}
+
+absl::Status CheckSameFiles(const std::vector<std::string>& files, const nlohmann::json& record) {
+  std::set<std::string> compared;
+  for (const nlohmann::json& file : record["files"]) compared.insert(file["name"].get<std::string>());
+  for (const std::string& path : files) {
+    if (compared.erase(fs::path(path).filename()) == 0) return AnotherBase(path, "it was none of them");
+  }
+  if (compared.empty()) return absl::OkStatus();
+  return AnotherBase(record["path"].get<std::string>(),
+                     absl::StrCat("nothing of them is in ", *compared.begin()));
 }
 
 absl::Status NoBase(const std::string& model) {
@@ -152,7 +163,7 @@ absl::StatusOr<nlohmann::json> CompareBase(const nlohmann::json& record, const s
     if (!now.ok()) {
       return absl::FailedPreconditionError(
           absl::StrCat(file, ": the weights that this run's adapters go to are not there (",
-                       std::string(now.status().message()), "): ", kWayOut));
+                       std::string(now.status().message()), "): ", kBaseWayOut));
     }
     if (!Same(recorded, *now, "bytes")) return AnotherBase(file, "it has another size");
     // Whoever made a state without training from it has read nothing: there is no more to go by than the

@@ -14,6 +14,9 @@ namespace penstock::tools {
 // Where a run's record says what its base is.
 inline constexpr const char* kBaseKey = "lora_base";
 
+// How errors end that want another place. Python's front end has its own words for it.
+inline constexpr const char* kBaseWayOut = "say where they are (--model DIR; train also takes --init-from)";
+
 // How files are held against a record.
 enum class BaseCheck {
   // Where the record says, one of the recorded size and time is taken to be the same. One of another time,
@@ -35,6 +38,9 @@ absl::StatusOr<nlohmann::json> CompareBase(const nlohmann::json& record, const s
 
 // The error for a file that is not the recorded one, for callers that find that out otherwise.
 absl::Status AnotherBase(const std::string& file, const std::string& why);
+
+// kFailedPrecondition: the files that weights were opened in are not those of the record, all of them.
+absl::Status CheckSameFiles(const std::vector<std::string>& files, const nlohmann::json& record);
 
 // The error for --model where a state has its weights itself.
 absl::Status NoBase(const std::string& model);
