@@ -247,6 +247,7 @@ struct PenstockConfig {
   std::optional<int64_t> logits_chunk_size;  // tokens; 0: logits are whole; Python's, as those below
   std::optional<std::vector<std::string>> chunked_modules;
   std::optional<int64_t> chunk_size;  // tokens
+  std::optional<std::string> base_weights;
 
   bool operator==(const PenstockConfig&) const = default;
 };

@@ -146,6 +146,8 @@ constexpr std::string_view kCometsClient =
 constexpr std::string_view kPythonsModels =
     "it is about models of Python, whose front end serves it; the command line knows the blocks of its "
     "models";
+constexpr std::string_view kBaseFlag =
+    "the command line's is the directory that --model names, with --lora-rank";
 constexpr std::string_view kSeedFlag = "the command line's seed is --seed";
 constexpr std::string_view kDeviceFlag = "the command line's device is --device";
 constexpr std::string_view kQuietFlag = "the command line prints its progress without --quiet";
@@ -1087,6 +1089,14 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .EachStart()
         .OnCommandLine(kPythonsModels)
         .At([](auto& c) -> auto& { return c.penstock.chunk_size; }),
+    Path("base_weights")
+        .Says("Directory of the weights of frozen parameters: safetensors as they are published, or as "
+              "`penstock pack` coded them, which are read where they lie and kept nowhere else",
+              "none: the state has them")
+        .Keyword("base_weights")
+        .EachStart()
+        .OnCommandLine(kBaseFlag)
+        .At([](auto& c) -> auto& { return c.penstock.base_weights; }),
 });
 
 // Settings of the command line and of Python that configurations do not have.

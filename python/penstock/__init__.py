@@ -3,6 +3,7 @@
 ``penstock.initialize``  an engine for any torch module whose weights and states are larger than memory
 ``penstock.plan``  where every byte of such a training would live, and what a step would take, before anything is made
 ``penstock.init_on_disk``  builds such a model where it does not fit into memory
+``penstock.init_without_values``  builds one whose weights are read where they lie, for adapters beside them
 ``penstock.LLM``  text from language models larger than memory
 ``penstock.ops.aio``  DeepSpeed's ``aio_handle`` over Penstock's I/O engine
 ``penstock.optim``  torch optimizers whose states live on a drive
@@ -33,6 +34,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module("._engine._plan", __name__), name)
     if name == "init_on_disk":
         return getattr(importlib.import_module("._engine._on_disk", __name__), name)
+    if name == "init_without_values":
+        return getattr(importlib.import_module("._engine._base_weights", __name__), name)
     if name in ("load", "save"):
         return getattr(importlib.import_module("._files", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -117,13 +117,20 @@ void Join(GivenModel* model, GivenOptions* given) {
   given->engine.initial_values = std::move(model->initial_values);
 }
 
+// Where the weights of frozen parameters lie elsewhere. Returns a line for people, or none.
+absl::StatusOr<std::string> TakeBase(const GivenModel& model, GivenOptions* given) {
+  if (!given->base.given) return std::string();
+  return TakeBase(given->base, model.measured, &given->engine);
+}
+
 // One version of a new run's state, of all ranks.
 int64_t StateBytes(const tiering::ModelGraph& graph, const zero::EngineOptions& options) {
   int64_t bytes = 0;
   const tiering::Precision precision = zero::FormatOf(options).precision();
   for (const tiering::BlockShape& block : graph.blocks) {
     const int64_t frozen = block.trains ? block.trained_from : block.elements;
-    bytes += precision.SegmentBytes(0, frozen) + precision.UnpaddedBytes(block.elements - frozen);
+    if (options.frozen == nullptr) bytes += precision.SegmentBytes(0, frozen);
+    bytes += precision.UnpaddedBytes(block.elements - frozen);
   }
   return bytes;
 }
@@ -164,8 +171,13 @@ class PyPlan {
     absl::StatusOr<tools::PlannedModel> planned;
     {
       const GilReleased released;
-      planned = tools::PlannedModel::Make(std::move(model.measured), std::move(given.engine), compute_threads,
-                                          probes_drive, sources);
+      const absl::Status base = TakeBase(model, &given).status();
+      if (base.ok()) {
+        planned = tools::PlannedModel::Make(std::move(model.measured), std::move(given.engine),
+                                            compute_threads, probes_drive, sources);
+      } else {
+        planned = base;
+      }
     }
     return ValueOfEngine(std::move(planned));
   }
@@ -196,6 +208,12 @@ class PyTrainingEngine {
     }
     model_ = model.measured.identity;
     zero::EngineOptions& made = given.engine;
+    absl::StatusOr<std::string> base;
+    {
+      const GilReleased released;
+      base = TakeBase(model, &given);
+    }
+    if (const std::string line = ValueOfEngine(std::move(base)); !line.empty()) heard_->Line(line);
     made.hooks.log = [heard = heard_](const std::string& line) { heard->Line(line); };
     made.hooks.stuck = [heard = heard_, watch = made.watch, rank = made.rank(),
                         alone = made.world() == 1](const zero::StuckOperation& operation) {

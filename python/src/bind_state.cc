@@ -25,6 +25,7 @@
 #include "swap/store.h"
 #include "tools/state/state_reader.h"
 #include "zero/compute/tile_format.h"
+#include "zero/config/json_field.h"
 #include "zero/engine/state_identity.h"
 #include "zero/ranks/sharded_state.h"
 
@@ -51,6 +52,13 @@ class StateMasters {
     }
     RETURN_IF_ERROR(free);
     made->identity_ = zero::WholeIdentity(made->found_.inspections.front().shape.identity);
+    if (zero::JsonField<bool>(made->identity_, "frozen_elsewhere").value_or(false)) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(name,
+                       " has what trains alone, beside weights that lie elsewhere (base_weights): load it "
+                       "(resume=True, or engine.load_checkpoint) and take model.state_dict(), or save the "
+                       "adapters with model.save_pretrained"));
+    }
     ASSIGN_OR_RETURN(const tiering::Precision precision, zero::PrecisionOf(made->identity_, name));
     ASSIGN_OR_RETURN(made->block_elements_, zero::BlockElementsOf(made->identity_, name));
     const auto weights = zero::ParseDType(precision.name);

@@ -233,6 +233,9 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   Json imported;
   given.Take("import", &imported);
   if (imported.is_object()) made.imported = MakeImport(imported);
+  Json base;
+  given.Take("base", &base);
+  made.base = MakeBase(base);
   RETURN_IF_ERROR(given.Done());
   if (overwrites_until_ns >= 0)
     options.storage.overwrites_only = swap::SeeCommits(options.storage.state_dirs, overwrites_until_ns);

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base_weights.h"
 #include "deepspeed_checkpoint.h"
 #include "run/resolve.h"
 #include "zero/engine/engine.h"
@@ -53,6 +54,7 @@ struct GivenOptions {
   std::string restore_from;          // the checkpoint that the run is made of; empty: none
   bool restore_is_verified = false;  // all of it has been read and checked, of DeepSpeed's too
   GivenImport imported;              // likewise, of DeepSpeed's
+  GivenBase base;                    // of frozen parameters
   bool input_gradients = false;      // ModelGraph's
   int64_t resident_bytes = 0;        // of Python's memory that lives as long as the run: resident parameters
   bool computes_elsewhere = false;   // on a device that the engine has no memory of

@@ -11,6 +11,7 @@ namespace nb = nanobind;
 namespace penstock::python {
 void BindAio(nb::module_& module);
 void BindEngine(nb::module_& module);
+void BindBaseWeights(nb::module_& module);
 void BindKernels(nb::module_& module);
 void BindLlm(nb::module_& module);
 void BindOptim(nb::module_& module);
@@ -29,6 +30,7 @@ NB_MODULE(_core, module) {
   penstock::python::BindRanks(module);
   penstock::python::BindSettings(module);
   penstock::python::BindEngine(module);
+  penstock::python::BindBaseWeights(module);
   penstock::python::BindKernels(module);
   penstock::python::BindLlm(module);
   penstock::python::BindOptim(module);

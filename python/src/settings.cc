@@ -228,6 +228,8 @@ void BindSettings(nb::module_& module) {
             return self.resolved().config.penstock.chunked_modules.value_or(std::vector<std::string>());
           })
       .def_prop_ro("chunk_size", [](Self self) { return self.resolved().config.penstock.chunk_size; })
+      .def_prop_ro("base_weights",
+                   [](Self self) { return self.resolved().config.penstock.base_weights.value_or(""); })
       .def_prop_ro(
           "managed",
           [](Self self) { return self.resolved().config.managed_gradient_accumulation.value_or(true); })

@@ -44,6 +44,7 @@ ordered_json Outcome(const absl::StatusOr<Resolved>& resolved) {
           {"logits_chunk_size", own.logits_chunk_size.value_or(-1)},
           {"chunked_modules", own.chunked_modules.value_or(std::vector<std::string>())},
           {"chunk_size", own.chunk_size.value_or(0)},
+          {"base_weights", own.base_weights.value_or("")},
           {"seed", own.seed.value_or(-1)},
           {"device", own.device.value_or("")},
           {"progress", own.progress.has_value() ? static_cast<int>(*own.progress) : -1},

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import _core
+from . import _base_weights
 from ._blocks import Block, check_memory, find_blocks
 from ._handed_over import check_types
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe
@@ -87,6 +88,8 @@ class Given:
 
     def look_at_parameters(self) -> None:
         """Finds blocks and types. Once more with the first forward: until then a script may tie, replace or cast parameters."""
+        if self.settings.base_weights:
+            _base_weights.take_from_meta(list(self.module.modules()), frozen_alone=True)
         if not self.values_are_gone:
             check_memory([each for each in self.module.named_parameters() if each[1].device.type == "cuda"])
             for parameter in self.module.parameters():

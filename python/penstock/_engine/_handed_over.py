@@ -26,17 +26,19 @@ def described_blocks(
     groups: Mapping[int, int],
     settings: Settings,
     values_of: Callable[[nn.Parameter], Optional[torch.Tensor]],
+    frozen_have_values: bool = True,
 ) -> Tuple[List[Any], List[List[Tuple[bool, int]]], List[torch.Tensor]]:
     """The blocks; of each parameter of each whether it trains, and its group; and what must live until they are handed over.
 
-    groups: by the parameter's id. values_of: contiguous, in host memory; None: nobody reads them.
+    groups: by the parameter's id. values_of: contiguous, in host memory; None: nobody reads them. frozen_have_values: False: those
+    of what is frozen are read elsewhere.
     """
     described, marks, held = [], [], []
     for block in blocks:
         parameters = []
         for name, parameter in block.parameters:
             trains = parameter.requires_grad and id(parameter) in groups and not settings.has_no_optimizer
-            values = values_of(parameter)
+            values = values_of(parameter) if trains or frozen_have_values else None
             if values is not None:
                 held.append(values)
             address, on_disk = (0, False) if values is None else (values.data_ptr(), is_on_disk(parameter))

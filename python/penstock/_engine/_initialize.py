@@ -12,6 +12,7 @@ from torch import nn
 
 from .._buffers import truth, whole_number
 from .._data_loader import DeepSpeedDataLoader
+from . import _base_weights
 from ._device import choose_devices, tell_of_unused_settings
 from ._engine import Engine
 from ._optimizer import EngineOptimizer, optimizer_of
@@ -50,6 +51,7 @@ def initialize(
     chunk_size: Optional[int] = None,
     missing_gradients: Optional[str] = None,
     saved_activations: Optional[str] = None,
+    base_weights: Optional[PathLike] = None,
     resume: Union[bool, str] = False,
     overwrite: bool = False,
     seed: Optional[int] = None,
@@ -106,6 +108,10 @@ def initialize(
         not on a GPU (with device_memory); "drive", beside the states on a drive; "auto", the default: in memory as far as host_memory or
         device_memory goes, and the others in the next of these. Losses have the same bits. Inputs that the model's outputs hold as well
         (output_hidden_states=True) take memory all the same, and so does what several blocks are given (masks, rotary positions).
+    base_weights: the directory of the weights of what is frozen: safetensors as they are published, or as ``penstock pack`` coded them (QLoRA),
+        which are decoded as they are read. They are read where they lie, as often as they are used, and are no part of the state, so the model may be
+        built without values (``penstock.init_without_values``, or frozen parameters on the meta device). With state on a drive, in one process, and
+        without device_memory. The run records what the files are: it goes on with these alone, wherever they have been moved to.
     resume: go on from what ``state_dir`` holds; "auto": if it holds a run. What cannot be read, or is damaged, is an error.
     overwrite: what ``state_dir`` held when the process was started may be replaced; at a prompt or in a notebook, what it holds now. What
         another process trains there later is not.
@@ -142,6 +148,7 @@ def initialize(
     settings.rank_timeout = _first_of(rank_timeout, settings.chosen_rank_timeout, 30.0)
     if not settings.rank_timeout >= 1:
         raise ValueError(f"rank_timeout is {settings.rank_timeout}: a second, or more")
+    _base_weights.check(settings)
     for note in (*settings.notes, *tell_of_unused_settings(settings)):
         warnings.warn(note, stacklevel=2)
     parameters = model_parameters

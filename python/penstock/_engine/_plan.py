@@ -18,6 +18,7 @@ from .. import _core
 from .._buffers import whole_number
 from .._files import write_text
 from .._small_files import exists
+from . import _base_weights
 from ._blocks import Block, find_blocks
 from ._handed_over import check_types, described_blocks, described_stages, options_of, resident_bytes
 from ._device import choose_devices, tell_of_unused_settings
@@ -118,6 +119,7 @@ def plan(
     chunk_size: Optional[int] = None,
     missing_gradients: Optional[str] = None,
     saved_activations: Optional[str] = None,
+    base_weights: Optional[PathLike] = None,
     device: Union[None, str, int, torch.device] = None,
 ) -> Plan:
     """What ``penstock.initialize`` would do with a model, before anything is made: where every byte lives, bytes moved, seconds a step.
@@ -129,7 +131,7 @@ def plan(
     example: a batch in their place, of tensors as the model takes it (``model(**example)``, ``model(*example)``, ``model(example)``); their
         values do not matter.
     host_memory, config, optimizer, dtype, offload, gradient_accumulation_steps, forwards_per_step, gradient_clipping, blocks,
-        logits_chunk_size, chunked_modules, chunk_size, missing_gradients, saved_activations: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
+        logits_chunk_size, chunked_modules, chunk_size, missing_gradients, saved_activations, base_weights: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
     state_dir: as for ``initialize``; its drive is measured for a second, with a file that goes again, unless ds_nvme_tune has stored its
         profile. Where nothing says where state is, it is on a drive whose rates are assumed, and the plan says so.
     device_memory: as for ``initialize``, of a GPU that is here. What a step's tensors take of it is found out on the meta device.
@@ -169,8 +171,12 @@ def plan(
     for use in uses:
         use.seconds = 2.0 * _matrices(use.module) * (tokens or samples) / rate
     groups = {id(parameter): number for number, group in enumerate(made.param_groups) for parameter in group["params"]}
-    described, _, _ = described_blocks(model, found, groups, settings, lambda parameter: None)
+    described, marks, _ = described_blocks(model, found, groups, settings, lambda parameter: None)
     options = options_of(settings, describe(made), trains=True, resident_bytes=resident_bytes(found, settings, True))
+    if settings.base_weights:
+        _base_weights.check(settings)
+        trains = [[each for each, _ in mark] for mark in marks]
+        options["base"] = _base_weights.describe(model, found, trains, settings.base_weights, record=None, is_planned=True)
     if not settings.state_dirs and settings.offload == "nvme":
         options["state_dirs"] = [""]  # of no drive that is known
     sources = [

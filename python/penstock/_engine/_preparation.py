@@ -16,7 +16,7 @@ from torch import nn
 
 from .. import _core
 from . import _deepspeed_checkpoint as deepspeeds
-from . import _parameters
+from . import _base_weights, _parameters
 from ._blocks import Block, adapters, with_adapters_resident
 from ._device import Streams, has_own_memory
 from ._first_forward import Shown
@@ -165,7 +165,13 @@ class Preparation:
         given, settings, source = self._given, self._given.settings, self._source
         resume = source is None and self._places.may_resume()
         shown = self._with_blocks(shown, resume)
-        described, marks, held = described_blocks(given.module, given.blocks, given.groups(), settings, self._values_of)
+        goes_on = resume or source is not None
+        there = self._run_there(goes_on)
+        base = there.get("lora_base") if goes_on else None
+        if goes_on and there and settings.base_weights and base is None:
+            raise ValueError("base_weights: the run that is gone on with has the weights of its frozen parameters itself: leave it out")
+        has_base = bool(settings.base_weights) or base is not None
+        described, marks, held = described_blocks(given.module, given.blocks, given.groups(), settings, self._values_of, frozen_have_values=not has_base)
         trains = any(each for mark in marks for each, _ in mark)
         if not trains:
             self._check_evaluates()
@@ -183,8 +189,7 @@ class Preparation:
                 "goes on with it",
                 settings.state_dirs[0],
             )
-        goes_on = resume or source is not None
-        known, run_id = self._names_of_runs(goes_on)
+        known, run_id = self._names_of_runs(goes_on, there)
         options = {
             **options_of(settings, given.described, trains=trains, resident_bytes=resident_bytes(given.blocks, settings, trains)),
             "computes_elsewhere": has_own_memory(settings.device) and not settings.engine_device,
@@ -201,6 +206,11 @@ class Preparation:
             "seed": self._seed,
             "input_gradients": shown.input_gradients,
         }
+        trained = [[each for each, _ in mark] for mark in marks]
+        if has_base:
+            options["base"] = _base_weights.describe(given.module, given.blocks, trained, settings.base_weights, base, is_planned=False)
+        if not goes_on:
+            _base_weights.check_values(given.blocks, trained, has_base)
         self._run.ranks.agree(self._alike(options, described))
         self._places.check_free()
         if trains:
@@ -230,21 +240,24 @@ class Preparation:
         given.blocks = with_adapters_resident(given.module, self._found, found)
         return replace(shown, uses=uses_of(given.blocks, shown.uses))
 
-    # Of the run that is there, or that the run begins with, empty where there is none; and of the run that is made. On all ranks.
-    def _names_of_runs(self, goes_on: bool) -> Tuple[str, str]:
+    # What the run that is there, or that the run begins with, says of itself; empty: there is none.
+    def _run_there(self, goes_on: bool) -> Dict[str, Any]:
         source = self._source
         where = self._places.own() if source is None else [] if source.found is not None else [source.path]
-        known = ""
         if where and (goes_on or self._places.may_replace):
             try:
-                known = (json.loads(_core.record_of(where)) or {}).get("run_id", "")
+                return json.loads(_core.record_of(where)) or {}
             except FileNotFoundError:
                 pass  # none is there: what goes on is refused by the engine
             except (OSError, ValueError) as error:
                 # Of what is replaced the name is of no use where it is damaged, or no run's.
                 if goes_on or getattr(error, "errno", errno.EINVAL) not in (errno.EIO, errno.EINVAL):
                     raise
-        known = self._run.ranks.texts("the run's name", known)[0]
+        return {}
+
+    # Its name, empty where there is none; and of the run that is made. On all ranks.
+    def _names_of_runs(self, goes_on: bool, there: Dict[str, Any]) -> Tuple[str, str]:
+        known = self._run.ranks.texts("the run's name", there.get("run_id", ""))[0]
         return known, self._run.ranks.texts("the run's name", known if goes_on and known else f"python-{secrets.token_hex(6)}")[0]
 
     # Before anything is written. is_again: a run of this engine is over, and cannot be gone on with any more.

@@ -33,6 +33,7 @@ _KEYWORDS = (
     "chunk_size",
     "missing_gradients",
     "saved_activations",
+    "base_weights",
 )
 
 
