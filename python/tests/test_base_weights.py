@@ -194,6 +194,51 @@ def test_the_configuration_and_a_plan_have_it_and_frozen_parameters_may_be_on_th
     assert plan["nvme_bytes_per_param_per_step"] < 0.5 * copied["nvme_bytes_per_param_per_step"]
 
 
+TRAINER = """
+import json, sys
+import test_base_weights as here, torch, transformers
+given, out = json.loads(sys.argv[1]), sys.argv[2]
+data = [{"input_ids": ids[0], "labels": ids[0]} for ids in here.batches(12)]
+arguments = transformers.TrainingArguments(
+    output_dir=out, per_device_train_batch_size=2, max_steps=3, logging_steps=1, save_strategy="no", report_to=[], learning_rate=1e-2, use_cpu=True,
+    disable_tqdm=True, deepspeed=given or None,
+)
+model = here.without_values() if given else here.adapted(transformers.LlamaForCausalLM(here.config()))
+if not given:
+    model.load_state_dict(torch.load(sys.argv[3]), strict=False)
+trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+trainer.train()
+trainer.save_model(out + "/final")
+print("TOLD", json.dumps([each["loss"] for each in trainer.state.log_history if "loss" in each]))
+"""
+
+
+def test_trainer_trains_beside_packed_weights(tmp_path):
+    pytest.importorskip("accelerate")
+    import trainer
+
+    where = packed(published(tmp_path / "model"), tmp_path / "packed", 4)
+    with engine_of(without_values(), tmp_path / "values", base_weights=where) as engine:
+        train(engine, batches(1))
+        torch.save({name: value for name, value in engine.state_dict().items() if "lora" not in name}, tmp_path / "values.pt")
+
+    def told(given, out):
+        words = [json.dumps(given), str(tmp_path / out), str(tmp_path / "values.pt")]
+        (tmp_path / "script.py").write_text(TRAINER)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.path.dirname(__file__)])}
+        launcher = ["-m", "penstock.run"] if given else []
+        done = subprocess.run([sys.executable, *launcher, str(tmp_path / "script.py"), *words], capture_output=True, text=True, env=environment, timeout=400)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("TOLD "))[len("TOLD ") :])
+
+    ours = told({**trainer.config(tmp_path / "nvme"), "penstock": {"base_weights": str(where)}}, "ours")
+    assert ours == pytest.approx(told({}, "plain"), abs=1e-5)
+    saved = [peft.utils.load_peft_weights(str(tmp_path / out / "final"), device="cpu") for out in ("ours", "plain")]
+    assert saved[0].keys() == saved[1].keys() and saved[0]
+    for name, value in saved[1].items():
+        torch.testing.assert_close(saved[0][name], value, atol=1e-5, rtol=1e-4)
+
+
 def test_what_cannot_be_is_refused_by_name(tmp_path):
     where = published(tmp_path / "model")
     bits = packed(where, tmp_path / "packed", 8)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import _core
+from .._small_files import exists
 from ._blocks import Block
 from ._settings import Settings
 
@@ -105,13 +106,13 @@ def _prefix_of(model: nn.Module) -> str:
 
 
 def describe(model: nn.Module, blocks: Sequence[Block], trains: Sequence[Sequence[bool]], path: str, record: Any, is_planned: bool) -> Dict[str, Any]:
-    """As the engine is told of it (python/src/base_weights.h). trains: of each parameter of each block.
+    """What python/src/base_weights.h reads. trains: of each parameter of each block.
 
     record: of the run that is gone on with; None: it is a new one. ValueError: they are no weights of this model. RuntimeError: the files that the
     record names are not there.
     """
     where = path or str(record["path"])
-    if not path and not os.path.exists(where):
+    if not path and not exists(where):
         raise RuntimeError(f"{where}: the weights of this run's frozen parameters are not there: say where they are (base_weights=DIR)")
     names, bits = _core.names_of_weights(where)
     there, prefix, known = set(names), _prefix_of(model), _names_of(model)
