@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "kernels/quantize.h"
+#include "kernels/stream_copy.h"
 
 namespace penstock::zero {
 
@@ -186,6 +187,49 @@ void UpdateTile(const TileFormat& format, const BlockSteps& steps, uint64_t seed
     from = std::max(from, end);
     if (from < to) ApplyWithinScale(format, {step, from, to}, seed, tile, memory);
   }
+}
+
+void UpdateTileInto(const TileFormat& format, const BlockSteps& steps, uint64_t seed,
+                    const tiering::Tile& tile, const TileMemory& from, const TileMemory& to) {
+  PENSTOCK_CHECK(!steps.uses_lamb(), "an update by LAMB from one place to another");
+  // Of all segments so much stays in a core's cache while it is updated.
+  constexpr int64_t kPiece = 2 * tiering::kElementAlignment;
+  constexpr int64_t kLine = 64;
+  alignas(kLine) std::array<std::byte, 16 * kPiece> piece;
+  const tiering::Precision precision = format.precision();
+  for (int64_t begin = 0; begin < from.elements; begin += kPiece) {
+    const int64_t n = std::min(kPiece, from.elements - begin);
+    TileMemory memory;
+    memory.elements = n;
+    memory.gradient = static_cast<std::byte*>(from.gradient) + begin * precision.gradient_bytes;
+    int64_t room = 0;
+    for (size_t s = 0; s < precision.segment_bytes.size(); ++s) {
+      void* const at = piece.data() + room;
+      room += tiering::AlignUp(precision.SegmentBytes(s, n), kLine);
+      PENSTOCK_CHECK(room <= std::ssize(piece), "a piece of a tile that is larger than its place");
+      (s == 0 ? memory.weights : memory.state.emplace_back()) = at;
+    }
+    const auto for_segments = [&](const TileMemory& whole, const auto& move) {
+      for (size_t s = 0; s < precision.segment_bytes.size(); ++s) {
+        auto* const all = static_cast<std::byte*>(s == 0 ? whole.weights : whole.state[s - 1]);
+        auto* const some = static_cast<std::byte*>(s == 0 ? memory.weights : memory.state[s - 1]);
+        const int64_t width = precision.segment_bytes[s];
+        move(all + begin * width, some, n * width);
+        // The scales behind the codes.
+        const int64_t scales = precision.SegmentBytes(s, n) - n * width;
+        if (scales > 0)
+          move(all + from.elements * width + begin / tiering::kScaleBlock * 4, some + n * width, scales);
+      }
+    };
+    for_segments(from, [](const std::byte* all, std::byte* some, int64_t bytes) {
+      std::memcpy(some, all, static_cast<size_t>(bytes));
+    });
+    UpdateTile(format, steps, seed, {tile.offset + begin, n}, memory);
+    for_segments(to, [](std::byte* all, const std::byte* some, int64_t bytes) {
+      kernels::StreamCopy(some, all, static_cast<size_t>(bytes));
+    });
+  }
+  kernels::StreamCopyFence();
 }
 
 void AddTensorNorms(const TileFormat& format, const BlockSteps& steps, uint64_t seed,

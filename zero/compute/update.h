@@ -94,6 +94,11 @@ std::vector<StepArrays> UpdatesOf(const TileFormat& format, const BlockSteps& st
 void UpdateTile(const TileFormat& format, const BlockSteps& steps, uint64_t seed, const tiering::Tile& tile,
                 const TileMemory& memory, std::span<const double> trusts = {});
 
+// The same from one place to another, with any optimizer but LAMB: `from` keeps its bits, with its gradient,
+// and `to` has the result, around the caches.
+void UpdateTileInto(const TileFormat& format, const BlockSteps& steps, uint64_t seed,
+                    const tiering::Tile& tile, const TileMemory& from, const TileMemory& to);
+
 // With LAMB: adds the squares of what the tile has of each parameter of the layout that is updated, and of
 // its update, to that parameter's norms. Nothing in `memory` is changed: UpdateTile makes the same moments
 // again. The sums over all tiles of a block, in any order and however it is cut, are the same to the bit.
