@@ -967,7 +967,10 @@ constexpr auto kPenstock = std::to_array<Setting>({
     Whole("versions", 1, 3).Says("Versions of everything on the drive", "2").Fixed("").At([
     ](auto& c) -> auto& { return c.penstock.versions; }),
     Choice("order", "auto|next_forward|in_backward")
-        .Says("When tiles are updated: in backward, or in the next forward, which Lamb's always are", "auto")
+        .Says(
+            "When tiles are updated: in backward, which without a drive takes a device with its own memory, "
+            "or in the next forward, as Lamb's always are",
+            "auto")
         .At([](auto& c) -> auto& { return c.penstock.order; }),
     Choice("prefer", "wear|time")
         .Says("Whether a clipped step may read more to be shorter (time) or not (wear)", "wear")

@@ -27,6 +27,7 @@ MeaningLanes::MeaningLanes(const Plan& plan, const MachineModel& machine, Replay
 }
 
 void MeaningLanes::Start(OpId id, const Op& op) {
+  if (op.kind == OpKind::kUpdate && op.replay && !plan_.on_nvme) GoBack(op);
   Check(op);
   if (op.lane == Lane::kAllGather || op.lane == Lane::kReduceScatter) {
     // All ranks come to the network in one order: that of the program.
@@ -248,6 +249,17 @@ void MeaningLanes::CheckMeaning(const Op& op) {
     default:
       return;
   }
+}
+
+// Without a drive the version before an update in backward stands in the tile's other place.
+void MeaningLanes::GoBack(const Op& op) {
+  const TileOfBlock tile{op.block, op.tile};
+  const auto before = before_.find(tile);
+  ASSERT_TRUE(before != before_.end()) << "an update made again that was not made in backward";
+  run_[{op.weight_slot, op.tile}].second = before->second;
+  state_[op.tile_slot].second = before->second;
+  drive_.at(tile) = before->second;
+  before_.erase(before);
 }
 
 // What is verified or updated is what the operation says, of the version before it.
@@ -575,6 +587,14 @@ void MeaningLanes::ApplyReadWeights(const Op& op) {
 
 void MeaningLanes::ApplyUpdate(const Op& op) {
   if (op.checks_weights) unchecked_.erase({op.block, op.tile});
+  if (op.speculative_update && !plan_.on_nvme) {
+    EXPECT_EQ(commits_, op.step - 1) << "of what is not committed yet";
+    const TileSlot second = plan_.blocks[op.block].second_slot[op.tile];
+    ASSERT_TRUE(second.valid()) << "an update in backward over the only version";
+    EXPECT_GE(plan_.tile_slots[second].bytes,
+              plan_.precision.TotalBytes(plan_.blocks[op.block].tiles[op.tile].elements));
+    before_[{op.block, op.tile}] = run_[{op.weight_slot, op.tile}].second;
+  }
   run_[{op.weight_slot, op.tile}].second = VersionAfter(op);
   state_[op.tile_slot].second = VersionAfter(op);
   if (!plan_.on_nvme) drive_.at({op.block, op.tile}) = VersionAfter(op);

@@ -106,6 +106,7 @@ class MeaningLanes : public Lanes {
   static void CheckTiles(const Op& op, const Op& other);
   // By kind.
   void CheckMeaning(const Op& op);
+  void GoBack(const Op& op);
   void CheckUpdate(const Op& op);
   void CheckCompute(const Op& op);
   void CheckAllGather(const Op& op);
@@ -176,6 +177,7 @@ class MeaningLanes : public Lanes {
   std::map<BlockIndex, int64_t> squared_;        // and the step whose squares are there, by block
   std::map<BlockIndex, int64_t> spilled_;
   std::map<TileOfBlock, int64_t> drive_, committed_;
+  std::map<TileOfBlock, int64_t> before_;         // version, of tiles with a second one
   std::map<TileOfBlock, int64_t> state_written_;  // {block, tile} -> version, maybe ahead of drive_
   std::set<std::pair<Position, int>> inputs_,
       written_inputs_;  // {position, micro-batch} in memory, on the drive

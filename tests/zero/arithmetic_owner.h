@@ -107,7 +107,10 @@ class ArithmeticOwner {
     return computed;
   }
 
-  absl::Status Pass(DrivenCompute& compute, int64_t step) {
+  absl::Status Pass(DrivenCompute& compute, int64_t step) { return PassUntil(compute, step, 0); }
+
+  // Without backward of the stages before `stops_at`.
+  absl::Status PassUntil(DrivenCompute& compute, int64_t step, int stops_at) {
     step_ = step;
     micro_.clear();
     for (int m = 0; m < shape_.micro_batches; ++m) {
@@ -122,6 +125,7 @@ class ArithmeticOwner {
     }
     int first = 0;
     while (first < last && !layouts_[At(first)]->Trains()) ++first;
+    first = std::max(first, stops_at);
     for (int s = last; s >= first; --s) {
       for (int m = 0; m < shape_.micro_batches; ++m) {
         if (absl::Status status = One(compute, Direction::kBackward, s, m); !status.ok()) return status;

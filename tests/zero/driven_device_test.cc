@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <filesystem>
 #include <functional>
 #include <future>
@@ -15,10 +16,12 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "kernels/float16.h"
+#include "swap/checkpoint.h"
 #include "tests/zero/arithmetic_owner.h"
 #include "zero/compute/driven_compute.h"
 #include "zero/compute/test_device.h"
@@ -67,6 +70,8 @@ struct Trained {
   std::vector<float> state;
   tiering::Plan plan;
   int64_t h2d_bytes = 0, d2h_bytes = 0;  // of the last step
+  std::vector<double> in_backward;       // [step] share of the tiles that were updated there
+  int replayed = 0;                      // steps
 };
 
 absl::Status StateOf(Engine& engine, std::vector<float>* state) {
@@ -103,6 +108,8 @@ class DrivenDeviceTest : public testing::Test {
       trained.status = owner->Step(**engine, step, &result);
       trained.losses.push_back(result.loss);
       trained.norms.push_back(result.grad_norm);
+      trained.in_backward.push_back(result.speculative_share);
+      trained.replayed += result.replayed ? 1 : 0;
       const Device::Traffic after = options.device->traffic();
       trained.h2d_bytes = after.h2d_bytes - before.h2d_bytes;
       trained.d2h_bytes = after.d2h_bytes - before.d2h_bytes;
@@ -119,7 +126,7 @@ class DrivenDeviceTest : public testing::Test {
 TEST_F(DrivenDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
   std::mt19937 random(7);
   const auto below = [&](int64_t n) { return std::uniform_int_distribution<int64_t>(0, n - 1)(random); };
-  int updated_there = 0, kept_there = 0;
+  int updated_there = 0, kept_there = 0, two_versions = 0, replayed = 0;
   for (int round = 0; round < 36; ++round) {
     Shape shape;
     shape.dtype = std::array{DType::kBf16, DType::kFp32, DType::kFp16}[static_cast<size_t>(below(3))];
@@ -153,6 +160,8 @@ TEST_F(DrivenDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
       EXPECT_EQ(trained.state, host.state);
       updated_there += trained.plan.device.resident_elements > 0 ? 1 : 0;
       kept_there += trained.plan.device.weight_slots.size() > 2 ? 1 : 0;
+      two_versions += trained.plan.second_versions > 0 ? 1 : 0;
+      replayed += trained.plan.second_versions > 0 ? trained.replayed : 0;
     };
     check(all);
     for (const int64_t budget : {least, least + below(std::max<int64_t>(1, most - least)), most}) {
@@ -162,6 +171,7 @@ TEST_F(DrivenDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
       check(Train(shape, device_of(), [&](EngineOptions& options) {
         common(options);
         options.memory.device_memory_budget_bytes = budget;
+        if (share != 1) options.optimizer.order = tiering::UpdateOrder::kInBackward;
         if (share < 3) options.memory.bounds.processor_share = 0.5 * share;
       }));
     }
@@ -174,6 +184,150 @@ TEST_F(DrivenDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
   }
   EXPECT_GT(updated_there, 20);
   EXPECT_GT(kept_there, 20);
+  EXPECT_GT(two_versions, 10);
+  EXPECT_GT(replayed, 10);
+}
+
+// Without a drive updates in backward are made beside the version before, which is in force again where the
+// norm asks for another update, or for none.
+class SecondVersionsTest : public DrivenDeviceTest {
+ protected:
+  static void InMemory(EngineOptions& options) {
+    options.storage.offload = OffloadDevice::kCpu;
+    options.memory.bounds.processor_share = 1;
+    options.optimizer.clip = 0.05;
+  }
+  static void InBackward(EngineOptions& options) {
+    InMemory(options);
+    options.optimizer.order = tiering::UpdateOrder::kInBackward;
+  }
+  static std::shared_ptr<TestDevice> NewDevice(bool late) {
+    return std::make_shared<TestDevice>(TestDeviceOptions{.late = late});
+  }
+  static Shape Untied() {
+    Shape shape;
+    shape.stages = {0, 1, 2, 3, 4};
+    return shape;
+  }
+};
+
+TEST_F(SecondVersionsTest, ClippedStepsAndOthersHaveTheBitsOfUpdatesAfterTheNorm) {
+  int64_t skipped = 0;
+  for (const DType dtype : {DType::kBf16, DType::kFp32, DType::kFp16}) {
+    for (const kernels::StateType states :
+         {kernels::StateType::kFp32, kernels::StateType::kBf16, kernels::StateType::k8Bit}) {
+      SCOPED_TRACE(testing::Message() << DTypeName(dtype) << ", states " << StateTypeName(states));
+      Shape shape;
+      shape.dtype = dtype;
+      double clip = 0;
+      const auto adjusted = [&](auto adjust) {
+        return [=, &clip](EngineOptions& options) {
+          adjust(options);
+          options.optimizer.clip = clip;
+          options.optimizer.missing_gradients = MissingGradients::kZeros;
+          options.optimizer.states = states;
+          options.optimizer.loss_scale.initial_scale = 1 << 23;  // at which some overflow
+        };
+      };
+      // Such that some steps are clipped.
+      std::vector<double> norms = Train(shape, NewDevice(true), adjusted(InMemory), 8).norms;
+      std::erase_if(norms, [](double norm) { return !std::isfinite(norm); });
+      std::sort(norms.begin(), norms.end());
+      clip = norms[norms.size() / 2];
+      const Trained later = Train(shape, NewDevice(true), adjusted(InMemory), 8);
+      const Trained beside = Train(shape, NewDevice(true), adjusted(InBackward), 8);
+      ASSERT_TRUE(later.status.ok()) << later.status;
+      ASSERT_TRUE(beside.status.ok()) << beside.status;
+      EXPECT_EQ(later.plan.second_versions, 0);
+      EXPECT_EQ(beside.plan.second_versions, beside.plan.trained_tiles());
+      EXPECT_THAT(beside.in_backward, testing::Each(1.0));
+      EXPECT_GT(beside.replayed, 0);
+      EXPECT_LT(beside.replayed, 8);
+      skipped += std::count_if(beside.norms.begin(), beside.norms.end(),
+                               [](double norm) { return !std::isfinite(norm); });
+      EXPECT_EQ(beside.losses, later.losses);
+      EXPECT_EQ(beside.norms, later.norms);
+      EXPECT_EQ(beside.state, later.state);
+    }
+  }
+  EXPECT_GT(skipped, 0);
+}
+
+// What backward updated of a step that failed is as it was before.
+TEST_F(SecondVersionsTest, AStepThatFailsLeavesTheVersionsBefore) {
+  const Shape shape = Untied();
+  const Trained whole = Train(shape, NewDevice(false), InBackward, 4);
+  ASSERT_TRUE(whole.status.ok()) << whole.status;
+  for (const int stops_at : {3, 2, 1}) {
+    const auto device = NewDevice(false);
+    Owner owner(shape, device.get());
+    EngineOptions options = owner->Options(directory_);
+    options.device = device;
+    InBackward(options);
+    std::atomic<int> updated{0};
+    options.hooks.observer = [&](tiering::OpId, const tiering::Op& op, double, double) {
+      updated += op.step == 3 && op.speculative_update && op.kind == tiering::OpKind::kUpdate ? 1 : 0;
+    };
+    auto engine = DrivenEngine::Create(owner->Measure(), options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    StepResult result;
+    std::vector<double> losses;
+    for (int64_t step = 1; step <= 4; ++step) {
+      if (step == 3) {
+        ASSERT_TRUE((*engine)->Begin(Next::kTrain).ok());
+        ASSERT_TRUE(owner->PassUntil((*engine)->compute(), step, stops_at).ok());
+        // The last block's update, at the least, is over.
+        while (updated == 0) std::this_thread::yield();
+        (*engine)->compute().Fail(absl::CancelledError("seen enough"));
+        EXPECT_FALSE((*engine)->Finish().ok());
+      }
+      const absl::Status status = owner->Step(**engine, step, &result);
+      ASSERT_TRUE(status.ok()) << status;
+      losses.push_back(result.loss);
+    }
+    EXPECT_EQ(losses, whole.losses);
+    std::vector<float> state;
+    ASSERT_TRUE((*engine)->Call([&](Engine& of) { return StateOf(of, &state); }).ok());
+    EXPECT_EQ(state, whole.state);
+  }
+}
+
+// A checkpoint copies what is in memory until the next norm: the step behind it updates nothing before.
+TEST_F(SecondVersionsTest, ACheckpointHasTheStepThatItIsOf) {
+  const Shape shape = Untied();
+  const std::string parent = directory_ + "-checkpoints";
+  std::filesystem::remove_all(parent);
+  const auto with_checkpoints = [&](EngineOptions& options) {
+    InBackward(options);
+    options.storage.checkpoints.parent = parent;
+    options.storage.checkpoints.every = 2;
+  };
+  const Trained whole = Train(shape, NewDevice(false), with_checkpoints, 6);
+  ASSERT_TRUE(whole.status.ok()) << whole.status;
+  EXPECT_EQ(whole.in_backward, (std::vector<double>{0, 1, 0, 1, 0, 1}));
+  for (const int64_t step : {2, 4}) {
+    const auto device = NewDevice(false);
+    Owner owner(shape, device.get());
+    EngineOptions options = owner->Options(directory_);
+    options.device = device;
+    InMemory(options);
+    options.storage.overwrite = false;
+    options.resume.enabled = true;
+    options.storage.state_dirs = {parent + "/" + swap::CheckpointName(static_cast<uint64_t>(step))};
+    auto engine = DrivenEngine::Create(owner->Measure(), options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    StepResult result;
+    std::vector<double> losses;
+    for (int64_t next = step + 1; next <= 6; ++next) {
+      ASSERT_TRUE(owner->Step(**engine, next, &result).ok());
+      losses.push_back(result.loss);
+    }
+    EXPECT_EQ(losses, std::vector<double>(whole.losses.begin() + step, whole.losses.end()));
+    std::vector<float> state;
+    ASSERT_TRUE((*engine)->Call([&](Engine& of) { return StateOf(of, &state); }).ok());
+    EXPECT_EQ(state, whole.state);
+  }
+  std::filesystem::remove_all(parent);
 }
 
 // Weights and gradients alone are copied, as often as the plan says.

@@ -44,6 +44,13 @@ double Plan::previewed_share() const {
   return previewed == 0 ? 0 : previewed / static_cast<double>(trained_tiles());
 }
 
+int64_t Plan::second_version_bytes() const {
+  int64_t bytes = 0;
+  for (int i = 1; i <= second_versions; ++i)
+    bytes += AlignUp(tile_slots[tile_slots.end_index() - i].bytes, kPage);
+  return bytes;
+}
+
 double Plan::on_device_share() const {
   int64_t elements = 0;
   for (const BlockPlan& block : blocks) elements += block.elements;
@@ -68,7 +75,9 @@ Ledger Plan::ledger() const {
   add("weights in flight", weight_slots, 0, shared_weight_slots);
   add("weights resident", weight_slots, shared_weight_slots, weight_slots.size());
   add("state in flight", tile_slots, 0, static_cast<size_t>(tile_ring));
-  add("state resident", tile_slots, static_cast<size_t>(tile_ring), tile_slots.size());
+  const size_t kept_tiles = tile_slots.size() - static_cast<size_t>(second_versions);
+  add("state resident", tile_slots, static_cast<size_t>(tile_ring), kept_tiles);
+  add("second versions of tiles", tile_slots, kept_tiles, tile_slots.size());
   add("gradients resident", gradient_slots, 0, kept_gradients);
   add("gradients in flight", gradient_slots, kept_gradients, gradient_slots.size());
   add("fp32 gradient sums", accumulator_slots, 0, accumulator_slots.size());

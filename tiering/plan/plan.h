@@ -53,6 +53,10 @@ struct BlockPlan {
   // and written nowhere, and made again in backward for good. More is read, and forward writes less. Not of a
   // tile whose state stays, nor of a block that several stages use.
   PerTile<char> previews;
+  // Per tile, none: without a drive, of a tile that is updated in backward. There its other version has its
+  // place, weights and state: an update in backward is made from one place to the other, which the tile has
+  // in turn, so that the version before it stands until the norm is known.
+  PerTile<TileSlot> second_slot;
   // Its gradient waits in host memory; none: spilled to the drive as 16 bit (or fp32). Of a block that lives
   // on a device: the partial sums of its squares.
   GradientSlot gradient_slot;
@@ -108,8 +112,10 @@ struct Plan {
 
   std::vector<WeightClass> weight_classes;
   IndexedVector<WeightSlot, Slot> weight_slots;  // shared ones by class, then private ones
-  IndexedVector<TileSlot, Slot> tile_slots;      // the ring first, then private ones
+  // The ring first, then private ones, then places of second versions.
+  IndexedVector<TileSlot, Slot> tile_slots;
   int tile_ring = 0;
+  int second_versions = 0;
   IndexedVector<GradientSlot, Slot>
       gradient_slots;  // resident ones, then the ring of spilled ones by run class
   std::vector<GradientRing>
@@ -176,6 +182,11 @@ struct Plan {
   int64_t trained_tiles() const;     // of those that are updated
   double speculative_share() const;  // of the trained tiles
   double previewed_share() const;    // of them
+  int64_t second_version_bytes() const;
+  // A tile that is updated in backward has its version before on the drive, or in BlockPlan::second_slot.
+  bool keeps_second_versions() const {
+    return !on_nvme && trains && world == 1 && device.has_own_memory && !tensor_norms;
+  }
   // "next_forward", "in_backward" or, tile by tile, "mixed": while nothing is clipped.
   std::string_view order_of_update() const;
   // Weights and state of the block live on a device with its own memory, which updates them.
@@ -308,8 +319,11 @@ struct PlanOptions {
   bool frozen_elsewhere = false;
   int world = 1;                         // ranks
   int64_t host_memory_budget_bytes = 0;  // 0: as much as the comfortable plan takes
-  bool copies_checkpoints = false;       // of the store, while training goes on: room for a tile
-  int64_t tile_bytes = 0;                // bound for one slot of a tile (all segments); 0: chosen
+  // Without a budget: up to here a plan may grow by what it can do without, as by second versions of tiles.
+  // 0: no bound.
+  int64_t host_memory_to_spare_bytes = 0;
+  bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
+  int64_t tile_bytes = 0;           // bound for one slot of a tile (all segments); 0: chosen
   PlanBounds bounds;
   SavedActivations saved_activations = SavedActivations::kAuto;
   DeviceOptions device;

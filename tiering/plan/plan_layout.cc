@@ -113,6 +113,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     block.private_tile_slot.assign(block.tiles.size(), TileSlot());
     block.speculative_update.assign(block.tiles.size(), 0);
     block.previews.assign(block.tiles.size(), 0);
+    block.second_slot.assign(block.tiles.size(), TileSlot());
     block.uses = uses[b];
     while (classes[At(block.weight_class)] < block.elements) ++block.weight_class;
     ++members[At(block.weight_class)];
@@ -317,6 +318,15 @@ void PlanLayout::LayOut(Plan* plan) const {
       const int64_t extra =
           block.trains && !block.gradient_slot.valid() ? ring_bytes - plan->tile_state_bytes : 0;
       plan->tile_slots.push_back({0, extra > 0 ? ring_bytes : StateBytes(*plan, block.tiles[t].elements)});
+    }
+  }
+  plan->second_versions = 0;
+  for (BlockPlan& block : plan->blocks) {
+    for (const TileIndex t : block.tiles.indices()) {
+      if (!block.second_slot[t].valid()) continue;
+      block.second_slot[t] = plan->tile_slots.end_index();
+      plan->tile_slots.push_back({0, plan->precision.TotalBytes(block.tiles[t].elements)});
+      ++plan->second_versions;
     }
   }
   int64_t offset = 0;

@@ -101,8 +101,18 @@ class Planner {
       layout_.LayOut(&plan);
       plan.least_host_memory_bytes = plan.host_bytes();
       plan.reasons = {"everything stays in memory: there is no drive"};
-      CountBytes(&plan);
       if (budget > 0 && plan.host_bytes() > budget) return TooSmall(plan.host_bytes(), plan);
+      KeepSecondVersions(&plan);
+      if (options_.update_order == UpdateOrder::kInBackward && plan.trains && !plan.speculates) {
+        plan.reasons.push_back(
+            plan.keeps_second_versions()
+                ? "order in_backward: the host memory budget has no room for second versions of tiles, and "
+                  "all "
+                  "are updated in the next forward"
+                : "order in_backward: without a drive only where one rank computes on a device with its own "
+                  "memory, and not with LAMB; all tiles are updated in the next forward");
+      }
+      CountBytes(&plan);
       return plan;
     }
     const int64_t least = Least();
@@ -404,6 +414,31 @@ class Planner {
     if (options_.prefer == Prefer::kTime) LeaveLeast(clipped, kAsFast, order);
     LeaveLeast([&](size_t i) { return BytesMoved(candidates[i].plan); }, kAsManyBytes, order);
     LeaveLeast(clipped, kAsFast, order);
+  }
+
+  // Without a drive, of tiles that are updated in backward.
+  void KeepSecondVersions(Plan* plan) const {
+    int64_t left = RoomForSecondVersions(options_, *plan);
+    const OrderedStep step = Order(/*thorough=*/true, plan);
+    for (BlockPlan& block : plan->blocks) {
+      for (const TileIndex t : block.tiles.indices()) {
+        if (block.speculative_update[t] == 0) continue;
+        const int64_t bytes = AlignUp(plan->precision.TotalBytes(block.tiles[t].elements), kPage);
+        block.speculative_update[t] = bytes <= left ? 1 : 0;
+        if (bytes > left) continue;
+        left -= bytes;
+        block.second_slot[t] = TileSlot(0);  // numbered by LayOut
+      }
+    }
+    layout_.LayOut(plan);
+    plan->speculates = plan->second_versions > 0;
+    if (!plan->speculates) return;
+    plan->reasons.push_back(absl::StrFormat(
+        "%.0f%% of the tiles are updated beside backward: host memory has second versions of them, %s%s",
+        100 * plan->speculative_share(), FormatBytes(plan->second_version_bytes()),
+        step.seconds > 0 ? absl::StrFormat("; a step of %.3g s, and of %.3g s while all are clipped",
+                                           step.seconds, step.clipped_seconds)
+                         : ""));
   }
 
   // Chooses which tiles are updated in backward.

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "tiering/plan/plan_layout.h"
 #include "tiering/simulate/simulate.h"
 
 namespace penstock::tiering {
@@ -18,6 +19,10 @@ constexpr double kWorthPreviewing = 0.98;
 // Of previews the first blocks have more than the last, whose second update would come right behind the
 // first.
 constexpr double kTilt = 1.2;
+// Second versions take host memory: not for less than this is worth.
+constexpr double kWorthSecondVersions = 0.97;
+// And where all steps are clipped, all of their updates in backward are for nothing.
+constexpr double kMostReplayed = 0.9;
 
 void MarkSpeculative(Plan* plan, double share) {
   double sum = 0;
@@ -159,7 +164,66 @@ double ChoosePreviews(const ModelGraph& graph, const PlanOptions& options, bool 
   return chosen.first == 0 ? before : best;
 }
 
+// The processor has updates of `elements` to make, and backward to make some of them in.
+double ShareInBackward(const ModelGraph& graph, const MachineModel& machine, double elements) {
+  const double backward = graph.pass_seconds().backward;
+  const double updated = backward * machine.update_parameters_per_s * std::max(1, machine.update_workers);
+  return std::clamp(updated / elements, 0.0, 1.0);
+}
+
+// Without a drive a tile that is updated in backward takes memory for a second version: those that the
+// host's holds, as many as make the step the shortest.
+OrderedStep ChooseSecondVersions(const ModelGraph& graph, const PlanOptions& options, Plan* plan) {
+  const MachineModel& machine = options.machine;
+  int64_t bytes = 0, elements = 0;
+  for (const BlockIndex b : plan->blocks.indices()) {
+    const BlockPlan& block = plan->blocks[b];
+    for (const TileIndex t : block.tiles.indices()) {
+      if (!block.updates(t) || plan->on_device(b)) continue;
+      bytes += AlignUp(plan->precision.TotalBytes(block.tiles[t].elements), kPage);
+      elements += block.tiles[t].elements;
+    }
+  }
+  if (elements == 0 || options.update_order == UpdateOrder::kInNextForward) return {};
+  const bool free = options.update_order == UpdateOrder::kAuto;
+  const double most =
+      std::min(1.0, static_cast<double>(RoomForSecondVersions(options, *plan)) / static_cast<double>(bytes));
+  const double even = ShareInBackward(graph, machine, static_cast<double>(elements));
+  if (TooManyTilesToSimulate(*plan)) {
+    MarkSpeculative(plan, std::min(most, free ? even : 1.0));
+    plan->worthwhile_replay_rate = free ? kCautiousReplayRate : 1;
+    return {};
+  }
+  const double later = StepSeconds(graph, machine, *plan);
+  std::vector<double> shares = {1.0};
+  if (free) shares = {0.6 * even, 0.75 * even, 0.9 * even, even, 0.5 + 0.5 * even};
+  double best = std::numeric_limits<double>::max(), best_share = 0;
+  for (const double wanted : shares) {
+    const double share = std::min(wanted, most);
+    if (share <= 0) continue;
+    MarkSpeculative(plan, share);
+    const double seconds = StepSeconds(graph, machine, *plan);
+    if (seconds >= best) continue;
+    best = seconds;
+    best_share = share;
+  }
+  if (free && best > later * kWorthSecondVersions) best_share = 0;
+  MarkSpeculative(plan, best_share);
+  if (best_share == 0) return {later, later};
+  const double replay_seconds = best_share * static_cast<double>(elements) /
+                                (machine.update_parameters_per_s * std::max(1, machine.update_workers));
+  plan->worthwhile_replay_rate = free ? std::clamp((later - best) / replay_seconds, 0.0, kMostReplayed) : 1;
+  return {best, plan->clips ? later : best};
+}
+
 }  // namespace
+
+int64_t RoomForSecondVersions(const PlanOptions& options, const Plan& plan) {
+  const int64_t bound = options.host_memory_budget_bytes > 0 ? options.host_memory_budget_bytes
+                                                             : options.host_memory_to_spare_bytes;
+  if (bound == 0) return std::numeric_limits<int64_t>::max();
+  return std::max<int64_t>(0, bound - plan.host_bytes() - kHugePage);  // in which an arena is rounded
+}
 
 bool TooManyTilesToSimulate(const Plan& plan) { return plan.tile_count() > kMostTilesSimulated; }
 bool MayPreview(const PlanOptions& options) {
@@ -174,7 +238,9 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const PlanOptions& option
   UpdateOrder wanted = options.update_order;
   MarkSpeculative(plan, 0);
   MarkPreviews(graph, /*share=*/0, /*tilt=*/0, plan);
-  if (!plan->trains || !plan->on_nvme) return {};
+  if (!plan->trains) return {};
+  if (!plan->on_nvme)
+    return plan->keeps_second_versions() ? ChooseSecondVersions(graph, options, plan) : OrderedStep();
   // Where a step's version is written over that of the step before, nothing is left to make an update again
   // from.
   if (!plan->commits_every_step || plan->tensor_norms) wanted = UpdateOrder::kInNextForward;

@@ -10,6 +10,8 @@ namespace penstock::tiering {
 
 // A program of very many tiles takes longer to simulate than what is chosen by it is worth.
 bool TooManyTilesToSimulate(const Plan& plan);
+// Bytes of host memory that second versions of tiles (BlockPlan::second_slot) may take beside the plan.
+int64_t RoomForSecondVersions(const PlanOptions& options, const Plan& plan);
 // Tiles of plans under these options may be previewed.
 bool MayPreview(const PlanOptions& options);
 // Of few tiles, many plans and steps are simulated in no time.
@@ -24,6 +26,9 @@ struct OrderedStep {
 // Marks the tiles of `plan` that are updated in backward, evenly over every block, with the share that makes
 // the step shortest on the options' machine, and from which rate of replayed steps on that no longer pays.
 // `thorough` tries more shares. With too many tiles the share is computed, not tried.
+//
+// Without a drive the version before an update in backward stands in host memory: tiles are marked where a
+// device with its own memory computes, as many as there is room for, and its caller gives them second slots.
 //
 // Where time is preferred, tiles are marked too that are previewed in steps which update nothing in backward:
 // as many as make a clipped step shortest.

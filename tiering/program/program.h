@@ -16,7 +16,9 @@
 //                        the assumption that the norm will ask for no clipping. The committed version stays
 //                        in its own slot on the drive, so when the assumption fails, the tile is read again
 //                        and updated as in the other order: those operations (Op::replay) are always part of
-//                        the next pass, and are skipped (Lanes::Skips) when there is nothing to make good
+//                        the next pass, and are skipped (Lanes::Skips) when there is nothing to make good.
+//                        Without a drive that version stands in the tile's other place in host memory
+//                        (BlockPlan::second_slot), and nothing is read
 // Both move the same bytes as long as nothing is made again, and both end in the same bits. A mix spreads the
 // drive's work over forward and backward as compute is spread. Where all updates of a pass wait for the next
 // forward, as while every step is clipped, what they leave in memory anyway (weights that stay there, state

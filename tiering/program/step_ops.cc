@@ -15,6 +15,7 @@ CondensedPlan::CondensedPlan(const Plan& plan) : plan_(plan) {
     to.private_tile_slot.clear();
     to.speculative_update.clear();
     to.previews.clear();
+    to.second_slot.clear();
     PerTile<int64_t>& times = times_.emplace_back();
     std::map<std::tuple<int64_t, bool, bool, bool, char, char>, TileIndex> seen;
     for (const TileIndex t : from.tiles.indices()) {
@@ -31,6 +32,7 @@ CondensedPlan::CondensedPlan(const Plan& plan) : plan_(plan) {
       to.private_tile_slot.push_back(from.private_tile_slot[t]);
       to.speculative_update.push_back(from.speculative_update[t]);
       to.previews.push_back(from.previews[t]);
+      to.second_slot.push_back(from.second_slot[t]);
     }
   }
 }

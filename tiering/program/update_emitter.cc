@@ -181,7 +181,9 @@ OpId UpdateEmitter::EmitStateRead(const Update& update, const Edges& former) {
   const TilePlace& at = update.at;
   const BlockPlan& block = plan_.blocks[at.block];
   const int64_t bytes = plan_.precision.StateBytes(block.tiles[at.tile].elements);
-  if (bytes == 0 || (!update.cause.replay && slots_.HoldsState(at.tile_slot, at.block, at.tile))) return -1;
+  // Without a drive the version that a replay goes back to is in memory.
+  const bool reads = plan_.on_nvme && update.cause.replay;
+  if (bytes == 0 || (!reads && slots_.HoldsState(at.tile_slot, at.block, at.tile))) return -1;
   const OpId id = ops_.next_id();
   Op& read = EmitPart(update, OpKind::kReadState, Lane::kRead, bytes);
   read.tile_slot = at.tile_slot;
@@ -219,7 +221,7 @@ void UpdateEmitter::Emit(const Update& wanted) {
   at.tile_slot = slots_.TileSlotFor(at.block, at.tile, of.cause.replay);
   const Edges former = slots_.tile_users().Take(at.tile_slot);
   const OpId last_write = writer_.last_write(at.block, at.tile);
-  const bool rereads = of.cause.replay || (of.cause.again && of.weights_read < 0);
+  const bool rereads = plan_.on_nvme && (of.cause.replay || (of.cause.again && of.weights_read < 0));
   const OpId weights_read = rereads ? EmitWeightsRead(of, former) : of.weights_read;
   const OpId state_read = EmitStateRead(of, former);
   const OpId gradient_read = EmitGradientRead(of, former);
@@ -241,6 +243,8 @@ void UpdateEmitter::Emit(const Update& wanted) {
   AddIf(&update.after, last_write);
   AddIf(&update.after, weights.gather);
   if (of.weights_read < 0) AddIf(&update.after, weights.ready[at.tile]);
+  // What is in memory is the commit before, until that is over.
+  if (!plan_.on_nvme && of.cause.speculative_update) AddIf(&update.after, writer_.last_commit());
   slots_.tile_users().Add(at.tile_slot, id);
   slots_.WeightsUpdated(at.weight_slot, at.tile, id);
   if (!of.cause.again) ++versions_[at.block][at.tile];

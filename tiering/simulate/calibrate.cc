@@ -101,7 +101,7 @@ void Calibration::CalibrateCpu(Result* result) const {
       default:
         if (span.lane != Lane::kUpdate) break;
         checked += static_cast<double>(span.amount);
-        check_seconds += work;
+        check_seconds += work * WorkersOf(plan_, machine_, span.kind);
         break;
     }
   }

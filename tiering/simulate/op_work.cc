@@ -1,5 +1,7 @@
 #include "tiering/simulate/op_work.h"
 
+#include <algorithm>
+
 namespace penstock::tiering {
 
 int64_t UpdateWork(const Plan& plan, const Op& op) {
@@ -17,6 +19,11 @@ int64_t UpdateWork(const Plan& plan, const Op& op) {
     default:
       return elements;
   }
+}
+
+int WorkersOf(const Plan& plan, const MachineModel& machine, OpKind kind) {
+  const bool all = kind == OpKind::kRoundGradient && plan.device.has_own_memory;
+  return all ? std::max(1, machine.update_workers) : 1;
 }
 
 }  // namespace penstock::tiering

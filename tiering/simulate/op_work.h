@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "tiering/plan/machine.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/op.h"
 
@@ -12,6 +13,10 @@ namespace penstock::tiering {
 // Of an operation of the update lane, or of kUpdateOnDevice: parameters of an update, bytes of what is
 // checked, sealed or rounded. 0: nothing that counts (a handful of sums).
 int64_t UpdateWork(const Plan& plan, const Op& op);
+
+// Workers that an operation of the update lane keeps busy. Where a device computes, all of them finish a
+// gradient together.
+int WorkersOf(const Plan& plan, const MachineModel& machine, OpKind kind);
 
 }  // namespace penstock::tiering
 

@@ -34,6 +34,7 @@ class Sampler {
     to.private_tile_slot.clear();
     to.speculative_update.clear();
     to.previews.clear();
+    to.second_slot.clear();
     std::vector<TileIndex> alone, trained;
     for (const TileIndex t : from.tiles.indices()) (from.weights_alone(t) ? alone : trained).push_back(t);
     TakeSome(from, alone, &to);
@@ -70,6 +71,7 @@ class Sampler {
       to->private_tile_slot.push_back(stays ? own[next_own++] : TileSlot());
       to->speculative_update.push_back(early_.Next(early / all) ? 1 : 0);
       to->previews.push_back(previewed_.Next(previewed / all) && !stays ? 1 : 0);
+      to->second_slot.push_back(from.second_slot[t]);
     }
   }
 

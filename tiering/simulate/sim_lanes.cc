@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 #include "tiering/simulate/op_work.h"
@@ -51,6 +52,7 @@ void SimLanes::Start(OpId id, const Op& op) {
     events_.push(Event{now_ + job.left, id, now_, job.status});
     return;
   }
+  job.workers = op.lane == Lane::kUpdate ? WorkersOf(plan_, machine_, op.kind) : 1;
   job.urgent = op.kind == OpKind::kReadWeights;
   std::deque<Job>& waiting = at(op.lane).waiting;
   const auto behind = job.urgent ? std::find_if(waiting.begin(), waiting.end(),
@@ -74,6 +76,7 @@ void SimLanes::Serve() {
 
 double SimLanes::Rate(const Job& job) const {
   const auto updating = static_cast<int>(at(Lane::kUpdate).running.size());
+  const auto together = [](const Job& one) { return one.workers > 1; };
   switch (job.lane) {
     case Lane::kRead:
       return busy(Lane::kWrite) ? machine_.mixed_rate(machine_.read_bytes_per_s) : machine_.read_bytes_per_s;
@@ -91,6 +94,13 @@ double SimLanes::Rate(const Job& job) const {
       if (plan_.device.has_own_memory) return 1;
       return machine_.compute_speed(updating, busy(Lane::kRead) || busy(Lane::kWrite));
     default:
+      if (const std::vector<Job>& running = at(Lane::kUpdate).running;
+          std::any_of(running.begin(), running.end(), together)) {
+        // What the workers do together is beside what they do each alone: memory gives both no more.
+        const double wanted = std::accumulate(running.begin(), running.end(), 0.0,
+                                              [](double sum, const Job& one) { return sum + one.workers; });
+        return job.workers * std::min(1.0, std::max(1, machine_.update_workers) / wanted);
+      }
       return machine_.update_speed(!plan_.device.has_own_memory && busy(Lane::kCompute), updating);
   }
 }

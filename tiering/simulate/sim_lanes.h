@@ -4,7 +4,8 @@
 // The drive serves one read and one write at a time, reads of weights before other reads, as the I/O engine's
 // priorities have it; while it does both, each direction moves at its mixed rate (tiering/plan/machine.h). A
 // fixed latency passes beside the drive's time. Compute is one server in order, updates are `update_workers`
-// servers; where the machine has fewer cores than they need together, all of them slow down.
+// servers; where the machine has fewer cores than they need together, all of them slow down. Where a device
+// computes, a gradient is finished by all of them together, and takes their time from other updates.
 // Copies to and from a device with its own memory are one server each, with a latency beside it.
 // Gathering and reducing over ranks are one server each; where both run, each has half of the network. The
 // other ranks are taken to be as far as this one. Deterministic: the same program gives the same times to the
@@ -54,6 +55,7 @@ class SimLanes : public Lanes {
     double start = 0;
     absl::Status status;
     bool urgent = false;  // before those of its lane that are not
+    int workers = 1;      // of the update lane, which do it together
   };
   // A lane that takes up its operations in order, as many at once as it has servers.
   struct Station {

@@ -164,7 +164,11 @@ absl::Status Engine::Impl::AgreeOnOrder(const std::vector<int>& stages) const {
 }
 
 void Engine::Impl::AppendTraining(bool update, int calls) {
-  const bool speculative_update = update && decisions_.ChoosesToSpeculate(plan_.plan);
+  // What a checkpoint copies from memory stands until the norm.
+  const bool copies =
+      store() == nullptr &&
+      (asked_ != nullptr || (checkpointing_ != nullptr && checkpointing_->Due(builder_->next_step() - 1)));
+  const bool speculative_update = update && !copies && decisions_.ChoosesToSpeculate(plan_.plan);
   std::vector<Op> ops = builder_->Append(update ? Pass::kTrain : Pass::kSum, 0, speculative_update,
                                          /*continues=*/calls > 0);
   operations_ = static_cast<int64_t>(ops.size());

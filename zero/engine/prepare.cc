@@ -137,6 +137,8 @@ class Preparation {
     plan_options_.on_nvme = on_nvme_;
     plan_options_.trains = options_.trains;
     plan_options_.host_memory_budget_bytes = options_.memory.host_memory_budget_bytes;
+    if (!on_nvme_ && plan_options_.host_memory_budget_bytes == 0)
+      plan_options_.host_memory_to_spare_bytes = std::max<int64_t>(1, FindHostMemory().free_bytes / 2);
     plan_options_.tile_bytes = options_.memory.tile_bytes;
     plan_options_.bounds = options_.memory.bounds;
     plan_options_.saved_activations = options_.memory.saved_activations;

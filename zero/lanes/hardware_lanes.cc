@@ -21,10 +21,9 @@ bool MovesInput(const Op& op) { return op.kind == OpKind::kWriteInput || op.kind
 
 }  // namespace
 
-HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& arena_view,
-                             GradientSums::Layouts layouts, Compute* compute, Device* device,
-                             swap::Store* store, ActivationSpill* inputs, DeviceLanes* lanes,
-                             const Options& options, LaneHooks hooks)
+HardwareLanes::HardwareLanes(const tiering::Plan& plan, ArenaView& arena_view, GradientSums::Layouts layouts,
+                             Compute* compute, Device* device, swap::Store* store, ActivationSpill* inputs,
+                             DeviceLanes* lanes, const Options& options, LaneHooks hooks)
     : plan_(plan),
       arena_view_(arena_view),
       layouts_(std::move(layouts)),
@@ -47,6 +46,7 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& arena_v
              [this](tiering::OpId id, const Op& op, absl::Status status, double start) {
                Report({id, &op}, std::move(status), start);
              }) {
+  for (const tiering::BlockPlan& block : plan_.blocks) moved_.emplace_back(block.tiles.size(), 0);
   for (const tiering::Position position : plan_.all_positions())
     refused_inputs_.emplace_back(plan_.SpillsInput(position) ? plan_.micro_batches : 0, false);
   TensorPool* const tensors = TensorMemory::Here();  // of the engine whose lanes these are
@@ -105,7 +105,8 @@ HardwareLanes::~HardwareLanes() {
     std::lock_guard lock(mutex_);
     stopping_ = true;
   }
-  work_there_.notify_all();
+  compute_there_.notify_all();
+  updates_there_.notify_all();
   for (std::thread& thread : threads_) thread.join();
 }
 
@@ -136,6 +137,11 @@ void HardwareLanes::FailPass(const Op& op) {
 
 void HardwareLanes::ForgetFailedPass() {
   compute_lane_.ForgetFailure();
+  if (failed_step_ != 0) {
+    for (const tiering::BlockIndex b : moved_.indices()) {
+      for (const tiering::TileIndex t : moved_[b].indices()) TakeBackUpdate(b, t, failed_step_);
+    }
+  }
   failed_step_ = 0;
   evaluation_failed_ = false;
 }
@@ -190,7 +196,7 @@ void HardwareLanes::Start(tiering::OpId id, const Op& op) {
         std::lock_guard lock(mutex_);
         (op.lane == Lane::kCompute ? compute_queue_ : update_queue_).push_back(task);
       }
-      work_there_.notify_all();
+      (op.lane == Lane::kCompute ? compute_there_ : updates_there_).notify_one();
       return;
     }
     case Lane::kRead:
@@ -289,7 +295,7 @@ void HardwareLanes::Work(std::deque<Task>* queue, bool computes) {
     Task task;
     {
       std::unique_lock lock(mutex_);
-      work_there_.wait(lock, [&] { return stopping_ || !queue->empty(); });
+      (computes ? compute_there_ : updates_there_).wait(lock, [&] { return stopping_ || !queue->empty(); });
       if (queue->empty()) return;
       task = queue->front();
       queue->pop_front();
@@ -360,7 +366,27 @@ absl::Status HardwareLanes::RunUpdateOnDevice(const Op& op) {
   });
 }
 
+void HardwareLanes::TakeBackUpdate(tiering::BlockIndex block, tiering::TileIndex tile, int64_t step) {
+  if (moved_[block][tile] != step) return;
+  moved_[block][tile] = 0;
+  arena_view_.Exchange(block, tile);
+}
+
+absl::Status HardwareLanes::RunUpdateBesideVersion(const Op& op) {
+  TileMemory from = arena_view_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
+  RETURN_IF_ERROR(FindGradient(op, &from));
+  const UpdateDecision& decision = assumed_[op.step & 1];
+  UpdateTileInto(options_.format, {decision, *layouts_[op.block], op.block}, SeedOf(decision, op.block),
+                 arena_view_.InWholeBlock(op.block, plan_.blocks[op.block].tiles[op.tile]), from,
+                 arena_view_.other_place(op.block, op.tile));
+  arena_view_.Exchange(op.block, op.tile);
+  moved_[op.block][op.tile] = op.step;
+  return absl::OkStatus();
+}
+
 absl::Status HardwareLanes::RunUpdate(const Op& op) {
+  if (op.speculative_update && !has_store_) return RunUpdateBesideVersion(op);
+  if (op.replay && !has_store_) TakeBackUpdate(op.block, op.tile, op.step);
   TileMemory memory = arena_view_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
   const tiering::Tile& tile = plan_.blocks[op.block].tiles[op.tile];
   // What was read for this update is checked before it is changed. Weights or state that were in memory

@@ -75,7 +75,7 @@ class HardwareLanes : public tiering::Lanes {
 
   // `store` is null where nothing lives on a drive, `inputs` where no input goes there, `lanes` where the
   // host computes; `device` is what computes. Everything passed in outlives the lanes.
-  HardwareLanes(const tiering::Plan& plan, const ArenaView& arena_view, GradientSums::Layouts layouts,
+  HardwareLanes(const tiering::Plan& plan, ArenaView& arena_view, GradientSums::Layouts layouts,
                 Compute* compute, Device* device, swap::Store* store, ActivationSpill* inputs,
                 DeviceLanes* lanes, const Options& options, LaneHooks hooks);
   // Waits for what is in flight.
@@ -110,7 +110,7 @@ class HardwareLanes : public tiering::Lanes {
   // a training step: everything of that step and of those behind it that has not begun, compute, reads,
   // updates, writes and commits; what belongs to the steps before goes on.
   void FailPass(const tiering::Op& op);
-  // It is over, and nothing is in flight.
+  // It is over, and nothing is in flight. What its backward updated in host memory is as it was.
   void ForgetFailedPass();
   // Of a tile's part of a finished gradient that waits on the drive.
   uint64_t gradient_checksum(tiering::BlockIndex block, tiering::TileIndex tile) const {
@@ -149,6 +149,10 @@ class HardwareLanes : public tiering::Lanes {
   bool IsOfCompute(const tiering::Op& op) const;
   absl::Status Run(const tiering::Op& op);  // on a worker
   absl::Status RunUpdate(const tiering::Op& op);
+  // In backward without a drive: the version before stays where it is (BlockPlan::second_slot).
+  absl::Status RunUpdateBesideVersion(const tiering::Op& op);
+  // An update of `step` that was made so is undone, if there was one.
+  void TakeBackUpdate(tiering::BlockIndex block, tiering::TileIndex tile, int64_t step);
   absl::Status RunUpdateNorms(const tiering::Op& op);
   // Checks the gradient of an update, and says where it is.
   absl::Status FindGradient(const tiering::Op& op, TileMemory* memory);
@@ -161,7 +165,7 @@ class HardwareLanes : public tiering::Lanes {
   void Work(std::deque<Task>* queue, bool computes);
 
   const tiering::Plan& plan_;
-  const ArenaView& arena_view_;
+  ArenaView& arena_view_;
   const GradientSums::Layouts layouts_;
   Compute* const compute_;
   // Takes gradients over, rounds and squares them: in backward, when update workers have little to do.
@@ -180,6 +184,9 @@ class HardwareLanes : public tiering::Lanes {
   int64_t abandoned_step_ = 0;
   int64_t failed_step_ = 0;  // from which on nothing is made any more
   bool evaluation_failed_ = false;
+  // The last step whose update in backward has moved a tile of two places to the other one; 0: none that
+  // stands.
+  tiering::PerBlock<tiering::PerTile<int64_t>> moved_;
   tiering::PerBlock<kernels::SumOfSquares> squares_;
   TensorNorms norms_;
   tiering::PerPosition<std::vector<bool>> refused_inputs_;  // [micro_batch], by the Compute
@@ -187,7 +194,7 @@ class HardwareLanes : public tiering::Lanes {
   int computes_ = 0;  // started and not completed, executor's thread
 
   std::mutex mutex_;
-  std::condition_variable work_there_;
+  std::condition_variable compute_there_, updates_there_;  // work for the thread that computes, for a worker
   std::condition_variable completion_there_;
   std::deque<Task> compute_queue_;
   std::deque<Task> update_queue_;

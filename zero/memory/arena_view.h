@@ -31,6 +31,7 @@ class ArenaView {
   ArenaView(const tiering::Plan& plan, aio::Region region, int rank = 0)
       : plan_(plan), region_(std::move(region)), rank_(rank) {
     std::memset(region_.data(), 0, region_.bytes());
+    for (const tiering::BlockPlan& block : plan.blocks) at_second_.emplace_back(block.tiles.size(), 0);
   }
 
   void* weights(tiering::WeightSlot slot) const { return Place(plan_.weight_slots, slot); }
@@ -41,30 +42,23 @@ class ArenaView {
   }
 
   // Tile `tile` of `block` with the block's weights in `weight_slot` and its state in `tile_slot` (or none).
-  // The gradient is where the block's gradient waits, or beside the state where it was spilled.
+  // The gradient is where the block's gradient waits, or beside the state where it was spilled. A tile that
+  // has two places (BlockPlan::second_slot) is found at that where its version in force is.
   TileMemory tile(tiering::BlockIndex block, tiering::TileIndex tile, tiering::WeightSlot weight_slot,
                   tiering::TileSlot tile_slot) const {
-    const tiering::BlockPlan& bp = plan_.blocks[block];
-    const tiering::Tile& cut = bp.tiles[tile];
-    TileMemory memory;
-    memory.elements = cut.elements;
-    if (weight_slot.valid()) {
-      // A slot has the parts of all ranks, or this one's alone.
-      const int64_t offset = plan_.shards_in_memory() == 1 ? cut.offset : InWholeBlock(block, cut).offset;
-      memory.weights =
-          static_cast<std::byte*>(weights(weight_slot)) + offset * plan_.precision.weight_bytes();
-    }
-    if (tile_slot.valid()) {
-      auto* base = static_cast<std::byte*>(Place(plan_.tile_slots, tile_slot));
-      for (size_t s = 1; s < plan_.precision.segment_bytes.size(); ++s) {
-        memory.state.push_back(base + plan_.state_segment_offset(static_cast<int>(s), cut.elements));
-      }
-      memory.gradient = base + plan_.tile_gradient_offset;
-    }
-    if (bp.gradient_slot.valid() && !bp.weights_alone(tile)) {
-      memory.gradient = GradientOf(block, tile, bp.gradient_slot);
-    }
-    return memory;
+    return Find(block, tile, weight_slot, tile_slot, at_second_[block][tile] != 0);
+  }
+  // The other place of a tile that has two: nothing in force is there.
+  TileMemory other_place(tiering::BlockIndex block, tiering::TileIndex tile) const {
+    const tiering::BlockPlan& of = plan_.blocks[block];
+    return Find(block, tile, of.private_weight_slot, of.private_tile_slot[tile],
+                at_second_[block][tile] == 0);
+  }
+  // What is in force of a tile that has two places is at the other one from here on. Nobody else may look for
+  // the tile meanwhile.
+  void Exchange(tiering::BlockIndex block, tiering::TileIndex tile) {
+    PENSTOCK_CHECK(plan_.blocks[block].second_slot[tile].valid(), "a second version of a tile without one");
+    at_second_[block][tile] ^= 1;
   }
   // A tile's part of its block's gradient, which is in `slot`.
   std::byte* GradientOf(tiering::BlockIndex block, tiering::TileIndex tile,
@@ -81,6 +75,41 @@ class ArenaView {
   }
 
  private:
+  TileMemory Find(tiering::BlockIndex block, tiering::TileIndex tile, tiering::WeightSlot weight_slot,
+                  tiering::TileSlot tile_slot, bool second) const {
+    const tiering::BlockPlan& bp = plan_.blocks[block];
+    const tiering::Tile& cut = bp.tiles[tile];
+    TileMemory memory;
+    memory.elements = cut.elements;
+    if (second && weight_slot.valid()) {
+      PENSTOCK_CHECK(weight_slot == bp.private_weight_slot, "a tile of two places in a slot that others use");
+      memory.weights = Place(plan_.tile_slots, bp.second_slot[tile]);
+    } else if (weight_slot.valid()) {
+      // A slot has the parts of all ranks, or this one's alone.
+      const int64_t offset = plan_.shards_in_memory() == 1 ? cut.offset : InWholeBlock(block, cut).offset;
+      memory.weights =
+          static_cast<std::byte*>(weights(weight_slot)) + offset * plan_.precision.weight_bytes();
+    }
+    if (tile_slot.valid()) {
+      auto* base =
+          second ? SecondState(block, tile) : static_cast<std::byte*>(Place(plan_.tile_slots, tile_slot));
+      for (size_t s = 1; s < plan_.precision.segment_bytes.size(); ++s) {
+        memory.state.push_back(base + plan_.state_segment_offset(static_cast<int>(s), cut.elements));
+      }
+      memory.gradient = base + plan_.tile_gradient_offset;
+    }
+    if (bp.gradient_slot.valid() && !bp.weights_alone(tile)) {
+      memory.gradient = GradientOf(block, tile, bp.gradient_slot);
+    }
+    return memory;
+  }
+  // Behind the weights.
+  std::byte* SecondState(tiering::BlockIndex block, tiering::TileIndex tile) const {
+    const tiering::BlockPlan& of = plan_.blocks[block];
+    const int64_t weights = of.tiles[tile].elements * plan_.precision.weight_bytes();
+    return static_cast<std::byte*>(Place(plan_.tile_slots, of.second_slot[tile])) +
+           tiering::AlignUp(weights, tiering::kPage);
+  }
   template <class I>
   void* Place(const IndexedVector<I, tiering::Slot>& slots, I slot) const {
     const tiering::Slot& place = slots[slot];
@@ -92,6 +121,7 @@ class ArenaView {
   const tiering::Plan& plan_;
   const aio::Region region_;
   const int rank_;
+  tiering::PerBlock<tiering::PerTile<char>> at_second_;
 };
 
 }  // namespace penstock::zero
