@@ -113,7 +113,7 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> OpenModel(const std::string
   if (const std::optional<GptConfig> preset = GptPreset(preset_or_path); preset.has_value())
     return DescribeGpt(*preset);
   const auto wrong = [&](const std::string& why) {
-    return absl::InvalidArgumentError(absl::StrCat("--model ", preset_or_path, ": ", why));
+    return absl::InvalidArgumentError(absl::StrCat("model ", preset_or_path, ": ", why));
   };
   ASSIGN_OR_RETURN(const bool directory, IsDirectory(preset_or_path));
   const std::string path = directory ? absl::StrCat(preset_or_path, "/config.json") : preset_or_path;

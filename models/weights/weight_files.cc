@@ -62,8 +62,9 @@ absl::Status WrongWeights(const std::string& given, const std::string& why) {
   return absl::InvalidArgumentError(absl::StrCat(given, ": ", why));
 }
 
-std::string WeightDirectory(const std::string& path) {
-  return IsDirectory(path).value_or(false) ? path : DirectoryOf(path);
+absl::StatusOr<std::string> WeightDirectory(const std::string& path) {
+  ASSIGN_OR_RETURN(const bool is_directory, IsDirectory(path));
+  return is_directory ? path : DirectoryOf(path);
 }
 
 absl::StatusOr<std::string> MainWeightFile(const std::string& path, const std::string& given) {
@@ -92,7 +93,7 @@ absl::StatusOr<WeightFiles> WeightFilesOf(const std::string& main, const std::st
         file.get<std::string>().find('/') != std::string::npos) {
       return WrongWeights(given, absl::StrCat("weight_map has no file name for ", name));
     }
-    files[absl::StrCat(WeightDirectory(main), "/", file.get<std::string>())].insert(name);
+    files[absl::StrCat(DirectoryOf(main), "/", file.get<std::string>())].insert(name);
   }
   return files;
 }

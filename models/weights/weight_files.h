@@ -38,8 +38,8 @@ absl::StatusOr<std::string> MainWeightFile(const std::string& path, const std::s
 using WeightFiles = std::map<std::string, std::set<std::string>>;
 absl::StatusOr<WeightFiles> WeightFilesOf(const std::string& main, const std::string& given);
 
-// `path` itself, or the directory that it is in.
-std::string WeightDirectory(const std::string& path);
+// `path` itself where it is a directory, else the directory that it is in.
+absl::StatusOr<std::string> WeightDirectory(const std::string& path);
 
 }  // namespace penstock::models
 

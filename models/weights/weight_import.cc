@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "base/directory.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
@@ -43,8 +44,7 @@ bool IsOfActivations(const std::string& name) {
 absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
   const std::string given = Given("--init-from", path);
   ASSIGN_OR_RETURN(std::string file, MainWeightFile(path, given));
-  const std::string beside = absl::StrCat(WeightDirectory(path), "/config.json");
-  absl::StatusOr<nlohmann::json> published = ReadJsonObject(beside);
+  absl::StatusOr<nlohmann::json> published = ReadJsonObject(absl::StrCat(DirectoryOf(file), "/config.json"));
   if (published.ok()) return published;
   if (!absl::IsNotFound(published.status()))
     return WrongWeights(given, std::string(published.status().message()));
@@ -55,14 +55,15 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
   return ParseJsonObject(config->second, "").value_or(nlohmann::json());
 }
 
-std::optional<PackedWeights> PackingOf(const std::string& path) {
-  const absl::StatusOr<std::string> main = MainWeightFile(path, path);
-  if (!main.ok()) return std::nullopt;
-  const absl::StatusOr<WeightFiles> files = WeightFilesOf(*main, path);
-  if (!files.ok()) return std::nullopt;
-  const auto reader = swap::SafetensorsReader::Open(files->begin()->first);
-  if (!reader.ok()) return std::nullopt;
-  return PackedWeights::Of((*reader)->metadata()).value_or(std::nullopt);
+absl::StatusOr<std::optional<PackedWeights>> PackingOf(const std::string& path) {
+  ASSIGN_OR_RETURN(const PathKind kind, KindOf(path));
+  if (kind == PathKind::kMissing || (kind == PathKind::kDirectory && !HasWeights(path))) return std::nullopt;
+  ASSIGN_OR_RETURN(const std::string main, MainWeightFile(path, path));
+  ASSIGN_OR_RETURN(const WeightFiles files, WeightFilesOf(main, path));
+  ASSIGN_OR_RETURN(const auto reader, swap::SafetensorsReader::Open(files.begin()->first));
+  absl::StatusOr<std::optional<PackedWeights>> packed = PackedWeights::Of(reader->metadata());
+  if (!packed.ok()) return WrongWeights(path, absl::StrCat(reader->path(), ": ", packed.status().message()));
+  return packed;
 }
 
 absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::string& path,
@@ -92,8 +93,10 @@ absl::Status WeightImport::OpenFiles(const std::string& path, const std::string&
   ASSIGN_OR_RETURN(const WeightFiles names, WeightFilesOf(main, given));
   takes_scaled_ = coded;
   if (coded) {
+    // Weights by themselves have none; where it cannot be read, how they are coded is not guessed.
     const absl::StatusOr<nlohmann::json> config =
-        ReadJsonObject(absl::StrCat(WeightDirectory(main), "/config.json"));
+        ReadJsonObject(absl::StrCat(DirectoryOf(main), "/config.json"));
+    if (!config.ok() && !absl::IsNotFound(config.status())) return config.status();
     if (config.ok()) RETURN_IF_ERROR(ReadQuantization(*config, &quantization_));
   }
   Sources there;

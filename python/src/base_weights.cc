@@ -108,7 +108,7 @@ absl::StatusOr<std::pair<std::vector<std::string>, int>> NamesIn(const std::stri
     ASSIGN_OR_RETURN(const auto reader, swap::SafetensorsReader::Open(file));
     for (const swap::TensorInfo& info : reader->tensors()) names.push_back(info.name);
   }
-  const std::optional<models::PackedWeights> packed = models::PackingOf(path);
+  ASSIGN_OR_RETURN(const std::optional<models::PackedWeights> packed, models::PackingOf(path));
   return std::pair(std::move(names), packed.has_value() ? packed->bits : 0);
 }
 

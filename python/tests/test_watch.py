@@ -163,6 +163,32 @@ def test_a_run_that_is_killed_has_every_committed_step_once(tmp_path, in_child):
     assert [int(samples) for samples, _ in lines(tmp_path)[1:]] == [4 * (n + 1) for n in range(steps)]
 
 
+def test_an_earlier_checkpoint_that_is_evaluated_leaves_the_monitors_as_they_are(tmp_path):
+    config = configuration(tmp_path)
+    data = batches(6)
+
+    def contents():
+        return {path: path.read_bytes() for kind in ("csv", "events") for path in (tmp_path / kind / "job").iterdir()}
+
+    with make(net(), tmp_path / "run", config=config) as engine:
+        run(engine, data[:3])
+        engine.save_checkpoint(str(tmp_path / "kept"), wait=True)
+        run(engine, data[3:])
+    before = contents()
+    assert len(lines(tmp_path)) == 7
+    with make(net(), tmp_path / "other", config=config) as engine:
+        engine.load_checkpoint(str(tmp_path / "kept"))
+        engine.eval()
+        with torch.no_grad():
+            engine(**data[0])
+    assert contents() == before
+    with make(net(), tmp_path / "third", config=config) as engine:
+        engine.load_checkpoint(str(tmp_path / "kept"))
+        engine.train()
+        run(engine, data[3:4])
+    assert [int(samples) for samples, _ in lines(tmp_path)[1:]] == [4, 8, 12, 16]  # it trains on from there
+
+
 def test_a_directory_of_another_run_is_refused_in_a_line(tmp_path):
     with make(net(), tmp_path / "run", config=configuration(tmp_path)) as engine:
         run(engine, batches(2))

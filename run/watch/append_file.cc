@@ -6,21 +6,32 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
+#include "base/file_lock.h"
 #include "base/io_error.h"
 #include "base/status_macros.h"
 
 namespace penstock::run {
+namespace {
+
+// A process that is ending may hold a lock for a moment.
+constexpr std::chrono::seconds kPatience(2);
+
+}  // namespace
 
 AppendFile::AppendFile(std::string what, std::string path, int fd)
     : what_(std::move(what)), path_(std::move(path)), fd_(fd) {}
 
-AppendFile::~AppendFile() { close(fd_); }
+AppendFile::~AppendFile() {
+  UnlockFile(fd_);
+  close(fd_);
+}
 
 absl::Status AppendFile::Failed(const char* op) const {
   return StreamError(absl::StrCat(what_, ": ", path_, ": ", op));
@@ -35,6 +46,12 @@ absl::StatusOr<std::unique_ptr<AppendFile>> AppendFile::Open(std::string what, s
     close(fd);
     return absl::FailedPreconditionError(
         absl::StrCat(what, ": ", path, " is no regular file: move it away, or give another output_path"));
+  }
+  // Where files cannot be locked, nobody has a lock.
+  if (!TryLockFile(fd, path, LockMode::kExclusive, kPatience).value_or(true)) {
+    close(fd);
+    return absl::FailedPreconditionError(absl::StrCat(
+        what, ": ", path, " is written by another training: give another job_name or output_path"));
   }
   return std::unique_ptr<AppendFile>(new AppendFile(std::move(what), std::move(path), fd));
 }

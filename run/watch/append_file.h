@@ -16,7 +16,8 @@ namespace penstock::run {
 // Errors name `what` (the key), the path, the operation and errno.
 class AppendFile {
  public:
-  // Makes it where it is not there.
+  // Makes it where it is not there. It is locked, where the file system can do that, until this is destroyed;
+  // kFailedPrecondition: another holds it for seconds.
   static absl::StatusOr<std::unique_ptr<AppendFile>> Open(std::string what, std::string path);
   ~AppendFile();
   AppendFile(const AppendFile&) = delete;

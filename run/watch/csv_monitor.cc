@@ -27,12 +27,13 @@ std::string NameOf(const std::string& tag) {
   return absl::StrCat(absl::StrReplaceAll(tag, {{"/", "_"}, {" ", "_"}}), ".csv");
 }
 
-// The files of scalars in there, whoever made them.
+// The files of a training's scalars in there, whoever made them. What else is there is somebody else's.
 absl::StatusOr<std::vector<std::string>> FilesIn(const std::string& directory) {
   ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory));
   std::vector<std::string> paths;
-  for (const std::string& name : names) {
-    if (absl::StartsWith(name, "Train_") && absl::EndsWith(name, ".csv"))
+  for (const char* tag : kScalarTags) {
+    const std::string name = NameOf(tag);
+    if (std::find(names.begin(), names.end(), name) != names.end())
       paths.push_back((std::filesystem::path(directory) / name).string());
   }
   return paths;

@@ -1,8 +1,9 @@
 // DeepSpeed's csv_monitor: a file for every tag, named after it ("Train_Samples_lr.csv"), with the columns
 // "step" (samples) and the last part of the tag, and lines that end as Python's csv writer ends them.
 //
-// Beside them lies penstock_run_id, which says whose they are: a directory belongs to one run. What DeepSpeed
-// left there is gone on with by a run that goes on (an imported one), if none of it lies ahead of the run.
+// Beside them lies penstock_run_id, which says whose they are: a directory's scalars belong to one run, and
+// the process that trains it has them locked. Files of other names are left alone. What DeepSpeed left there
+// is gone on with by a run that goes on (an imported one), if none of it lies ahead of the run.
 #ifndef PENSTOCK_RUN_WATCH_CSV_MONITOR_H_
 #define PENSTOCK_RUN_WATCH_CSV_MONITOR_H_
 

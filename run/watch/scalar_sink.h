@@ -6,6 +6,7 @@
 #ifndef PENSTOCK_RUN_WATCH_SCALAR_SINK_H_
 #define PENSTOCK_RUN_WATCH_SCALAR_SINK_H_
 
+#include <array>
 #include <cstdint>
 #include <set>
 #include <string>
@@ -15,8 +16,12 @@
 
 namespace penstock::run {
 
+// All that a training tells, by DeepSpeed's names.
+inline constexpr std::array<const char*, 4> kScalarTags = {
+    "Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/loss_scale", "Train/Samples/eval_loss"};
+
 struct Scalar {
-  std::string tag;  // "Train/Samples/lr"
+  std::string tag;  // of kScalarTags
   double value = 0;
 };
 
@@ -30,8 +35,9 @@ struct MonitorOwner {
 class ScalarSink {
  public:
   virtual ~ScalarSink() = default;
-  // Once before the first Append, when the run is this process's: cuts off what a kill left torn and what
-  // lies behind `samples`, which will come again, and all that was of a run that is replaced.
+  // Once before the first Append, when the run is this process's and makes steps: cuts off what a kill left
+  // torn and what lies behind `samples`, which will come again, and all that was of a run that is replaced.
+  // What is written from here on is locked. kFailedPrecondition: another process writes it.
   virtual absl::Status Begin(int64_t samples) = 0;
   // kResourceExhausted: the disk is full.
   virtual absl::Status Append(int64_t samples, const std::vector<Scalar>& scalars) = 0;

@@ -289,7 +289,6 @@ class Workplace : public testing::Test {
     const bool memory = scenario.name.find("InMemory") != std::string::npos;
     const bool fresh = scenario.name.find("Fresh") != std::string::npos;
     if (!fresh) MustRun(memory ? InMemory(4, scenario.always) : OnDrive(4, scenario.always));
-    if (!scenario.first.empty()) MustRun(scenario.first);
     if (scenario.name.find("FromCheckpoint") != std::string::npos) fs::remove_all(work_ + "/s");
     const bool generates = scenario.command.front() == "generate";
     const bool packs = scenario.command.front() == "pack" || generates;
@@ -298,6 +297,7 @@ class Workplace : public testing::Test {
       fs::create_directory(work_ + "/weights");
       MustRun(weights);
     }
+    if (!scenario.first.empty()) MustRun(scenario.first);
     if (!scenario.outputs.empty() && scenario.outputs.front() == "out") {
       if (!packs) fs::create_directory(work_ + "/out");
       MustRun(scenario.command);
@@ -655,6 +655,14 @@ INSTANTIATE_TEST_SUITE_P(
                  {"weights", "s", "c", "log"},
                  {"out"},
                  false},
+        Scenario{"GeneratePacked",
+                 {"generate", "packed", "--prompt", "ab", "--tokens", "4", "--threads", "1", "--quiet",
+                  "--out", "tokens", "--overwrite"},
+                 {"packed", "s", "c", "log"},
+                 {"tokens"},
+                 false,
+                 {},
+                 {"pack", "weights", "packed", "--weights", "8"}},
         Scenario{"Import",
                  {"import-checkpoint", "theirs", "--state-dir", "imported", "--model", "model.json", "--data",
                   "text", "--threads", "1"},

@@ -86,10 +86,10 @@ TEST_F(MonitorTest, CsvFilesAreDeepSpeeds) {
   ASSERT_TRUE((*csv)->Begin(0).ok());
   ASSERT_TRUE((*csv)->Append(8, {{"Train/Samples/train_loss", 5.5}, {kLr, 3e-4}}).ok());
   ASSERT_TRUE((*csv)->Append(16, {{"Train/Samples/train_loss", std::nan("")}, {kLr, 1e-5}}).ok());
-  ASSERT_TRUE((*csv)->Append(16, {{"Train/Samples/eval loss", 2}}).ok());
+  ASSERT_TRUE((*csv)->Append(16, {{"Train/Samples/eval_loss", 2}}).ok());
   EXPECT_EQ(Read(dir_ + "/job/Train_Samples_train_loss.csv"), "step,train_loss\r\n8,5.5\r\n16,nan\r\n");
   EXPECT_EQ(Read(dir_ + "/job/Train_Samples_lr.csv"), "step,lr\r\n8,0.0003\r\n16,1e-05\r\n");
-  EXPECT_EQ(Read(dir_ + "/job/Train_Samples_eval_loss.csv"), "step,eval loss\r\n16,2.0\r\n");
+  EXPECT_EQ(Read(dir_ + "/job/Train_Samples_eval_loss.csv"), "step,eval_loss\r\n16,2.0\r\n");
 }
 
 TEST_F(MonitorTest, AResumedRunAppendsAndRepeatsNoSample) {
@@ -112,6 +112,41 @@ TEST_F(MonitorTest, AnotherRunsSamplesAreLeftAloneUnlessItIsReplaced) {
   }
   ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "new", .replaces = {"first"}}, 0, {4}).ok());
   EXPECT_EQ(Read(Lr()), "step,lr\r\n4,0.5\r\n");
+}
+
+TEST_F(MonitorTest, FilesOfOtherNamesAreSomebodyElses) {
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "first"}, 0, {8, 16}).ok());
+  const std::vector<std::string> others = {dir_ + "/Train_other_tool.csv",
+                                           dir_ + "/Train_Samples_lr.backup.csv"};
+  for (const std::string& other : others) Write(other, "step,mine\r\n8,1\r\n16,2\r\n24,3\r\n");
+  const std::string before = Read(others[0]);
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "first", .resumes = true}, 8, {}).ok());
+  ASSERT_TRUE(Run<run::CsvMonitor>({.run_id = "second", .replaces = {"first"}}, 0, {4}).ok());
+  for (const std::string& other : others) EXPECT_EQ(Read(other), before);
+}
+
+// A run that goes on from a checkpoint has the id of the one that goes on from its state.
+TEST_F(MonitorTest, WhatIsWrittenIsNotCutByAnother) {
+  const run::MonitorOwner owner = {.run_id = "mine", .resumes = true};
+  auto csv = run::CsvMonitor::Open(dir_, owner);
+  auto events = run::EventFile::Open(dir_, owner);
+  ASSERT_TRUE(csv.ok() && events.ok());
+  for (run::ScalarSink* sink :
+       {static_cast<run::ScalarSink*>(csv->get()), static_cast<run::ScalarSink*>(events->get())}) {
+    ASSERT_TRUE(sink->Begin(0).ok());
+    for (const int64_t samples : {8, 16}) ASSERT_TRUE(sink->Append(samples, {{kLr, 1}}).ok());
+  }
+  const std::string before = Read(Lr());
+  for (const absl::Status& status : {Run<run::CsvMonitor>(owner, 8, {}), Run<run::EventFile>(owner, 8, {})}) {
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("is written by another training"));
+  }
+  EXPECT_EQ(Read(Lr()), before);
+  EXPECT_THAT(Steps(), ElementsAre(8, 16));
+  // One that only looks may open them, and changes nothing.
+  EXPECT_TRUE(run::CsvMonitor::Open(dir_, owner).ok());
+  csv->reset();
+  EXPECT_TRUE(Run<run::CsvMonitor>(owner, 8, {}).ok());
 }
 
 TEST_F(MonitorTest, WhatDeepSpeedWroteIsGoneOnWith) {

@@ -311,6 +311,31 @@ TEST_F(PackTest, InspectSaysHowWeightsArePackedAndOfWhat) {
   EXPECT_THAT(missing.err, HasSubstr(gone + " is missing"));
 }
 
+// How weights are coded is not guessed where the file that says it cannot be read, nor are they taken for
+// plain.
+TEST_F(PackTest, WhatCannotBeReadIsNotTakenForAbsent) {
+  const std::string from = Model("from", LlamaConfig());
+  const models::ModelLayout layout = (*models::OpenModel(from))->Layout();
+  std::filesystem::rename(from + "/config.json", from + "/kept.json");
+  EXPECT_TRUE(models::WeightImport::OpenAnyCode(from, layout, "weights").ok());
+  std::filesystem::create_directory(from + "/config.json");  // cannot be read, by root either
+  const auto import = models::WeightImport::OpenAnyCode(from, layout, "weights");
+  ASSERT_FALSE(import.ok());
+  EXPECT_THAT(std::string(import.status().message()), HasSubstr("config.json"));
+  std::filesystem::remove(from + "/config.json");
+  std::filesystem::rename(from + "/kept.json", from + "/config.json");
+  const std::string to = dir_ + "/to";
+  ASSERT_EQ(Pack(from, to, {"--quiet"}).code, 0);
+  EXPECT_FALSE(models::PackingOf(from).value().has_value());
+  EXPECT_FALSE(models::PackingOf(dir_ + "/nowhere").value().has_value());
+  EXPECT_FALSE(models::PackingOf(dir_).value().has_value());
+  const std::string file = to + "/model.safetensors";
+  ASSERT_TRUE(std::filesystem::exists(file));
+  std::filesystem::remove(file);
+  std::filesystem::create_directory(file);
+  EXPECT_FALSE(models::PackingOf(to).ok());
+}
+
 TEST_F(PackTest, WhatCannotBePackedIsRefusedInOneLineAndNothingIsLeft) {
   const std::string from = Model("from", LlamaConfig(), 3), to = dir_ + "/to";
   const auto refused = [&](const std::string& source, const std::string& out, testing_support::Arguments more,
@@ -332,7 +357,7 @@ TEST_F(PackTest, WhatCannotBePackedIsRefusedInOneLineAndNothingIsLeft) {
   refused(from, to, {}, 2, "--overwrite");
   refused(from, from, {"--overwrite", "--quiet"}, 2, "is not a packed model");
   EXPECT_EQ(Pack(from, to, {"--overwrite", "--weights", "4", "--quiet"}).code, 0);
-  EXPECT_EQ(models::PackingOf(to)->bits, 4);
+  EXPECT_EQ(models::PackingOf(to).value()->bits, 4);
   EXPECT_FALSE(std::filesystem::exists(to + ".partial"));
   WriteFile(to + "/mine.txt", "precious");
   refused(from, to, {"--overwrite", "--quiet"}, 2, "mine.txt");
@@ -373,7 +398,7 @@ TEST_F(PackTest, AKillLeavesNothingUnderTheNameAndTheNextPackGoesThrough) {
   }
   EXPECT_GT(killed, 0);
   if (std::filesystem::exists(to)) {
-    EXPECT_TRUE(models::PackingOf(to).has_value());
+    EXPECT_TRUE(models::PackingOf(to).value().has_value());
   } else {
     ASSERT_EQ(Pack(from, to, {"--max-shard", "200KiB"}).code, 0);
   }
@@ -408,7 +433,7 @@ TEST_F(PackTest, AFileThatIsPutIntoTheOldDirectoryMeanwhileStaysThere) {
   EXPECT_EQ(ReadFile(to + "/notes.txt"), "mine");
   if (ran.code != 0) {
     EXPECT_THAT(ran.err, HasSubstr("holds notes.txt"));
-    EXPECT_EQ(models::PackingOf(to)->bits, 4);
+    EXPECT_EQ(models::PackingOf(to).value()->bits, 4);
   }
   EXPECT_FALSE(std::filesystem::exists(to + ".partial"));
 }

@@ -37,7 +37,7 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
   text->bytes = text->model->vocabulary() == kBytes;
   text->threads = zero::DefaultIntraOpThreads();
   text->identity = {{"model", text->model->ToJson()}};
-  text->packed = models::PackingOf(directory);
+  ASSIGN_OR_RETURN(text->packed, models::PackingOf(directory));
   if (text->packed.has_value())
     text->identity.update({{"bits", text->packed->bits}, {"group", text->packed->group}});
   ASSIGN_OR_RETURN(GenerationConfig config, ReadGenerationConfig(directory));
@@ -103,7 +103,8 @@ absl::Status OpenTokenizer(const std::optional<std::string>& tokenizer, const st
       err << program << ": " << note << "\n" << std::flush;
     // A model's own files come before those of the tokenizer, and the numbers there before the names.
     if (text->ends.empty()) {
-      ASSIGN_OR_RETURN(const GenerationConfig config, ReadGenerationConfig(models::WeightDirectory(path)));
+      ASSIGN_OR_RETURN(const std::string directory, models::WeightDirectory(path));
+      ASSIGN_OR_RETURN(const GenerationConfig config, ReadGenerationConfig(directory));
       text->ends = config.ends;
     }
     if (text->ends.empty()) {

@@ -135,7 +135,11 @@ class Partial {
   // Whether a packed model's directory may give way to another.
   static absl::Status CheckReplaceable(const std::string& directory) {
     ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(directory));
-    if (kind != PathKind::kDirectory || !models::PackingOf(directory).has_value())
+    std::optional<models::PackedWeights> packed;
+    if (kind == PathKind::kDirectory) {
+      ASSIGN_OR_RETURN(packed, models::PackingOf(directory));
+    }
+    if (!packed.has_value())
       return absl::AlreadyExistsError(absl::StrCat(directory, " is not a packed model: it is not replaced"));
     return CheckOnlyOurs(directory);
   }
@@ -214,7 +218,8 @@ absl::Status Pack(PackFlags flags, std::ostream& out, std::ostream& err) {
     return absl::InvalidArgumentError(
         absl::StrCat(flags.from, ": a config.json without weights: ", models::WhyNoWeights(flags.from)));
   }
-  if (const auto packed = models::PackingOf(flags.from); packed.has_value()) {
+  ASSIGN_OR_RETURN(const std::optional<models::PackedWeights> packed, models::PackingOf(flags.from));
+  if (packed.has_value()) {
     return absl::FailedPreconditionError(absl::StrCat(
         flags.from, " is packed in ", packed->bits, " bit already: pack the directory that it was made of"));
   }

@@ -186,7 +186,7 @@ absl::Status InspectWeights(const std::string& path, bool json, std::ostream& ou
   const absl::StatusOr<models::WeightFiles> files = models::WeightFilesOf(main, path);
   if (!files.ok()) return absl::DataLossError(files.status().message());
   for (const auto& [file, tensors] : *files) RETURN_IF_ERROR(Add(file, &weights));
-  const std::string config = absl::StrCat(models::WeightDirectory(main), "/config.json");
+  const std::string config = absl::StrCat(DirectoryOf(main), "/config.json");
   const absl::StatusOr<nlohmann::json> published = ReadJsonObject(config);
   if (!published.ok() && !absl::IsNotFound(published.status())) return published.status();
   if (published.ok())

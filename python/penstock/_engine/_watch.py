@@ -75,13 +75,14 @@ class Watch:
         self.samples = samples
         self._pending: Deque[Dict[str, Any]] = deque()  # of steps that are not committed yet
         self._failing = False
+        self._stepped = False  # in this process: what only evaluates leaves the monitors as they are
         self._half_told = False  # the first of these: DeepSpeed's monitors have it, and wandb has not
         self.complaint = ""
         self._monitors = None
         self._first, self._world = ranks.rank == 0, ranks.world
         if settings.monitors and self._first:
             self._monitors = _core.Monitors(settings, run_id, resumes, list(replaces), self._scales_loss)
-            self._monitors.begin(samples)
+        self._begins_at: Optional[int] = samples  # what the monitors have behind it goes with the first step; None: it has
         self._wandb = Wandb(settings.wandb) if settings.wandb is not None and self._first else None
         self._progress = Progress(settings.progress, self._first)
         self._ended = time.perf_counter()
@@ -108,13 +109,13 @@ class Watch:
         return (1 + 2 * self.backward_share) * (self.forward_flops or 0.0) * (tokens or samples)
 
     def again(self, entry: Optional[Dict[str, Any]]) -> None:
-        """A step whose commit another process has made: the monitors may not have heard of it."""
+        """A step whose commit another process has made: the monitors may not have heard of it. They do with the next step."""
         if entry is not None:
             self._pending.append(entry)
-            self._tell(entry["step"])
 
     def stepped(self, result: Dict[str, Any], tokens: int, samples: int) -> Dict[str, Any]:
         """Returns the step's entry, for its commit."""
+        self._stepped = True
         self.samples += self._settings.train_batch_size or samples
         entry = {name: result[name] for name in ("step", "loss", "lr", "loss_scale")}
         entry["loss"] = entry["loss"] if math.isfinite(entry["loss"]) else None
@@ -175,6 +176,9 @@ class Watch:
             entry = self._pending[0]
             try:
                 if self._monitors is not None and not self._half_told:
+                    if self._begins_at is not None:
+                        self._monitors.begin(self._begins_at)
+                        self._begins_at = None
                     self._monitors.append(json.dumps(entry))
                 self._half_told = True
                 if self._wandb is not None:
@@ -196,7 +200,8 @@ class Watch:
 
     def close(self) -> None:
         """The last step is committed."""
-        self._tell(self._core.committed_step)
+        if self._stepped:
+            self._tell(self._core.committed_step)
         self._progress.finish()
         wanted, last = self._settings.flops_profiler, self._core.committed_step
         if wanted["enabled"] and self._first and not self._profiled and last < wanted["profile_step"]:
