@@ -154,7 +154,7 @@ def test_a_run_goes_on_with_its_weights_wherever_they_are_and_with_no_others(tmp
     assert verified.returncode == 1 and not json.loads(verified.stdout)["whole"]
 
 
-def test_adapters_are_saved_and_merged(tmp_path):
+def test_adapters_are_saved_and_the_files_are_not_merged_into(tmp_path):
     where = packed(published(tmp_path / "model"), tmp_path / "packed", 8)
     data = batches(4)
     model = without_values()
@@ -165,6 +165,8 @@ def test_adapters_are_saved_and_merged(tmp_path):
         with torch.no_grad():
             expected = model(input_ids=data[0]).logits
         values = dict(engine.state_dict())
+        with pytest.raises(RuntimeError, match="q_proj.* is frozen and read from .*, which is not written"):
+            model.merge_and_unload()
     whole = adapted(transformers.LlamaForCausalLM(config()))
     whole.load_state_dict(values)
     base = whole.unload()
@@ -264,6 +266,15 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     with penstock.init_without_values():
         model = transformers.LlamaForCausalLM(config())
     refused(model, "embed_tokens.weight was built without a value .*and trains")
+    refused(without_values(modules_to_save=["lm_head"]), "lm_head.modules_to_save.* built without a value .*, or is made of what was, and trains")
+    refused(without_values(use_dora=True), "lora_magnitude_vector.* built without a value .*, or is made of what was, and trains")
+    model = without_values()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    refused(model, "lora_A.second.weight is frozen, and no tensor there has its name")
+    with penstock.init_without_values():
+        model = transformers.LlamaForCausalLM(config()).requires_grad_(False)
+    with pytest.raises(ValueError, match="base_weights: no parameter of the model requires a gradient"):
+        penstock.initialize(model=model, state_dir=tmp_path / "state", base_weights=where)[0](input_ids=data[0])
     with penstock.init_without_values():
         gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=96))
     torch.manual_seed(0)

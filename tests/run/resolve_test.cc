@@ -70,6 +70,8 @@ ordered_json ValueOf(const Setting& setting) {
         if (setting.keyword != "offload") choices.remove_prefix(choices.find('|') + 1);
         return choices.substr(0, choices.find('|'));
       }
+    case KeyType::kPath:
+      return "there";
     case KeyType::kPaths:
       return {"here=2", "there"};
     case KeyType::kNames:

@@ -31,12 +31,13 @@ def check(settings: Settings) -> None:
             raise ValueError(f"base_weights: {why}")
 
 
+# NaN: what is made of it, as a copy that is to train, is known for one without a value.
 def _without_value(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape), requires_grad=parameter.requires_grad)
+    return nn.Parameter(torch.full((1,), float("nan"), dtype=parameter.dtype).expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
 def take_from_meta(modules: Sequence[nn.Module], frozen_alone: bool) -> None:
-    """Parameters on the meta device are in host memory from here on, zeros that take a few bytes. frozen_alone: those that require no gradient."""
+    """Parameters on the meta device are in host memory from here on, NaN that take a few bytes. frozen_alone: those that require no gradient."""
     made: Dict[int, nn.Parameter] = {}
     for module in modules:
         for name, parameter in list(module._parameters.items()):
@@ -47,13 +48,13 @@ def take_from_meta(modules: Sequence[nn.Module], frozen_alone: bool) -> None:
 
 @contextlib.contextmanager
 def init_without_values() -> Iterator[None]:
-    """Models that are built within have parameters without values, which take no memory: zeros, each a few bytes.
+    """Models that are built within have parameters without values, which take no memory: NaN, each a few bytes.
 
     For a constructor and transformers' ``from_config``, before peft's ``get_peft_model``, whose adapters then have their own values as
     they would have them on any model; ``penstock.initialize(base_weights=DIR)`` reads the others from there. Buffers have their values.
 
     Give the type when the model is made (``dtype=``, ``torch.set_default_dtype``): ``to(dtype)`` would make whole tensors. What is to train and was
-    made within has no value to begin with, and is refused by name.
+    made within, or of what was (a copy of the head, DoRA's magnitudes), has no value to begin with, and is refused by name.
     """
     register = nn.Module.register_parameter
     modules: Dict[int, nn.Module] = {}
@@ -75,9 +76,13 @@ def init_without_values() -> Iterator[None]:
         take_from_meta(list(modules.values()), frozen_alone=False)
 
 
-def has_no_value(parameter: torch.Tensor) -> bool:
-    """Whether it was built without one, or by whatever gives many elements one place."""
-    return parameter.numel() > 1 and parameter.dim() > 0 and all(stride == 0 for stride, size in zip(parameter.stride(), parameter.shape) if size > 1)
+# Also of a copy that was made of one without.
+def _has_no_value(parameter: torch.Tensor) -> bool:
+    return parameter.numel() > 0 and bool(torch.isnan(parameter.detach().flatten()[0]))
+
+
+def _takes_no_memory(parameter: torch.Tensor) -> bool:
+    return all(stride == 0 for stride, size in zip(parameter.stride(), parameter.shape) if size > 1) and parameter.numel() > 1
 
 
 def _names_of(model: nn.Module) -> Dict[int, List[str]]:
@@ -153,9 +158,10 @@ def describe(model: nn.Module, blocks: Sequence[Block], trains: Sequence[Sequenc
 
 
 def check_values(blocks: Sequence[Block], trains: Sequence[Sequence[bool]], has_base: bool) -> None:
-    """ValueError naming a parameter that was built without a value, and has none elsewhere."""
+    """ValueError naming a parameter of a new run that was built without a value, and has none elsewhere."""
     for block, marks in zip(blocks, trains):
         for (name, parameter), mark in zip(block.parameters, marks):
-            if (mark or not has_base) and not parameter.is_meta and has_no_value(parameter) and not bool(parameter.detach().flatten()[0] != 0):
-                why = "and trains: load or initialise it first" if mark else "and is frozen: base_weights=DIR says where its values are"
-                raise ValueError(f"{name} was built without a value (init_without_values), {why}")
+            if not (mark if has_base else _takes_no_memory(parameter)) or not _has_no_value(parameter):
+                continue
+            why = "and trains: load or initialise it first" if mark else "and is frozen: base_weights=DIR says where its values are"
+            raise ValueError(f"{name} was built without a value (init_without_values), or is made of what was, {why}")

@@ -173,6 +173,11 @@ class Preparation:
         has_base = bool(settings.base_weights) or base is not None
         described, marks, held = described_blocks(given.module, given.blocks, given.groups(), settings, self._values_of, frozen_have_values=not has_base)
         trains = any(each for mark in marks for each, _ in mark)
+        if not trains and has_base:
+            raise ValueError(
+                "base_weights: no parameter of the model requires a gradient, so that nothing trains beside these weights: penstock.LLM generates with "
+                "them as they are"
+            )
         if not trains:
             self._check_evaluates()
         elif settings.nothing_trains:
