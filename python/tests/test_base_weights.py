@@ -241,6 +241,27 @@ def test_trainer_trains_beside_packed_weights(tmp_path):
         torch.testing.assert_close(saved[0][name], value, atol=1e-5, rtol=1e-4)
 
 
+def test_a_device_with_memory_of_its_own_has_the_same_bits(tmp_path, monkeypatch):
+    where = packed(published(tmp_path / "model"), tmp_path / "packed", 4)
+    data = batches(4)
+    with engine_of(without_values(), tmp_path / "host", base_weights=where) as engine:
+        expected = train(engine, data)
+        state_bytes = engine.plan()["state_bytes"]
+    monkeypatch.setenv("PENSTOCK_TEST_DEVICE", "capacity=256MiB,latency=1e-4")
+    with engine_of(without_values(), tmp_path / "device", base_weights=where) as engine:
+        assert train(engine, data) == expected
+        plan, report = engine.plan(), engine.report()
+    assert plan["state_bytes"] == state_bytes and plan["least_device_memory_bytes"] > 0 and report["totals"]["h2d_bytes"] > 0
+    with engine_of(without_values(), tmp_path / "least", base_weights=where, device_memory=plan["least_device_memory_bytes"]) as engine:
+        assert train(engine, data) == expected
+    monkeypatch.delenv("PENSTOCK_TEST_DEVICE")
+    with engine_of(without_values(), tmp_path / "device", resume=True) as engine:  # a run goes on on either
+        on_host = train(engine, data[:1])
+    monkeypatch.setenv("PENSTOCK_TEST_DEVICE", "capacity=256MiB")
+    with engine_of(without_values(), tmp_path / "host", resume=True) as engine:
+        assert train(engine, data[:1]) == on_host
+
+
 def test_what_cannot_be_is_refused_by_name(tmp_path):
     where = published(tmp_path / "model")
     bits = packed(where, tmp_path / "packed", 8)

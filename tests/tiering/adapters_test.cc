@@ -148,6 +148,42 @@ TEST_P(Adapters, ReadTheirBaseTwiceAndWriteNothingButTheirCommits) {
   }
 }
 
+// An adapter of 70 B whose base lies in 4 bit: on a card of 24 GiB with 32 GiB of host memory.
+TEST(PackedAdapters, ASeventyBillionBaseInFourBitFitsACardOf24GiBAnd32GiBOfHostMemory) {
+  const Shape of{"llama_70b", 80, 8192, 28672, 1024, 128256, 1, false, 1.05};
+  Model model = ModelOf(of, /*tokens=*/2048, /*seconds=*/20);
+  int64_t base = 0;
+  for (BlockShape& block : model.graph.blocks) {
+    block.elsewhere_bytes = block.elsewhere_bytes / 2 * 17 / 32;  // half a byte, and 16 bits for 64 of them
+    base += block.elsewhere_bytes;
+  }
+  EXPECT_GT(base, int64_t{35} << 30);
+  PlanOptions options;
+  options.frozen_elsewhere = true;
+  options.micro_batches = 2;
+  options.host_memory_budget_bytes = int64_t{32} << 30;
+  options.device.has_own_memory = true;
+  options.device.budget_bytes = int64_t{24} << 30;
+  const absl::StatusOr<Plan> plan = MakePlan(model.graph, options);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_LE(plan->host_bytes(), int64_t{32} << 30);
+  EXPECT_LE(plan->device.bytes(), int64_t{24} << 30);
+  EXPECT_LE(plan->nvme_read_bytes, 1.05 * 2 * base);
+  EXPECT_LE(plan->nvme_write_bytes, 1.05 * 12 * of.layers * AdapterElements(of));
+  const absl::StatusOr<Prediction> step = Predict(model.graph, *plan, options.machine);
+  ASSERT_TRUE(step.ok()) << step.status();
+  std::printf(
+      "llama_70b in 4 bit: base %.2f GB; read %.3f of it, written %.1f MB; host %.2f of least %.2f GB, "
+      "device %.2f of "
+      "least %.2f GB; %.1f s, %.3f of its busiest part (%s)\n",
+      static_cast<double>(base) * 1e-9,
+      static_cast<double>(plan->nvme_read_bytes) / static_cast<double>(base),
+      static_cast<double>(plan->nvme_write_bytes) * 1e-6, static_cast<double>(plan->host_bytes()) * 1e-9,
+      static_cast<double>(plan->least_host_memory_bytes) * 1e-9,
+      static_cast<double>(plan->device.bytes()) * 1e-9, static_cast<double>(plan->device.least_bytes) * 1e-9,
+      step->step_seconds, step->step_seconds / step->lower_bound_seconds, step->bound_by.c_str());
+}
+
 // Three blocks in flight leave an eighth of a small base little room for tiles of state, which a clipped step
 // has all in forward.
 INSTANTIATE_TEST_SUITE_P(Llama, Adapters,

@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <future>
@@ -24,6 +25,7 @@
 #include "swap/checkpoint.h"
 #include "tests/zero/arithmetic_owner.h"
 #include "zero/compute/driven_compute.h"
+#include "zero/compute/frozen_source.h"
 #include "zero/compute/test_device.h"
 #include "zero/engine/driven_engine.h"
 
@@ -87,6 +89,41 @@ absl::Status StateOf(Engine& engine, std::vector<float>* state) {
   return absl::OkStatus();
 }
 
+// What is frozen, as files would bring it: not before Finish.
+class Elsewhere : public FrozenSource {
+ public:
+  explicit Elsewhere(EngineOptions options) : options_(std::move(options)) {}
+  int64_t BytesOf(BlockIndex, int64_t elements) const override { return elements / 2; }
+  std::string PlaceOf(BlockIndex) const override { return "elsewhere"; }
+  std::unique_ptr<Read> MakeRead() const override { return std::make_unique<Wanted>(); }
+  absl::Status Start(aio::Engine&, Read* read, BlockIndex block, int64_t first, int64_t elements,
+                     std::byte* to, Done done, void* context) override {
+    Wanted& wanted = static_cast<Wanted&>(*read);
+    wanted.block = block.value();
+    wanted.first = first;
+    wanted.elements = elements;
+    wanted.to = to;
+    std::memset(to, 0xff, static_cast<size_t>(elements) * kernels::BytesPerElement(options_.dtype));  // NaN
+    done(context);
+    return absl::OkStatus();
+  }
+  absl::Status Finish(Read* read) override {
+    const Wanted& wanted = static_cast<Wanted&>(*read);
+    std::vector<float> values(static_cast<size_t>(wanted.elements));
+    absl::Status status = options_.initial_values(wanted.block, wanted.first, wanted.elements, values.data());
+    kernels::Convert(DType::kFp32, values.data(), options_.dtype, wanted.to, values.size());
+    return status;
+  }
+
+ private:
+  struct Wanted : Read {
+    int block = 0;
+    int64_t first = 0, elements = 0;
+    std::byte* to = nullptr;
+  };
+  const EngineOptions options_;
+};
+
 class DrivenDeviceTest : public testing::Test {
  protected:
   ~DrivenDeviceTest() override { std::filesystem::remove_all(directory_); }
@@ -126,7 +163,7 @@ class DrivenDeviceTest : public testing::Test {
 TEST_F(DrivenDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
   std::mt19937 random(7);
   const auto below = [&](int64_t n) { return std::uniform_int_distribution<int64_t>(0, n - 1)(random); };
-  int updated_there = 0, kept_there = 0, two_versions = 0, replayed = 0;
+  int updated_there = 0, kept_there = 0, two_versions = 0, replayed = 0, from_elsewhere = 0;
   for (int round = 0; round < 36; ++round) {
     Shape shape;
     shape.dtype = std::array{DType::kBf16, DType::kFp32, DType::kFp16}[static_cast<size_t>(below(3))];
@@ -136,9 +173,13 @@ TEST_F(DrivenDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
     const OffloadDevice offload = std::array{OffloadDevice::kNone, OffloadDevice::kCpu,
                                              OffloadDevice::kNvme}[static_cast<size_t>(below(3))];
     const double clip = below(2) == 0 ? 0 : 0.2;
+    const bool elsewhere =
+        offload == OffloadDevice::kNvme && shape.frozen.size() + shape.partly_frozen.size() > 0;
+    from_elsewhere += elsewhere ? 1 : 0;
     const auto common = [&](EngineOptions& options) {
       options.storage.offload = offload;
       options.optimizer.clip = clip;
+      if (elsewhere) options.frozen = std::make_shared<Elsewhere>(options);
     };
     SCOPED_TRACE(testing::Message() << "round " << round << ", " << DTypeName(shape.dtype) << ", "
                                     << shape.micro_batches << " micro-batches, " << shape.frozen.size()
@@ -186,6 +227,7 @@ TEST_F(DrivenDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
   EXPECT_GT(kept_there, 20);
   EXPECT_GT(two_versions, 10);
   EXPECT_GT(replayed, 10);
+  EXPECT_GT(from_elsewhere, 4);
 }
 
 // Without a drive updates in backward are made beside the version before, which is in force again where the

@@ -314,8 +314,8 @@ struct PlanOptions {
   bool frozen_apart = true;
   // Whether a block has its weights alone, as a store that is there has fixed it; empty: frozen ones have.
   PerBlock<char> blocks_alone;
-  // What is frozen, also whole blocks, is no part of the store and is read from elsewhere. One rank, on the
-  // processor, with frozen_apart.
+  // What is frozen, also whole blocks, is no part of the store and is read from elsewhere, by way of host
+  // memory. One rank, with frozen_apart.
   bool frozen_elsewhere = false;
   int world = 1;                         // ranks
   int64_t host_memory_budget_bytes = 0;  // 0: as much as the comfortable plan takes

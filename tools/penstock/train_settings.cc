@@ -539,8 +539,7 @@ class Resolver {
     if (settings_.model->lora() == nullptr) return absl::OkStatus();
     const bool on_drive = engine_.storage.offload == zero::OffloadDevice::kNvme;
     std::string why = "without a drive it stays in memory";
-    if (on_drive) why = "a device with memory of its own reads from there";
-    if (on_drive && !engine_.device->has_own_memory()) {
+    if (on_drive) {
       absl::StatusOr<LoraBase> base =
           OpenBase(weights, *settings_.model, engine_.dtype, /*checks=*/needs_data_, flags_.quiet);
       if (base.ok()) {
@@ -567,10 +566,10 @@ class Resolver {
 
   absl::Status ReopenRecordedBase() {
     if (!run_.contains(kBaseKey)) return absl::OkStatus();
-    if (engine_.storage.offload != zero::OffloadDevice::kNvme || engine_.device->has_own_memory()) {
+    if (engine_.storage.offload != zero::OffloadDevice::kNvme) {
       return WrongFlag(
-          "this run reads the weights that its adapters go to where they lie, for a state on a drive and the "
-          "processor: go on with --offload nvme and --device cpu");
+          "this run reads the weights that its adapters go to where they lie, for a state on a drive: go on "
+          "with --offload nvme");
     }
     ASSIGN_OR_RETURN(LoraBase base, FindBase());
     TakeBase(std::move(base));

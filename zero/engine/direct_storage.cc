@@ -81,6 +81,10 @@ absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options,
     return storage;
   }
   const std::string by_host = "weights go from the drive to the device by way of pinned host memory";
+  if (options.frozen != nullptr) {
+    storage.how = absl::StrCat(by_host, ", where what is frozen becomes weights");
+    return storage;
+  }
   if (gathers_by_host) {
     storage.how = absl::StrCat(by_host, ", where those of all ranks are gathered");
     return storage;

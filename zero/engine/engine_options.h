@@ -217,7 +217,7 @@ struct EngineOptions {
   // (zero/compute/flat_layout.h), as fp32 masters, padding 0; each one is asked for once, or, where a run
   // is replaced, once before that too. Default: the Compute's (zero/compute/compute.h).
   std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> initial_values;
-  // Where what is frozen is read from, and kept nowhere else: state on a drive, one rank, the processor. A
+  // Where what is frozen is read from, and kept nowhere else: state on a drive, one rank. A
   // run that has one goes on with one. Default: none, it is part of the state.
   std::shared_ptr<FrozenSource> frozen;
   // What computes. Default: the processor.

@@ -114,10 +114,9 @@ class Preparation {
           "and nothing is resumed");
     }
     RETURN_IF_ERROR(CheckCalls());
-    if (options_.frozen != nullptr &&
-        (!on_nvme_ || options_.world() > 1 || options_.device->has_own_memory())) {
+    if (options_.frozen != nullptr && (!on_nvme_ || options_.world() > 1)) {
       return absl::InvalidArgumentError(
-          "what is frozen is read from elsewhere where state is on a drive, of one rank, on the processor");
+          "what is frozen is read from elsewhere where state is on a drive, of one rank");
     }
     if (options_.trains && options_.memory.saved_activations == tiering::SavedActivations::kDrive) {
       if (options_.device->has_own_memory()) {

@@ -24,7 +24,6 @@ def check(settings: Settings) -> None:
         return
     for wrong, why in (
         (settings.world > 1, "it is served in one process, and there are several ranks: leave it out, and each rank has its part of them"),
-        (bool(settings.engine_device), "with device_memory the state has all weights: leave one of the two out"),
         (settings.offload != "nvme", "it is served with state on a drive: give state_dir="),
     ):
         if wrong:

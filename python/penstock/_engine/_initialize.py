@@ -110,8 +110,8 @@ def initialize(
         (output_hidden_states=True) take memory all the same, and so does what several blocks are given (masks, rotary positions).
     base_weights: the directory of the weights of what is frozen: safetensors as they are published, or as ``penstock pack`` coded them (QLoRA),
         which are decoded as they are read. They are read where they lie, as often as they are used, and are no part of the state, so the model may be
-        built without values (``penstock.init_without_values``, or frozen parameters on the meta device). With state on a drive, in one process, and
-        without device_memory. The run records what the files are: it goes on with these alone, wherever they have been moved to.
+        built without values (``penstock.init_without_values``, or frozen parameters on the meta device). With state on a drive, in one
+        process. The run records what the files are: it goes on with these alone, wherever they have been moved to.
     resume: go on from what ``state_dir`` holds; "auto": if it holds a run. What cannot be read, or is damaged, is an error.
     overwrite: what ``state_dir`` held when the process was started may be replaced; at a prompt or in a notebook, what it holds now. What
         another process trains there later is not.
