@@ -9,15 +9,26 @@
 
 namespace penstock::kernels {
 
-void StreamCopy(const void* from, void* to, size_t bytes) {
+void StreamCopy(const void* from, void* to, size_t bytes, const void* soon) {
   size_t done = 0;
 #if defined(__x86_64__)
-  constexpr size_t kVector = sizeof(__m128i);
+  constexpr size_t kVector = sizeof(__m128i), kLine = 64;
   if (reinterpret_cast<uintptr_t>(to) % kVector == 0) {
-    const auto* in = static_cast<const __m128i*>(from);
-    auto* out = static_cast<__m128i*>(to);
-    for (; done + kVector <= bytes; done += kVector) _mm_stream_si128(out++, _mm_loadu_si128(in++));
+    const auto* const in = static_cast<const char*>(from);
+    auto* const out = static_cast<char*>(to);
+    const auto vector = [&] {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(out + done),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + done)));
+      done += kVector;
+    };
+    while (done + kLine <= bytes) {
+      if (soon != nullptr) _mm_prefetch(static_cast<const char*>(soon) + done, _MM_HINT_T1);
+      for (size_t i = 0; i < kLine / kVector; ++i) vector();
+    }
+    while (done + kVector <= bytes) vector();
   }
+#else
+  (void)soon;
 #endif
   if (done < bytes)
     std::memcpy(static_cast<char*>(to) + done, static_cast<const char*>(from) + done, bytes - done);

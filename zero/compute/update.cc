@@ -214,19 +214,22 @@ void UpdateTileInto(const TileFormat& format, const BlockSteps& steps, uint64_t 
         auto* const all = static_cast<std::byte*>(s == 0 ? whole.weights : whole.state[s - 1]);
         auto* const some = static_cast<std::byte*>(s == 0 ? memory.weights : memory.state[s - 1]);
         const int64_t width = precision.segment_bytes[s];
-        move(all + begin * width, some, n * width);
+        const int64_t next = begin + kPiece + n <= from.elements ? begin + kPiece : begin;
+        const auto* const source = static_cast<const std::byte*>(s == 0 ? from.weights : from.state[s - 1]);
+        move(all + begin * width, some, n * width, source + next * width);
         // The scales behind the codes.
         const int64_t scales = precision.SegmentBytes(s, n) - n * width;
         if (scales > 0)
-          move(all + from.elements * width + begin / tiering::kScaleBlock * 4, some + n * width, scales);
+          move(all + from.elements * width + begin / tiering::kScaleBlock * 4, some + n * width, scales,
+               nullptr);
       }
     };
-    for_segments(from, [](const std::byte* all, std::byte* some, int64_t bytes) {
+    for_segments(from, [](const std::byte* all, std::byte* some, int64_t bytes, const std::byte*) {
       std::memcpy(some, all, static_cast<size_t>(bytes));
     });
     UpdateTile(format, steps, seed, {tile.offset + begin, n}, memory);
-    for_segments(to, [](std::byte* all, const std::byte* some, int64_t bytes) {
-      kernels::StreamCopy(some, all, static_cast<size_t>(bytes));
+    for_segments(to, [](std::byte* all, const std::byte* some, int64_t bytes, const std::byte* soon) {
+      kernels::StreamCopy(some, all, static_cast<size_t>(bytes), soon);
     });
   }
   kernels::StreamCopyFence();
