@@ -11,6 +11,7 @@ import torch
 from ._accumulation import CREATES_GRAPH
 from ._device import in_this_thread
 from ._entering import Entering
+from ._late_loss import LateLoss
 from ._open_pass import ENDED, Driver, OpenPass, PassFailed, Root
 from ._settings import DTYPE_NAMES
 from ._stages import Stages
@@ -43,7 +44,7 @@ class BackwardPass:
         """Where backward of a micro-batch begins, and what is known of its loss."""
         if loss.numel() != 1:
             raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
-        value = float(loss.detach()) * self._loss_factor
+        value = LateLoss(loss, self._loss_factor)
         driver.loss = value
         if driver.inside is None and driver.backward_at == self._last:
             self._entering.pass_by(driver, self._last)
@@ -95,7 +96,7 @@ class BackwardPass:
             raise PassFailed("backward was called on the loss itself: call engine.backward(loss), which scales it")
         loss = None
         if stage == self._first_trained:
-            loss = float("nan") if driver.loss is None else driver.loss
+            loss = float("nan") if driver.loss is None else float(driver.loss)
         driver.inside = None
         driver.backward_at = stage - 1
         if driver.together is not None and not driver.together.is_last():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, SupportsFloat, Tuple
 
 import torch
 
@@ -14,7 +14,7 @@ from ._attributes import Attributes
 from ._random import RandomState
 
 #: Tensors that backward of a micro-batch begins at, the gradients there, and its loss.
-Root = Tuple[List[torch.Tensor], List[torch.Tensor], float]
+Root = Tuple[List[torch.Tensor], List[torch.Tensor], SupportsFloat]
 #: Computes a micro-batch's forward.
 Work = Callable[["Driver"], Root]
 
@@ -44,7 +44,7 @@ class Driver:
         self.forward_at = 0  # the next use of forward
         self.backward_at = stages - 1  # the next use of backward
         self.inside: Optional[int] = None  # the use of backward that is entered
-        self.loss: Optional[float] = None
+        self.loss: Optional[SupportsFloat] = None
         self.loss_gradient = 1.0
         self.gradient_came = False  # to a weight of a block that was left
         self.came = threading.Event()  # to its first use, or to its end

@@ -78,7 +78,7 @@ class VerticalOrder:
                 return self._backward.root_of(driver, batch())
 
         self._run([functools.partial(work, batch=batch) for batch in batches], states, idle=0.0)
-        losses = [float("nan") if driver.loss is None else driver.loss / self._loss_factor for driver in self._open.drivers[: len(batches)]]
+        losses = [float("nan") if driver.loss is None else float(driver.loss) / self._loss_factor for driver in self._open.drivers[: len(batches)]]
         changed = before.changed()
         if changed:
             self._changing.add(changed)
