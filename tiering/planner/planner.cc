@@ -103,15 +103,8 @@ class Planner {
       plan.reasons = {"everything stays in memory: there is no drive"};
       if (budget > 0 && plan.host_bytes() > budget) return TooSmall(plan.host_bytes(), plan);
       KeepSecondVersions(&plan);
-      if (options_.update_order == UpdateOrder::kInBackward && plan.trains && !plan.speculates) {
-        plan.reasons.push_back(
-            plan.keeps_second_versions()
-                ? "order in_backward: the host memory budget has no room for second versions of tiles, and "
-                  "all "
-                  "are updated in the next forward"
-                : "order in_backward: without a drive only where one rank computes on a device with its own "
-                  "memory, and not with LAMB; all tiles are updated in the next forward");
-      }
+      if (options_.update_order == UpdateOrder::kInBackward && !plan.speculates && ProcessorUpdates(plan))
+        plan.reasons.push_back(WhyNotInBackward(plan));
       CountBytes(&plan);
       return plan;
     }
@@ -414,6 +407,25 @@ class Planner {
     if (options_.prefer == Prefer::kTime) LeaveLeast(clipped, kAsFast, order);
     LeaveLeast([&](size_t i) { return BytesMoved(candidates[i].plan); }, kAsManyBytes, order);
     LeaveLeast(clipped, kAsFast, order);
+  }
+
+  // Some of what is trained; the rest lives on a device.
+  static bool ProcessorUpdates(const Plan& plan) {
+    for (const BlockIndex b : plan.blocks.indices())
+      if (plan.trains && plan.blocks[b].trains && !plan.on_device(b)) return true;
+    return false;
+  }
+
+  // Without a drive, of tiles that are asked to be.
+  static std::string WhyNotInBackward(const Plan& plan) {
+    if (!plan.keeps_second_versions()) {
+      return "order in_backward: without a drive only where one rank computes on a device with its own "
+             "memory, "
+             "and not with LAMB; all tiles are updated in the next forward";
+    }
+    return "order in_backward: the host memory budget has no room for second versions of tiles; all are "
+           "updated "
+           "in the next forward";
   }
 
   // Without a drive, of tiles that are updated in backward.
