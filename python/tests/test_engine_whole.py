@@ -67,17 +67,67 @@ def test_shape_and_type_of_a_weight_may_be_asked_for_anywhere(tmp_path):
         assert step(engine, batches(1)[0]) > 0
 
 
+# Of weights themselves, as adapters' penalties are: of some blocks, of one that two uses have, and of a weight that the forward does not use.
+def penalty(model):
+    up, down = model.layers[1].up.weight, model.layers[2].down.weight
+    return 0.1 * up.pow(2).sum() + (down @ up).trace() * 0.01 + model.head.weight.norm() + 0.05 * (model.layers[3].norm.weight - 1).abs().sum()
+
+
+WAYS = ("after the forward", "before the forward", "by itself", "by itself before")
+
+
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("several", [1, 2])
-def test_a_loss_of_weights_themselves_is_refused_by_name(tmp_path, several):
-    with make(net(tied=False), tmp_path, gradient_accumulation_steps=several) as engine:
-        data = batches(3)
-        if several == 1:
-            step(engine, data[0])
-        loss = engine(**data[1])
-        with pytest.raises(RuntimeError, match=r"layers\.1\.up\.weight is used outside.*the loss"):
-            engine.backward(loss + 0.01 * engine.module.layers[1].up.weight.pow(2).sum())
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_of_weights_themselves_is_that_of_plain_torch(tmp_path, way, several, tied):
+    def loss_of(model, call, batch, number, backward):
+        before = penalty(model) if "before" in way and number % 3 else None
+        loss = call(**batch)
+        more = [] if number % 3 == 0 else [penalty(model) if before is None else before]
+        if "by itself" in way:
+            backward(loss)
+            for each in more:
+                backward(each)
+        else:
+            backward(sum(more, loss))
+        return loss.item()
+
+    data = batches(12)
+    plain, model = net(tied=tied), net(tied=tied)
+    for each in (plain, model):
+        each.left_out = 3  # its weights are in the penalty alone
+    optimizer, expected = torch.optim.AdamW(plain.parameters(), lr=1e-2), []
+    for number, batch in enumerate(data):
+        expected.append(loss_of(plain, plain, batch, number, lambda loss: (loss / several).backward()))
+        if (number + 1) % several == 0:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    with make(model, tmp_path, gradient_accumulation_steps=several, missing_gradients="skip") as engine:
+        found = []
+        for number, batch in enumerate(data):
+            found.append(loss_of(model, engine, batch, number, engine.backward))
+            engine.step()
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+    assert found == pytest.approx(expected, abs=1e-5)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=1e-4, rtol=0)
+
+
+def test_a_loss_of_weights_that_is_not_the_steps_is_refused_by_name(tmp_path):
+    with make(net(tied=False), tmp_path) as engine:
+        data = batches(4)
+        step(engine, data[0])
+        weight = engine.module.layers[1].up.weight
+        old = weight.pow(2).sum()
+        step(engine, data[1])
+        loss = engine(**data[2])
+        with pytest.raises(RuntimeError, match=r"layers\.1\.up\.weight is used outside.*engine\.backward"):
+            weight.pow(2).sum().backward()
+        with pytest.raises(RuntimeError, match=r"a value of layers\.1\.up\.weight that was read before the last step"):
+            engine.backward(loss + old)
         engine.zero_grad()
-        assert step(engine, data[2]) > 0  # no worse than any exception
+        assert step(engine, data[3]) > 0  # no worse than any exception
 
 
 class Walks(nn.Module):

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ._attributes import Attributes, version_of
+from ._hidden import OUTSIDE
 from ._lazy_logits import LazyLogits, Tell, is_lazy
 from ._random import RandomState
 from ._tree import map_tensors, tensors_of
@@ -39,6 +40,8 @@ _NOT_RETURNED = (
     "forwards_per_step=, their number (or \"penstock\": {{\"forwards_per_step\": ...}})"
 )
 _OVER = "the step that this forward was made for is over, and the weights are others: backward comes before step()"
+
+_OF_BEFORE = "a loss is made of a value of {} that was read before the last step(): the parameter has another one since. Read it again in this step"
 
 _SAMPLE = 4096  # elements of an output that are compared when it is computed again
 _COPIED = 1 << 18  # elements; larger outputs are views of the leaves, which cannot be changed in place
@@ -347,6 +350,9 @@ class Accumulation:
         self._model = model
         self._scale = 1.0
         self._forwards: List[Forward] = []
+        self._in_backward = False
+        self._steps = 0
+        self._read: List["weakref.ref[torch.Tensor]"] = []  # values of parameters that a loss may be made of
         self._begin_with([])
 
     def add(self, forward: Forward, scale: float) -> None:
@@ -366,9 +372,11 @@ class Accumulation:
         scaled = [forward for forward in self._forwards if forward.closed == _ON_THE_LOSS]
         for forward in scaled:
             forward.closed = ""
+        self._in_backward = True
         try:
             self._backward(loss, torch.full_like(loss, self._scale * share), retain_graph, others)
         finally:
+            self._in_backward = False
             for forward in scaled:
                 forward.closed = _ON_THE_LOSS
         self._loss += float(loss.detach()) * share
@@ -377,6 +385,38 @@ class Accumulation:
     def ends(self) -> Dict[Any, Any]:
         """By node, the edges where the caller's graph leaves forwards whose own graph ended with their pass; their hooks collect what comes."""
         return {edge.node: edge for forward in self._forwards for edge in forward.ends.values()}
+
+    def read(self, parameter: nn.Parameter, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The value, read for a loss that is made of it: what ``backward`` brings to it before the step is over is part of the parameter's gradient.
+
+        RuntimeError naming the parameter, in any other backward.
+        """
+        if not value.is_floating_point():
+            return value
+        step = self._steps
+
+        def collect(gradient: torch.Tensor) -> None:
+            if torch.is_grad_enabled():
+                raise RuntimeError(CREATES_GRAPH)
+            if not self._in_backward:
+                raise RuntimeError(OUTSIDE.format(name))
+            if step != self._steps:
+                raise RuntimeError(_OF_BEFORE.format(name))
+            known = self.outside.get(id(parameter))
+            self.outside[id(parameter)] = gradient.detach().clone() if known is None else known + gradient.detach()
+
+        with torch.enable_grad():
+            leaf = value.detach().requires_grad_()
+            leaf._penstock_end = True  # type: ignore[attr-defined]
+            leaf.register_hook(collect)
+            self._read = [each for each in self._read if each() is not None]
+            self._read.append(weakref.ref(leaf))
+            return leaf.view_as(leaf)
+
+    def is_made_of_parameters(self, loss: torch.Tensor) -> bool:
+        """Whether backward of this loss comes to what ``read`` gave."""
+        read = [leaf for leaf in (each() for each in self._read) if leaf is not None]
+        return bool(read) and any(leaf is each for leaf in reached([loss], {})[1] for each in read)
 
     # Of forwards that ended, this model's and others', gradients are asked for at their ends, and nothing beyond.
     def _backward(self, loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool, others: Mapping[Any, Any]) -> None:
@@ -430,10 +470,13 @@ class Accumulation:
         for forward in self._forwards:
             forward.closed = _OVER
             forward.let_go()
+        self._steps += 1
         self._begin_with([])
 
     def _begin_with(self, forwards: List[Forward]) -> None:
         self._forwards = forwards
+        #: By the parameter's id, gradients of what losses are made of beside forwards.
+        self.outside: Dict[int, torch.Tensor] = {}
         self.backwards = 0
         self._loss = 0.0
 

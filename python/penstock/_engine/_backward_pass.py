@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, Callable, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -30,6 +30,8 @@ class BackwardPass:
         self._entering = entering
         self._device = device
         self._loss_factor = loss_factor
+        #: By the parameter's id: gradients that the pass has from elsewhere, each part of what its block is left with first.
+        self.more: Dict[int, torch.Tensor] = {}
         self._came: Set[Tuple[int, int]] = set()  # in this pass a gradient: to which weight of which block
         self._had: Set[Tuple[int, int]] = set()  # the same of all passes
         #: Whether a weight without a gradient is updated by zeros, and that changes it (moments, weight decay).
@@ -39,6 +41,7 @@ class BackwardPass:
     def begin(self) -> None:
         """A pass begins, in which no gradient has come."""
         self._came.clear()
+        self.more = {}
 
     def root_of(self, driver: Driver, loss: torch.Tensor) -> Root:
         """Where backward of a micro-batch begins, and what is known of its loss."""
@@ -107,10 +110,10 @@ class BackwardPass:
         if any(self._trained[block]):
             numbers = []
             for number, (_, parameter) in enumerate(self._blocks[block].parameters):
-                if parameter.grad is None or not self._trained[block][number]:
-                    continue
-                numbers.append(number)
-                held.append(_dense(parameter.grad.detach()).contiguous())
+                gradient = self._gradient_of(parameter) if self._trained[block][number] else None
+                if gradient is not None:
+                    numbers.append(number)
+                    held.append(gradient)
             if self._weights.on_device is not None:
                 held = self._weights.on_device.take(held)
             gradients = [(number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]) for number, gradient in zip(numbers, held)]
@@ -124,6 +127,14 @@ class BackwardPass:
         if driver.together is not None:
             driver.together.leave()
         del held
+
+    def _gradient_of(self, parameter: torch.Tensor) -> Optional[torch.Tensor]:
+        own = None if parameter.grad is None else _dense(parameter.grad.detach()).contiguous()
+        more = self.more.pop(id(parameter), None) if self.more else None
+        if more is None:
+            return own
+        more = more.to(parameter.device, parameter.dtype).contiguous()
+        return more if own is None else own + more
 
     def end(self, driver: Driver) -> None:
         """To the last use, which stays entered until the pass is finished; another micro-batch may have to follow it there."""

@@ -36,6 +36,8 @@ class Read:
         self.value = value
         #: Whether it is the parameter's value still, so that a change in place of it is one of the parameter.
         self.current = True
+        #: Gives the value a graph whose gradient is the parameter's. None: no gradient may come to it.
+        self.with_graph: Optional[Callable[[torch.Tensor], torch.Tensor]] = None
         self._write = write
         self._took = took
 
@@ -65,7 +67,8 @@ ValueOf = Callable[[nn.Parameter, bool], Read]
 #: What is wrong with a weight, by its name, that is used where no gradient would come to it.
 OUTSIDE = (
     "{} is used outside of the forward of its module, by the model or the loss: no gradient would come to it. Give blocks=[...] with a module "
-    "around all its uses; for decay there is weight_decay; between steps its value is read under torch.no_grad(), or by detach()"
+    "around all its uses; a loss that is made of it has its backward by engine.backward(loss); else its value is read under torch.no_grad(), or by "
+    "detach(), between steps"
 )
 #: Of a module, by its name, whose gradient is asked for and not known.
 CALLED_ALONE = (
@@ -197,13 +200,15 @@ def _as_copy(tensor: torch.Tensor, read: Read) -> Copy:
     return copy
 
 
-# Of a parameter's value. A gradient that comes to one with a graph is refused.
+# Of a parameter's value. A gradient that comes to one with a graph is the parameter's, or is refused.
 def _copy_of(parameter: torch.Tensor, wants_graph: bool = False) -> Copy:
     read: Read = parameter.__dict__[_VALUE_OF](parameter, wants_graph)
     # In grad mode: torch refuses to change a view there that was made in another.
     with torch.inference_mode(False), without_overrides(), torch.enable_grad():
         value = read.value.data
-        return _as_copy(without_gradient(OUTSIDE.format(read.name), value) if wants_graph else value, read)
+        if wants_graph:
+            value = without_gradient(OUTSIDE.format(read.name), value) if read.with_graph is None else read.with_graph(value)
+        return _as_copy(value, read)
 
 
 def without_gradient(why: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -224,7 +229,8 @@ class Hidden(nn.Parameter):
     """A parameter that is not in memory. What is computed with it is computed with its value, which is read for that, between steps; what is
     changed in place is written.
 
-    RuntimeError where that is done within a step, and in backward where a gradient would come to it.
+    What is made of it in a loss is part of the step, and costs it its forward once more. RuntimeError where it is read otherwise within a
+    step, and where a gradient would come to it that is not of ``engine.backward``.
     """
 
     @classmethod

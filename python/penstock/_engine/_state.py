@@ -149,7 +149,12 @@ class State:
         return next(name for name, each in self._given.parameters() if each is parameter)
 
     def read_of(self, parameter: nn.Parameter, wants_graph: bool) -> Read:
-        """Its value as it came in, whose changes in place are written. RuntimeError: a step is open."""
+        """Its value as it came in, whose changes in place are written. RuntimeError: a step is open.
+
+        wants_graph: a loss is made of it, so that the forward that is open is computed again in the step.
+        """
+        if wants_graph:
+            self._training.end_pass_for_loss()
         self._check_no_pass(parameter, wants_graph)
         read = self._reads.get(id(parameter))
         if read is None or not read.current:
@@ -158,6 +163,8 @@ class State:
             name = self._name_of(parameter)
             read = Read(name, value, functools.partial(self._write_read, parameter), functools.partial(self._took, name))
             self._reads[id(parameter)] = read
+        if wants_graph and read.with_graph is None:
+            read.with_graph = self._training.reader_of(parameter, read.name)
         return read
 
     # Elements that have not changed keep the bits of their masters, which have more than 16.

@@ -135,6 +135,16 @@ class Training:
             )
         warnings.warn(f"{lost} count for nothing (engine.zero_grad() says so, without this line)", stacklevel=5)
 
+    def end_pass_for_loss(self) -> None:
+        """A loss is about to be made of a parameter's value: the forward that is open, if it can be, is computed again in the step."""
+        runtime = self._run.ready()
+        if runtime.is_open and not runtime.is_inside and not self._made_early:
+            self.interrupted()
+
+    def reader_of(self, parameter: nn.Parameter, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What gives a value of the parameter the graph by which losses that are made of it reach the parameter."""
+        return functools.partial(self._accumulation.read, parameter, name)
+
     def _begin(self, reads_ahead: bool = True, forwards: int = 1) -> None:
         runtime = self._run.ready()
         if runtime.is_open:
@@ -152,6 +162,8 @@ class Training:
         runtime = self._run.ready()
         runtime.check_trains()
         self._refuse_other_scales(loss)
+        if runtime.is_open and self._accumulation.is_made_of_parameters(loss):
+            self.interrupted()
         ended = _ended()
         of_ended = bool(ended) and bool(reached([loss], ended)[0])
         if of_ended:
@@ -286,7 +298,7 @@ class Training:
             with accumulation.modes_of(forwards):
                 self._begin(reads_ahead=False, forwards=len(forwards))
                 accumulation.repeats()
-                runtime.repeat(forwards, accumulation.loss)
+                runtime.repeat(forwards, accumulation.loss, accumulation.outside)
         except BaseException:
             runtime.give_up("the step failed")
             accumulation.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -90,9 +90,13 @@ class VerticalOrder:
         self._random_after.restore()  # type: ignore[union-attr]
         return losses
 
-    def repeat(self, forwards: Sequence[Forward], loss: float) -> None:
-        """Computes these forwards again and goes on from the gradients at their outputs. The pass has begun. loss: of the step."""
+    def repeat(self, forwards: Sequence[Forward], loss: float, more: Mapping[int, torch.Tensor]) -> None:
+        """Computes these forwards again and goes on from the gradients at their outputs. The pass has begun.
+
+        loss: of the step. more: by the parameter's id, gradients that are part of it beside those of the forwards.
+        """
         now = RandomState.now()
+        self._backward.more = dict(more)
 
         def again(driver: Driver, forward: Forward) -> Root:
             forward.check_inputs()
