@@ -42,6 +42,7 @@ from ._engine._trace import keep_resident
 from ._files import whole_file
 from ._fp32 import place_script
 from ._small_files import make_directory
+from ._throughput import ThroughputTimer
 
 logger = logging.getLogger("penstock")
 
@@ -141,6 +142,8 @@ class DeepSpeedEngine(nn.Module):
         self._had_backward = False  # since the last step, of this engine
         self._told_of_frozen = False
         engine.zero_grad_of_module = False  # DeepSpeed's gradients are apart from the module's
+        #: Samples a second, from each training forward to the end of its ``step()``.
+        self.tput_timer = ThroughputTimer(batch_size=self._batch_size())
         self._remove_scratch = weakref.finalize(self, _remove, list(scratch), os.getpid())
         for number, parameter in enumerate(self.module.parameters()):
             _owners[id(parameter)] = engine
@@ -164,7 +167,13 @@ class DeepSpeedEngine(nn.Module):
     def lr_scheduler(self, scheduler: Any) -> None:
         self.engine.lr_scheduler = scheduler
 
+    def _batch_size(self) -> Optional[int]:
+        size = self.engine.micro_batch_size
+        return None if size is None else size * self.engine.gradient_accumulation_steps() * self.engine.world_size
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            self.tput_timer.start()
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -182,6 +191,7 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer.overflow = bool(self.engine.last_step.get("skipped"))
         self.optimizer.cur_scale = self.engine.last_step.get("loss_scale", self.optimizer.cur_scale)
         self._applied = self.global_steps != before and not self.optimizer.overflow
+        self.tput_timer.stop(global_step=self.global_steps != before)
 
     def _check_optimizer(self, call: str) -> None:
         if self.optimizer is None:

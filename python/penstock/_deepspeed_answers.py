@@ -137,7 +137,7 @@ _INSTEAD = {
     ),
     **dict.fromkeys(
         "engine_timers engine_timers_cache flops flops_profiler fwd_duration get_wall_clock_timers log_level losses memory_breakdown monitor "
-        "print_forward_breakdown summary_events timers tput_timer update_interval".split(),
+        "print_forward_breakdown summary_events timers update_interval".split(),
         _TIMES,
     ),
     **dict.fromkeys(

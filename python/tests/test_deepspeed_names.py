@@ -13,15 +13,22 @@ from engine_models import batches, net, step  # noqa: E402
 
 NAMES = {
     "deepspeed": "initialize init_distributed add_config_arguments get_accelerator logger log_dist zero comm checkpointing init_inference "
-    "DeepSpeedEngine ops utils OnDevice DeepSpeedConfig PipelineModule InferenceEngine default_inference_config",
+    "DeepSpeedEngine ops utils OnDevice DeepSpeedConfig PipelineModule InferenceEngine default_inference_config dist version git_hash git_branch "
+    "ADAM_OPTIMIZER LAMB_OPTIMIZER MUON_OPTIMIZER TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfigError DeepSpeedDataLoader is_compile_supported "
+    "DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer revert_transformer_layer set_autotp_mode PipelineEngine "
+    "DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable add_tuning_arguments "
+    "set_optimizer_flags load_ds_config",
+    "deepspeed.constants": "TORCH_DISTRIBUTED_DEFAULT_PORT CROSS_RANK CROSS_SIZE LOCAL_RANK default_pg_timeout",
+    "deepspeed.accelerator.abstract_accelerator": "DeepSpeedAccelerator",
+    "deepspeed.accelerator.real_accelerator": "get_accelerator is_current_accelerator_supported",
     "deepspeed.accelerator": "get_accelerator set_accelerator",
     "deepspeed.utils": "logger log_dist RepeatingLoader OnDevice groups safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
     "safe_set_full_fp32_param safe_set_full_optimizer_state safe_set_full_grad safe_get_local_fp32_param safe_get_local_grad "
     "safe_get_local_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state set_z3_leaf_modules "
     "set_z3_leaf_module set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module "
     "z3_leaf_parameter instrument_w_nvtx",
-    "deepspeed.utils.logging": "logger log_dist",
-    "deepspeed.utils.timer": "SynchronizedWallClockTimer ThroughputTimer",
+    "deepspeed.utils.logging": "logger log_dist log_dist_once warning_once print_dist set_log_level_from_string get_current_level should_log_le log_levels",
+    "deepspeed.utils.timer": "SynchronizedWallClockTimer ThroughputTimer CudaEventTimer",
     "deepspeed.utils.groups": "_get_data_parallel_world_size _get_data_parallel_rank _get_data_parallel_group _get_model_parallel_world_size "
     "initialize _get_sequence_parallel_world_size get_data_parallel_world_size get_data_parallel_rank get_data_parallel_group "
     "get_tensor_model_parallel_world_size get_tensor_model_parallel_rank get_model_parallel_world_size get_model_parallel_rank "
@@ -30,15 +37,18 @@ NAMES = {
     "deepspeed.utils.tensor_fragment": "fragment_address tensor_fragment safe_get_full_fp32_param safe_get_local_fp32_param",
     "deepspeed.utils.z3_leaf_module": "set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix",
     "deepspeed.utils.zero_to_fp32": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
-    "deepspeed.runtime.engine": "DeepSpeedEngine",
-    "deepspeed.runtime.config": "DeepSpeedConfig",
+    "deepspeed.runtime.engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable EngineTimers",
+    "deepspeed.runtime.config": "DeepSpeedConfig DeepSpeedConfigError DeepSpeedConfigWriter ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER "
+    "LAMB_OPTIMIZER ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER ZERO_ONE_ADAM_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER DEEPSPEED_OPTIMIZERS "
+    "get_optimizer_name get_gradient_accumulation_steps",
     "deepspeed.runtime.zero.config": "DeepSpeedZeroConfig ZeroStageEnum get_zero_config ZERO_OPTIMIZATION OffloadDeviceEnum "
     "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig",
     "deepspeed.runtime.zero.offload_config": "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum",
-    "deepspeed.runtime.zero": "Init GatheredParameters ZeroParamStatus register_external_parameter unregister_external_parameter",
+    "deepspeed.runtime.zero": "Init GatheredParameters ZeroParamStatus register_external_parameter unregister_external_parameter MiCS_Init TiledLinear "
+    "TiledLinearReturnBias unwrap_model_for_generation",
     "deepspeed.runtime.zero.partition_parameters": "ZeroParamStatus GatheredParameters Init register_external_parameter unregister_external_parameter",
     "deepspeed.runtime.zero.utils": "is_zero_param",
-    "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3",
+    "deepspeed.runtime.zero.stage3": "DeepSpeedZeroOptimizer_Stage3 estimate_zero3_model_states_mem_needs unwrap_model_for_generation",
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
     "deepspeed.runtime.zero.tiling": "TiledLinear TiledLinearReturnBias",
@@ -47,8 +57,11 @@ NAMES = {
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "get_sequence_parallel_group",
     "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler",
     "deepspeed.runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
-    "deepspeed.runtime.utils": "see_memory_usage clip_grad_norm_",
-    "deepspeed.runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest",
+    "deepspeed.runtime.utils": "see_memory_usage clip_grad_norm_ move_to_device copy_to_device set_random_seed empty_cache noop_decorator get_global_norm "
+    "get_grad_norm CheckOverflow PartitionedTensor memory_status partition_balanced DummyOptim",
+    "deepspeed.runtime.lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES LR_RANGE_TEST ONE_CYCLE WARMUP_LR "
+    "WARMUP_DECAY_LR WARMUP_COSINE_LR LR_SCHEDULE WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS CYCLE_MIN_LR TOTAL_NUM_STEPS COS_MIN_RATIO "
+    "add_tuning_arguments get_config_from_args get_lr_from_config",
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "MMapIndexedDataset",
     **dict.fromkeys(
         ("deepspeed.runtime.activation_checkpointing.checkpointing", "deepspeed.checkpointing"),
@@ -60,7 +73,7 @@ NAMES = {
     "all_gather_into_tensor all_gather_object all_gather_coalesced all_reduce_coalesced all_to_all all_to_all_single allgather_fn batch_isend_irecv "
     "broadcast_object_list configure destroy_process_group gather get_all_ranks_from_group get_global_rank get_world_group has_all_gather_into_tensor "
     "has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor in_aml in_aws_sm in_dlts inference_all_reduce init_deepspeed_backend "
-    "initialize_mesh_device irecv is_available is_initialized isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn "
+    "initialize_mesh_device TorchBackend irecv is_available is_initialized isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn "
     "reduce_scatter_tensor reset_log scatter send set_backend ReduceOp",
     "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",
     "deepspeed.ops.lion": "DeepSpeedCPULion FusedLion",
@@ -78,6 +91,17 @@ NAMES = {
     "deepspeed.checkpoint.ds_to_universal": "main",
     "deepspeed.sequence.layer": "DistributedAttention",
     "deepspeed.compression.compress": "init_compression",
+    "deepspeed.compression.helper": "recursive_getattr recursive_setattr module_replacement",
+    "deepspeed.comm.reduce_op": "ReduceOp",
+    "deepspeed.comm.torch": "TorchBackend",
+    "deepspeed.comm.config": "DeepSpeedCommsConfig",
+    "deepspeed.elasticity.constants": "ELASTICITY",
+    "deepspeed.elasticity.config": "ElasticityConfig",
+    "deepspeed.monitor.config": "get_monitor_config",
+    "deepspeed.monitor.tensorboard": "TensorBoardMonitor",
+    "deepspeed.checkpoint.constants": "OPTIMIZER_STATE_DICT",
+    "deepspeed.checkpoint.universal_checkpoint": "load_hp_checkpoint_state",
+    "deepspeed.launcher.multinode_runner": "PDSHRunner",
     "deepspeed.inference.config": "DeepSpeedInferenceConfig",
     "deepspeed.linear": "LoRAConfig OptimizedLinear",
     "deepspeed.module_inject": "replace_transformer_layer",
@@ -117,6 +141,17 @@ REFUSED = [
     ("deepspeed.io", "FastFileWriter", "penstock.save"),
     ("deepspeed.sequence.layer", "DistributedAttention", "batches"),
     ("deepspeed.compression.compress", "init_compression", "penstock pack"),
+    ("deepspeed.compression.helper", "module_replacement", "penstock pack"),
+    ("deepspeed", "DeepSpeedTransformerLayer", "modules as they are"),
+    ("deepspeed", "add_tuning_arguments", "scheduler in the configuration"),
+    ("deepspeed", "replace_transformer_layer", "penstock generate"),
+    ("deepspeed.runtime.config", "get_optimizer_name", "a dictionary"),
+    ("deepspeed.runtime.utils", "get_global_norm", "engine.get_global_grad_norm"),
+    ("deepspeed.runtime.utils", "memory_status", "engine.report"),
+    ("deepspeed.runtime.zero.stage3", "estimate_zero3_model_states_mem_needs", "penstock estimate"),
+    ("deepspeed.comm", "TorchBackend", "init_distributed"),
+    ("deepspeed.monitor.wandb", "WandbMonitor", "the engine writes them"),
+    ("deepspeed.utils.timer", "SynchronizedWallClockTimer", "wall_clock_breakdown"),
     ("deepspeed.linear", "OptimizedLinear", "peft"),
     ("deepspeed.moe.utils", "is_moe_param", "expert parallelism"),
     ("deepspeed.runtime.pipe.topology", "ProcessTopology", "torch.nn.Sequential"),
@@ -326,6 +361,62 @@ def test_calls_of_comm_take_deepspeeds_words(on_ranks):
     told = on_ranks(text, 2)
     assert [status for status, _, _ in told] == [0, 0], told
     assert told[0][1] == "[8.0, 8.0] [0.0, 1.0]\n"
+
+
+def test_helpers_that_need_no_engine_do_what_deepspeeds_do(capsys, caplog):
+    from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+    from deepspeed.runtime.utils import copy_to_device, move_to_device, noop_decorator, set_random_seed
+    from deepspeed.utils.logging import get_current_level, log_dist_once, print_dist, set_log_level_from_string, should_log_le
+
+    model = net()
+    assert recursive_getattr(model, "layers.1.up") is model.layers[1].up and recursive_getattr(model, "head") is model.head
+    for name in ("layers.1.up", "head"):
+        recursive_setattr(model, name, torch.nn.Identity())
+        assert isinstance(recursive_getattr(model, name), torch.nn.Identity)
+    batch = {"ids": torch.arange(3), "more": [torch.ones(2), (torch.zeros(1),)]}
+    moved = move_to_device(batch, "meta")
+    assert moved["ids"].is_meta and moved["more"][1][0].is_meta and not batch["ids"].is_meta
+    some = copy_to_device({"ids": batch["ids"], "name": "text"}, "meta", torch.is_tensor)
+    assert some["ids"].is_meta and some["name"] == "text"
+    assert move_to_device([batch["ids"], 5], "cpu", torch.is_tensor)[0] is batch["ids"]
+    set_random_seed(3)
+    drawn = torch.rand(1)
+    set_random_seed(3)
+    assert torch.equal(torch.rand(1), drawn) and noop_decorator(net) is net
+    level = get_current_level()
+    with caplog.at_level("DEBUG", logger="penstock"):
+        for _ in range(2):
+            log_dist_once("said once", ranks=[0])
+    assert [each.message for each in caplog.records].count("said once") == 1
+    print_dist("a line", ranks=[-1])
+    assert capsys.readouterr().out == "[Rank 0] a line\n"
+    set_log_level_from_string("error")
+    assert should_log_le("error") and not should_log_le("info")
+    deepspeed.logger.setLevel(level)
+    with pytest.raises(ValueError, match="loud is no level"):
+        set_log_level_from_string("loud")
+
+
+def test_the_engines_timer_counts_steps_and_epochs(tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}},
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=net(), config=config)[0]
+    timer = engine.tput_timer
+    assert timer.avg_samples_per_sec() == float("-inf") and timer.batch_size == 8
+    for epoch in range(2):
+        for batch in batches(6):
+            step(engine, batch)
+        assert timer.micro_step_count == 6
+        timer.update_epoch_count()
+    assert (timer.epoch_count, timer.micro_step_count, timer.global_step_count) == (2, 0, 6) and timer.total_elapsed_time > 0
+    assert timer.avg_samples_per_sec() == pytest.approx((6 - timer.start_step) * 8 / timer.total_elapsed_time)
+    engine.eval()
+    with torch.no_grad():
+        engine(**batches(1)[0])
+    assert timer.global_step_count == 6
+    engine.destroy()
 
 
 def test_marks_of_leaf_modules_are_kept():

@@ -76,7 +76,78 @@ INSTEAD = {
     "checkpoint.ds_to_universal": "engine.load_checkpoint reads checkpoints of any number of ranks, universal or not",
     "io": "penstock.save(obj, path) is torch.save through the I/O engine, durable",
     "launcher.launch": "torchrun starts the processes",
+    "comm.backend": "torch.distributed's process group is the one there is: init_distributed makes it",
+    "comm.torch": "torch.distributed's process group is the one there is: init_distributed makes it",
+    "comm.config": "comms_logger in the configuration is a dictionary",
+    "monitor.config": "tensorboard, csv_monitor and wandb in the configuration are dictionaries",
+    "monitor.comet": "tensorboard, csv_monitor and wandb in the configuration: the engine writes them",
+    "monitor.csv_monitor": "tensorboard, csv_monitor and wandb in the configuration: the engine writes them",
+    "monitor.tensorboard": "tensorboard, csv_monitor and wandb in the configuration: the engine writes them",
+    "monitor.wandb": "tensorboard, csv_monitor and wandb in the configuration: the engine writes them",
+    "checkpoint.constants": "engine.load_checkpoint and engine.save_checkpoint read and write all of it",
+    "checkpoint.universal_checkpoint": "engine.load_checkpoint reads checkpoints of any number of ranks, universal or not",
+    "checkpoint.zero_checkpoint": "engine.load_checkpoint reads checkpoints of any number of ranks, universal or not",
+    "checkpoint.reshape_utils": "engine.load_checkpoint reads checkpoints of any number of ranks, universal or not",
+    "elasticity.config": "elasticity in the configuration is a dictionary",
+    "elasticity.constants": "elasticity in the configuration is a dictionary",
+    "elasticity.utils": "torchrun starts the processes: deepspeed.elasticity.compute_elastic_config has their batches",
+    "launcher.multinode_runner": "torchrun starts processes on several machines",
+    "ops.adam.zenflow": "updates are made with their own step: leave zenflow out of the configuration",
     "profiling.config": "flops_profiler in the configuration",
+}
+
+
+_CONFIG = "the configuration is a dictionary, or a file: `penstock train --config FILE --check` says what becomes of each key"
+_ENGINE = "deepspeed.initialize makes the engine, and its optimizer"
+_SCHEDULE = "scheduler in the configuration, or a scheduler of deepspeed.runtime.lr_schedules"
+_GRADIENTS = "the gradients are the engine's: gradient_clipping in the configuration, engine.get_global_grad_norm()"
+_MEMORY = "torch.cuda tells of a device's memory, engine.report() of the engine's"
+_COLLECTIVES = "torch.distributed exchanges tensors, deepspeed.comm by the same names"
+#: Single names of modules that are here: imported as what refuses to be called, with what to do instead.
+NAMES = {
+    "": {
+        "DeepSpeedTransformerConfig DeepSpeedTransformerLayer": INSTEAD["ops.transformer"],
+        "replace_transformer_layer revert_transformer_layer set_autotp_mode": INSTEAD["module_inject"],
+        "PipelineEngine": INSTEAD["runtime.pipe"],
+        "DeepSpeedHybridEngine": INSTEAD["runtime.hybrid_engine"],
+        "DeepSpeedInferenceConfig": INSTEAD["inference"],
+        "add_tuning_arguments": _SCHEDULE,
+        "DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable set_optimizer_flags load_ds_config": _ENGINE,
+    },
+    "accelerator": {"DeepSpeedAccelerator is_current_accelerator_supported": "get_accelerator() is the one there is: torch's device, or the processor"},
+    "ops.adam": {"ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3": INSTEAD["runtime.zenflow"]},
+    "runtime.config": {
+        "DeepSpeedConfig": "give the dictionary, or the file, to deepspeed.initialize(config=...)",
+        "DeepSpeedConfigWriter HybridEngineConfig get_optimizer_name get_optimizer_params get_scheduler_name get_scheduler_params "
+        "get_gradient_clipping get_gradient_accumulation_steps get_train_batch_size get_train_micro_batch_size_per_gpu get_steps_per_print": _CONFIG,
+    },
+    "runtime.engine": {"DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable": _ENGINE, "EngineTimers": "engine.report() has times and bytes of each step"},
+    "runtime.lr_schedules": {
+        "add_tuning_arguments get_config_from_args get_lr_from_config get_torch_optimizer override_1cycle_params override_lr_range_test_params override_params "
+        "override_warmupLR_params parse_arguments update_lr": _SCHEDULE,
+    },
+    "runtime.utils": {
+        "clip_tensors_by_global_norm get_global_norm get_global_norm_of_tensors get_flattened_grad_norm get_grad_norm get_grad_zeros get_norm_with_moe_layers "
+        "get_norm_with_moe_layers_fast get_weight_norm CheckOverflow align_dense_tensors": _GRADIENTS,
+        "get_ma_status memory_status torch_max_memory_reserved torch_memory_reserved mem_alloced mem_cached": _MEMORY,
+        "all_gather_dp_groups all_gather_into_tensor_dp_groups PartitionedTensor": _COLLECTIVES,
+        "graph_process": INSTEAD["runtime.compiler"],
+        "DummyOptim": _ENGINE,
+        "partition_balanced partition_uniform": INSTEAD["runtime.pipe"],
+    },
+    "runtime.zero": {"unwrap_model_for_generation": "the engine generates: engine.module.generate, under torch.no_grad()"},
+    "runtime.zero.stage3": {
+        "estimate_zero3_model_states_mem_needs": "estimate_zero3_model_states_mem_needs_all_live and _all_cold, or `penstock estimate`",
+        "unwrap_model_for_generation": "the engine generates: engine.module.generate, under torch.no_grad()",
+    },
+    "runtime.zero.stage_1_and_2": {
+        "estimate_zero2_model_states_mem_needs": "estimate_zero2_model_states_mem_needs_all_live and _all_cold, or `penstock estimate`",
+    },
+    "utils": {
+        "get_full_hp_grad get_full_hp_param set_full_hp_grad set_full_hp_param get_hp_fragment_mapping link_hp_params lazy_init_hp_params_optimizer_state "
+        "safe_update_full_grad_vectorized": "values are whole: safe_get_full_fp32_param and its like",
+    },
+    "utils.timer": {"SynchronizedWallClockTimer CudaEventTimer": "wall_clock_breakdown in the configuration, and engine.report(), tell where the time of a step goes"},
 }
 
 
@@ -84,7 +155,9 @@ INSTEAD = {
 SAME = {
     "accelerator.real_accelerator": "accelerator",
     "checkpoint.deepspeed_checkpoint": "checkpoint",
+    "accelerator.abstract_accelerator": "accelerator",
     "comm.comm": "comm",
+    "comm.reduce_op": "comm",
     "elasticity.elastic_agent": "elasticity",
     "elasticity.elasticity": "elasticity",
     "ops.adagrad.cpu_adagrad": "ops.adagrad",
@@ -121,11 +194,16 @@ def not_here(name: str) -> str:
 
 
 def attributes_of(package: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package of this name: its modules, each imported when it is first looked at. Else AttributeError, of one line."""
+    """The ``__getattr__`` of a module of this name: what ``NAMES`` refuses, its modules, each when it is first looked at. Else AttributeError, of one line."""
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name.startswith("_"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = name_of(package, name)
+        if found is not None:
+            return found
+        if not hasattr(sys.modules[package], "__path__"):
+            raise AttributeError(not_here(f"{package}.{name}"))
         try:
             return importlib.import_module(f"{package}.{name}")
         except NotServedError as error:
@@ -134,13 +212,32 @@ def attributes_of(package: str) -> Callable[[str], Any]:
     return __getattr__
 
 
+def name_of(module: str, name: str) -> Any:
+    """The name of a module that is imported and refuses to be called, the same at each look. None: it is not one of them."""
+    for names, instead in NAMES.get(module.partition(_NAME)[2], {}).items():
+        if name in names.split():
+            found = absent(f"{module}.{name}", instead)
+            setattr(sys.modules[module], name, found)
+            return found
+    return None
+
+
+def absent_below(module: str) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module of which some is here: all else is imported, and says what to use instead when it is called."""
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        found = absent(f"{module}.{name}", _instead(module) or "")
+        setattr(sys.modules[module], name, found)
+        return found
+
+    return __getattr__
+
+
 class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        found = absent(f"{self.__name__}.{name}", _instead(self.__name__) or "")
-        setattr(self, name, found)
-        return found
+        return absent_below(self.__name__)(name)
 
 
 class _Same(types.ModuleType):

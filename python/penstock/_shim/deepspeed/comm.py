@@ -23,7 +23,7 @@ _RENAMED: Dict[str, Dict[str, str]] = {
 }
 _TORCHS = "torch.distributed's process group is the one there is: init_distributed makes it"
 _ABSENT = {
-    **dict.fromkeys(("set_backend", "init_deepspeed_backend", "initialize_mesh_device", "enable_symm_mem_for_group"), _TORCHS),
+    **dict.fromkeys(("set_backend", "init_deepspeed_backend", "initialize_mesh_device", "enable_symm_mem_for_group", "TorchBackend"), _TORCHS),
     **dict.fromkeys(("all_reduce_coalesced", "all_gather_coalesced"), "torch.distributed.all_reduce, or all_gather, of each tensor"),
     **dict.fromkeys(("has_comm_data", "get_comm_operation_count", "get_logged_comm_ops"), "comms_logger in the configuration tells them at the end"),
     **dict.fromkeys(("patch_aml_env_for_torch_nccl_backend", "patch_aws_sm_env_for_torch_nccl_backend"), "torchrun sets what is read"),

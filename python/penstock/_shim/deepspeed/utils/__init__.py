@@ -1,4 +1,4 @@
-from typing import Any, Optional, Sequence
+from typing import Any, Optional, Sequence, Set
 
 from penstock._data_loader import RepeatingLoader as RepeatingLoader
 from penstock._deepspeed import absent
@@ -45,6 +45,25 @@ def log_dist(message: str, ranks: Optional[Sequence[int]] = None, level: int = 2
     """A line of the log, from these ranks (-1, or none named: all)."""
     if not ranks or -1 in ranks or get_rank() in ranks:
         logger.log(level, message)
+
+
+log_levels = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+_told: Set[Any] = set()
+
+
+def log_dist_once(message: str, ranks: Optional[Sequence[int]] = None, level: int = 20) -> None:
+    """As log_dist, once for each message."""
+    key = (message, None if ranks is None else tuple(ranks), level)
+    if key not in _told:
+        _told.add(key)
+        log_dist(message, ranks, level)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
+    """debug, info, warning, error or critical, of this log or another. ValueError: it is none of them."""
+    if log_level_str.lower() not in log_levels:
+        raise ValueError(f"{log_level_str} is no level of a log: {', '.join(log_levels)}")
+    (custom_logger or logger).setLevel(log_levels[log_level_str.lower()])
 
 
 __getattr__ = attributes_of(__name__)
