@@ -5,7 +5,8 @@
 // m is 127 for 8 bit and 7 for 4 bit, and q is value / scale rounded to nearest, ties to even: round to
 // nearest in groups, symmetric ("absmax": Dettmers et al. 2022; groups: Yao et al., ZeroQuant, 2022). The
 // scale is rounded up, so that no q is cut off: the error of a value is at most scale / 2. scale * q is exact
-// in fp32; decoded to bf16 it is rounded once more, to nearest even. A group of zeros has the scale 0.
+// in fp32; decoded to 16 bits it is rounded once more, to nearest even. A group of zeros has the scale 0, and
+// one that holds an infinity or a NaN has a NaN for its scale: it decodes to NaN wholly.
 //
 // A coded row is its scales, then its codes, without gaps:
 //   scales   ceil(columns / group) bf16, little-endian
@@ -32,16 +33,19 @@ struct WeightCode {
   bool valid() const {
     return (bits == 8 || bits == 4) && group > 0 && group % kCodeBlock == 0 && group <= kMostCodeGroup;
   }
-  size_t row_bytes(size_t columns) const {
+  constexpr size_t row_bytes(size_t columns) const {
     const size_t padded = (columns + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
     return (columns + group - 1) / group * 2 + padded * static_cast<size_t>(bits) / 8;
   }
 };
 
-// Codes a row. False: it holds a value that is not finite, and `out` holds nothing of use.
-bool EncodeWeights(const WeightCode& code, const float* row, size_t columns, uint8_t* out);
+// Codes a row of elements of type `from`. False: it holds a value that is not finite.
+bool EncodeWeights(const WeightCode& code, DType from, const void* row, size_t columns, uint8_t* out);
+inline bool EncodeWeights(const WeightCode& code, const float* row, size_t columns, uint8_t* out) {
+  return EncodeWeights(code, DType::kFp32, row, columns, out);
+}
 
-// Decodes a row to fp32 or bf16.
+// Decodes a row.
 void DecodeWeights(const WeightCode& code, const uint8_t* row, size_t columns, DType to, void* out);
 
 }  // namespace penstock::kernels

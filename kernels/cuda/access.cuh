@@ -53,6 +53,12 @@ __device__ __forceinline__ void Store4(uint16_t* p, bool vector, int count, cons
   }
 }
 
+__device__ __forceinline__ float LoadOne(DType type, const void* in, uint64_t i) {
+  if (type == DType::kFp32) return static_cast<const float*>(in)[i];
+  const uint16_t raw = static_cast<const uint16_t*>(in)[i];
+  return type == DType::kBf16 ? FromBf16(raw) : FromFp16(raw);
+}
+
 __device__ __forceinline__ void LoadAs(DType type, const void* p, uint64_t i, bool vector, int count,
                                        float (&x)[kVector]) {
   if (type == DType::kFp32) {

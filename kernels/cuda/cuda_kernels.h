@@ -93,6 +93,10 @@ constexpr size_t PartialSums(size_t n) { return (n + 4096 - 1) / 4096; }
 [[nodiscard]] int Dequantize8(Code8 code, const uint8_t* codes, const float* scales, float* out, size_t n,
                               Stream stream);
 
+// A row of any type to codes; kernels/weight_code.h. What is not finite is NaN in them, and told by nobody. A
+// code that is not valid is refused with cudaErrorInvalidValue.
+[[nodiscard]] int EncodeWeights(const WeightCode& code, DType from, const void* row, size_t columns,
+                                void* out, Stream stream);
 // `count` coded rows, one behind the other, to fp32, bf16 or fp16 [count, columns]; kernels/weight_code.h. A
 // code that is not valid is refused with cudaErrorInvalidValue.
 [[nodiscard]] int DecodeWeights(const WeightCode& code, const void* rows, size_t count, size_t columns,

@@ -1,4 +1,4 @@
-// Coded weights back to what products are computed in.
+// Weights to codes, and back to what products are computed in.
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/launch.cuh"
 
@@ -40,7 +40,56 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// A warp for each group of a row.
+__global__ void __launch_bounds__(kThreads)
+    EncodeKernel(DType from, const void* in, uint64_t columns, uint64_t groups, uint64_t group, int bits,
+                 uint8_t* out) {
+  const uint64_t warps = uint64_t{gridDim.x} * (kThreads / 32), lane = threadIdx.x % 32;
+  const float most = bits == 8 ? 127.0f : 7.0f;
+  const int zero = bits == 8 ? 128 : 8;
+  for (uint64_t g = uint64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32; g < groups; g += warps) {
+    const uint64_t begin = g * group, end = columns - begin < group ? columns : begin + group;
+    uint32_t largest = 0;
+    for (uint64_t i = begin + lane; i < end; i += 32) {
+      const uint32_t magnitude = Bits(LoadOne(from, in, i)) & 0x7FFFFFFFu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    for (int width = 16; width > 0; width /= 2) {
+      const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, largest, width);
+      largest = other > largest ? other : largest;
+    }
+    const uint16_t scale = WeightScale(largest, most);
+    const bool coded = scale != 0 && scale < 0x7F80;
+    if (lane == 0) {
+      out[2 * g] = static_cast<uint8_t>(scale);
+      out[2 * g + 1] = static_cast<uint8_t>(scale >> 8);
+    }
+    uint8_t* const codes = out + 2 * groups + begin * static_cast<uint64_t>(bits) / 8;
+    const uint64_t padded = (end - begin + kCodeBlock - 1) / kCodeBlock * kCodeBlock;
+    static_assert(kCodeBlock == 32);
+    for (uint64_t i = lane; i < padded; i += kCodeBlock) {
+      const bool there = coded && begin + i < end;
+      const int code = zero + (there ? WeightNumber(LoadOne(from, in, begin + i), FromBf16(scale)) : 0);
+      const int upper = __shfl_down_sync(0xFFFFFFFFu, code, 16);
+      if (bits == 8) {
+        codes[i] = static_cast<uint8_t>(code);
+      } else if (lane < 16) {
+        codes[i / 2 - lane / 2 + lane] = static_cast<uint8_t>(code | upper << 4);
+      }
+    }
+  }
+}
+
 }  // namespace
+
+int EncodeWeights(const WeightCode& code, DType from, const void* row, size_t columns, void* out,
+                  Stream stream) {
+  if (!code.valid()) return cudaErrorInvalidValue;
+  if (columns == 0) return cudaSuccess;
+  const uint64_t groups = (columns + code.group - 1) / code.group;
+  return Enqueue(EncodeKernel, GridFor(groups * 32), kThreads, stream, from, row, uint64_t{columns}, groups,
+                 uint64_t{code.group}, code.bits, static_cast<uint8_t*>(out));
+}
 
 int DecodeWeights(const WeightCode& code, const void* rows, size_t count, size_t columns, DType to, void* out,
                   Stream stream) {

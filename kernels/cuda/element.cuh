@@ -78,6 +78,18 @@ PENSTOCK_HD uint16_t ToBf16(float x) {
   if (IsNan(bits)) return static_cast<uint16_t>((bits >> 16) | 0x40u);
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
+
+// Coded weights (kernels/weight_code.h): the bf16 bits of a group's scale from the bits of its largest
+// magnitude and of the largest whole number, and the whole number of a value, whose scale is neither zero nor
+// a NaN.
+PENSTOCK_HD uint16_t WeightScale(uint32_t largest, float most) {
+  if (largest >= 0x7F800000u) return 0x7FC0;
+  return static_cast<uint16_t>((Bits(Div(FromBits(largest), most)) + 0xFFFFu) >> 16);
+}
+PENSTOCK_HD int WeightNumber(float x, float scale) {
+  // The last place of 1.5 * 2^23 counts units.
+  return static_cast<int>(Bits(Add(Div(x, scale), 12582912.0f)) - 0x4B400000u);
+}
 PENSTOCK_HD uint16_t ToBf16Stochastic(float x, uint32_t draw) {
   const uint32_t bits = Bits(x);
   if ((bits & 0x7FFFFFFFu) >= 0x7F800000u) return ToBf16(x);

@@ -17,12 +17,6 @@ __device__ __forceinline__ double CombineLanes(double sum) {
   return sum;
 }
 
-__device__ __forceinline__ float LoadOne(DType type, const void* in, uint64_t i) {
-  if (type == DType::kFp32) return static_cast<const float*>(in)[i];
-  const uint16_t raw = static_cast<const uint16_t*>(in)[i];
-  return type == DType::kBf16 ? FromBf16(raw) : FromFp16(raw);
-}
-
 // Adds the square of value(i) for this lane's elements of [begin, end). A lane's element that is not there
 // counts as zero, which changes no bit of a sum of squares.
 template <class Value>

@@ -233,6 +233,47 @@ void Decode8(const uint8_t* codes, float scale, float* out, size_t n) {
   });
 }
 
+// A group of weights to codes, by kernels/weight_code.h; the bf16 bits of its scale, a NaN's where a value is
+// not finite. What the last block of codes is padded with is q = 0.
+template <int kBits, int kType>
+uint16_t EncodeWeightGroup(const void* in, size_t n, uint8_t* codes) {
+  constexpr int kMost = kBits == 8 ? 127 : 7, kZero = kMost + 1;
+  const size_t padded = (n + 31) / 32 * 32;
+  I most = SetI(0);
+  ForVectors(n, [&]<bool kTail>(size_t i, size_t count) {
+    most = MaxS(most, Magnitude(Bits(Element<kType>::template Load<kTail>(in, i, count))));
+  });
+  const uint32_t most_bits = ReduceMaxS(most);  // magnitudes compare like their bits
+  const bool finite = most_bits < 0x7F800000u;
+  float step = 0;
+  if (finite) __builtin_memcpy(&step, &most_bits, sizeof(step));
+  step /= static_cast<float>(kMost);
+  uint32_t scale_bits = 0;
+  __builtin_memcpy(&scale_bits, &step, sizeof(scale_bits));
+  scale_bits = (scale_bits + 0xFFFFu) & 0xFFFF0000u;  // up to a bf16
+  if (scale_bits == 0 || !finite) {
+    __builtin_memset(codes, kBits == 8 ? kZero : kZero | kZero << 4, padded * kBits / 8);
+    return finite ? 0 : 0x7FC0;
+  }
+  const F scale = FromBits(SetI(scale_bits));
+  const auto code = [=](size_t i) {
+    if (i >= n) return SetI(kZero);
+    const F value = i + 16 <= n ? Element<kType>::template Load<false>(in, i, 16)
+                                : Element<kType>::template Load<true>(in, i, n - i);
+    // 1.5 * 2^23 has units in its last place: the sum is rounded to nearest, ties to even, and its low bits
+    // count from there.
+    const I rounded = Bits(Add(Div(value, scale), Set(0x1.8p23f)));
+    return AddI(SubI(rounded, SetI(0x4B400000u)), SetI(kZero));
+  };
+  if constexpr (kBits == 8) {
+    for (size_t i = 0; i < padded; i += 16) StoreU8<false>(codes + i, code(i), 16);
+  } else {
+    for (size_t i = 0; i < padded; i += 32)
+      StoreU8<false>(codes + i / 2, Or(code(i), Shl<4>(code(i + 16))), 16);
+  }
+  return static_cast<uint16_t>(scale_bits >> 16);
+}
+
 // Rows of coded weights, by the layout in kernels/weight_code.h. Padding is read with the last block.
 template <int kBits, int kType>
 void DecodeWeightRow(const uint8_t* scales, const uint8_t* codes, size_t group, void* out, size_t n) {

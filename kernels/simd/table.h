@@ -114,9 +114,11 @@ struct KernelTable {
   // One block (n <= kStateBlock) of 8-bit values; [code] is a Code8. encode returns the scale.
   float (*encode8[2])(const float* in, uint8_t* codes, size_t n, const Rounding& rounding);
   void (*decode8[2])(const uint8_t* codes, float scale, float* out, size_t n);
-  // A row of coded weights; [bits 8 or 4][fp32 or bf16].
-  void (*decode_weights[2][2])(const uint8_t* scales, const uint8_t* codes, size_t group, void* out,
-                               size_t n);
+  // One group of coded weights, and the bf16 bits of its scale; [bits 8 or 4].
+  uint16_t (*encode_weights[2][kDTypes])(const void* in, size_t n, uint8_t* codes);
+  // A row of coded weights; [bits 8 or 4].
+  void (*decode_weights[2][kDTypes])(const uint8_t* scales, const uint8_t* codes, size_t group, void* out,
+                                     size_t n);
 
   void (*product[kDTypes])(const ProductArguments& arguments);
   void (*coded_product[2])(const ProductArguments& arguments);  // [bits 8 or 4]

@@ -654,6 +654,30 @@ TEST_F(CudaDevice, CodedWeightsAreDecodedToTheBitsOfTheCpu) {
   EXPECT_NE(cuda::DecodeWeights({8, 33}, nullptr, 1, 4, DType::kFp32, nullptr, nullptr), 0);
 }
 
+TEST_F(CudaDevice, WeightsAreCodedToTheBytesOfTheCpu) {
+  uint64_t seed = 0;
+  for (const WeightCode& code :
+       {WeightCode{8, 32}, WeightCode{8, 128}, WeightCode{4, 32}, WeightCode{4, 128}}) {
+    for (const size_t columns : {1, 3, 31, 32, 33, 64, 130, 1000, 5000}) {
+      for (const Values kind : {Values::kNormal, Values::kTiny, Values::kHuge, Values::kDenormal}) {
+        for (const DType from : {DType::kFp32, DType::kBf16, DType::kFp16}) {
+          std::vector<float> values = Random(columns, kind, ++seed);
+          if (seed % 5 == 0) values[seed % columns] = HUGE_VALF;
+          std::vector<unsigned char> in(columns * BytesPerElement(from)), expected(code.row_bytes(columns));
+          Convert(DType::kFp32, values.data(), from, in.data(), columns);
+          EncodeWeights(code, from, in.data(), columns, expected.data());
+          DeviceBytes device_in(in.data(), in.size()), out(expected.data(), expected.size(), seed % 2);
+          ASSERT_EQ(cudaMemset(out.data(), 0, expected.size()), cudaSuccess);
+          ASSERT_EQ(cuda::EncodeWeights(code, from, device_in.data(), columns, out.data(), nullptr), 0);
+          ASSERT_EQ(out.Get(), expected) << code.bits << " bit, group " << code.group << ", " << columns
+                                         << " of " << static_cast<int>(from);
+        }
+      }
+    }
+  }
+  EXPECT_NE(cuda::EncodeWeights({8, 33}, DType::kFp32, nullptr, 4, nullptr, nullptr), 0);
+}
+
 TEST_F(CudaDevice, ChecksumsAreTheLibrarys) {
   const std::vector<uint64_t> words = RandomWords(size_t{1} << 17);
   DeviceBytes in(words.data(), words.size() * 8);
