@@ -214,6 +214,44 @@ TEST(Ranks, TheNetworkIsOneMoreLane) {
   }
 }
 
+// What comes in codes takes its share of the bytes and of the network's time, and the memory that it arrives
+// in.
+TEST(Ranks, CodedExchangesTakeAQuarterAndHalfOfTheBytes) {
+  const ModelGraph graph = Chain(12, 1 << 20, /*forward=*/5e-3);
+  for (const int world : {2, 3, 4}) {
+    for (const Precision& precision : {Precision::Bf16(), Precision::Fp16(), Precision::Fp32()}) {
+      PlanOptions options;
+      options.precision = precision;
+      options.world = world;
+      options.bounds.placement = Placement::kCpu;
+      options.host_memory_budget_bytes = 512 * kMiB;
+      options.machine.network_bytes_per_s = 1e8;
+      const absl::StatusOr<Plan> whole = MakePlan(graph, options);
+      options.codes = {.weights = true, .gradients = true};
+      const absl::StatusOr<Plan> coded = MakePlan(graph, options);
+      ASSERT_TRUE(whole.ok() && coded.ok()) << whole.status() << coded.status();
+      EXPECT_EQ(whole->gathered.bytes, whole->gathered.whole_bytes);
+      EXPECT_EQ(whole->reduced.bytes, whole->reduced.whole_bytes);
+      EXPECT_EQ(coded->gathered.whole_bytes, whole->gathered.bytes);
+      EXPECT_EQ(coded->reduced.whole_bytes, whole->reduced.bytes);
+      const double width = precision.weight_bytes(), addend = precision.addend_bytes();
+      EXPECT_DOUBLE_EQ(static_cast<double>(coded->gathered.bytes) * width,
+                       static_cast<double>(whole->gathered.bytes) * (1 + 2.0 / 128));
+      EXPECT_DOUBLE_EQ(static_cast<double>(coded->reduced.bytes) * addend,
+                       static_cast<double>(whole->reduced.bytes) * (0.5 + 2.0 / 128));
+      EXPECT_LE(static_cast<double>(coded->reduced.bytes), 0.3 * static_cast<double>(whole->reduced.bytes));
+      EXPECT_EQ(coded->network_bytes - whole->network_bytes, GatherBytes(world, kNetworkPiece));
+      const absl::StatusOr<Prediction> slow = Simulate(graph, *whole, options.machine);
+      const absl::StatusOr<Prediction> fast = Simulate(graph, *coded, options.machine);
+      ASSERT_TRUE(slow.ok() && fast.ok());
+      EXPECT_DOUBLE_EQ(fast->network_seconds / slow->network_seconds,
+                       static_cast<double>(coded->gathered.bytes + coded->reduced.bytes) /
+                           static_cast<double>(whole->gathered.bytes + whole->reduced.bytes));
+      EXPECT_LT(fast->step_seconds, 0.7 * slow->step_seconds);
+    }
+  }
+}
+
 // A block that several stages use has fp32 sums from its first use on: they wait in memory where there is
 // room, and else on the drive.
 TEST(Program, SumsLeaveMemoryBetweenTheUsesOfABlockUnderATightBudget) {

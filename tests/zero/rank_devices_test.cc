@@ -110,6 +110,25 @@ TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
   }
 }
 
+// What comes in fewer bits is coded where it is exchanged: by the processor, or by devices that exchange with
+// each other, where state may live as well.
+TEST(RankDevices, CodedExchangesHaveTheBitsOfProcessors) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
+    RunOptions run = SmallRun(dtype, 2);
+    run.adjust = [](EngineOptions& options) { options.exchange = {.weights = true, .gradients = true}; };
+    const std::vector<RankOutcome> processors = TrainRanks(2, run);
+    for (const bool linked : {false, true}) {
+      run.device_memory_budget_bytes = 1;
+      const int64_t least = LeastOf(TrainOnDevices(2, run, {.linked = linked}));
+      for (const int64_t extra : {int64_t{0}, 64 * kMiB}) {
+        SCOPED_TRACE(testing::Message() << dtype << (linked ? ", linked, " : ", ") << extra);
+        run.device_memory_budget_bytes = least + extra;
+        ExpectSameLosses(processors.front().report, TrainOnDevices(2, run, {.linked = linked}));
+      }
+    }
+  }
+}
+
 // State on devices that exchange with each other: each has its part, wherever else it is kept.
 TEST(RankDevices, StateLivesOnLinkedDevices) {
   for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {

@@ -9,10 +9,14 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
+#include <cmath>
 #include <filesystem>
 #include <functional>
 #include <future>
+#include <limits>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -345,9 +349,11 @@ class DrivenRanksTest : public testing::Test {
 
   struct Trained {
     absl::Status status;
-    std::vector<double> losses;
+    std::vector<double> losses, norms;
+    std::vector<bool> skipped;
     std::vector<float> state;
     std::string checkpoint;
+    tiering::ExchangedBytes gathered, reduced;
     bool operator==(const Trained& other) const { return losses == other.losses && state == other.state; }
   };
   struct Training {
@@ -356,6 +362,9 @@ class DrivenRanksTest : public testing::Test {
     std::string checkpoint = "", restore_from = "";
     std::function<StepOptions(int64_t step)> step = nullptr;
     std::function<void(EngineOptions*)> adjust = nullptr;
+    std::function<void(int64_t step, DrivenCompute::Result*)> leaves = nullptr;
+    bool overwrites = true;  // false: goes on with what is there
+    std::vector<StateKind> state = {StateKind::kParameter, StateKind::kSecondMoment};
   };
 
   // Micro-batch m of rank k is number m * W + k of the step, which has no more than `kAll` of them.
@@ -366,8 +375,12 @@ class DrivenRanksTest : public testing::Test {
     EngineOptions options = owner.Options(absl::StrCat(directory_, "/", name));
     if (comm != nullptr) options.storage.state_dirs = RankDirectories(options.storage.state_dirs, rank);
     options.comm = comm;
+    options.storage.overwrite = training.overwrites;
+    options.resume.enabled = !training.overwrites;
     if (training.adjust) training.adjust(&options);
     Trained trained;
+    int64_t at = 0;
+    if (training.leaves) owner.leaves = [&](DrivenCompute::Result* result) { training.leaves(at, result); };
     trained.status = [&]() -> absl::Status {
       if (!training.restore_from.empty()) {
         if (absl::Status restored = RestoreRun(training.restore_from, options); !restored.ok())
@@ -380,6 +393,7 @@ class DrivenRanksTest : public testing::Test {
       auto driven = DrivenEngine::Create(*std::move(measured), options);
       if (!driven.ok()) return driven.status();
       for (int64_t step = training.from; step <= training.to; ++step) {
+        at = step;
         std::vector<Batch> batches;
         for (int m = 0; m < training.of_one; ++m)
           batches.push_back(PlainBatch(shape_, kAll * step + m * world + rank));
@@ -390,10 +404,14 @@ class DrivenRanksTest : public testing::Test {
         if (!result.ok()) return result.status();
         if (!status.ok()) return status;
         trained.losses.push_back(result->loss);
+        trained.norms.push_back(result->grad_norm);
+        trained.skipped.push_back(result->skipped);
       }
       return (*driven)->Call([&](Engine& engine) -> absl::Status {
+        trained.gathered = engine.gathered();
+        trained.reduced = engine.reduced();
         for (const std::string& parameter : engine.ParameterNames()) {
-          for (const StateKind kind : {StateKind::kParameter, StateKind::kSecondMoment}) {
+          for (const StateKind kind : training.state) {
             const auto value = engine.ReadState(parameter, kind);
             if (!value.ok()) return value.status();
             const auto* const values = static_cast<const float*>(value->view.data);
@@ -562,6 +580,211 @@ TEST_F(DrivenRanksTest, APassThatOneRankGivesUpEndsOnAll) {
          return finished.ok() ? status : finished;
        }))
     EXPECT_TRUE(absl::StrContains(status.message(), "the owner's forward raised")) << status;
+}
+
+// --- exchanges in fewer bits
+
+// Counts what is exchanged of weights and gradients.
+class CountingComm : public Comm {
+ public:
+  struct Bytes {
+    std::atomic<int64_t> weights{0}, gradients{0};
+  };
+  CountingComm(std::shared_ptr<Comm> of, Bytes* bytes)
+      : Comm(of->environment()), of_(std::move(of)), bytes_(bytes) {}
+  std::string name() const override { return of_->name(); }
+  void Enter(const std::string& call) override { of_->Enter(call); }
+  uint64_t calls() const override { return of_->calls(); }
+  void WatchStops(std::function<bool()> stops) override { of_->WatchStops(std::move(stops)); }
+  absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel channel, const What& what,
+                                                  std::span<const void* const> send,
+                                                  std::span<void* const> receive, size_t bytes) override {
+    const std::string name = what.name;
+    if (name == "the weights") bytes_->weights += static_cast<int64_t>(bytes) * (world() - 1);
+    if (name == "the gradient") bytes_->gradients += static_cast<int64_t>(bytes) * (world() - 1);
+    return of_->Begin(channel, what, send, receive, bytes);
+  }
+  void Abort(const absl::Status& why) override { of_->Abort(why); }
+  absl::Status failure() override { return of_->failure(); }
+
+ private:
+  const std::shared_ptr<Comm> of_;
+  Bytes* const bytes_;
+};
+
+class CodedExchangeTest : public DrivenRanksTest {
+ protected:
+  static constexpr double kRate = 0.05;
+  // Half a step of a group whose largest value is 1; its scale is rounded up to bf16.
+  static constexpr double kHalfStep8 = 1.0 / 254 * (1 + 0x1p-7), kHalfStep4 = 1.0 / 14 * (1 + 0x1p-7);
+
+  // Plain steps down the gradient, which show its errors as they are.
+  static void Plain(EngineOptions* options) {
+    options->optimizer.algorithm = kernels::SgdOptions{.lr = kRate};
+    options->optimizer.clip = 0;
+  }
+  Training Coded(bool weights, bool gradients, int64_t steps) const {
+    Training training{.to = steps, .state = {StateKind::kParameter}};
+    training.adjust = [=](EngineOptions* options) {
+      Plain(options);
+      options->exchange = {.weights = weights, .gradients = gradients};
+    };
+    return training;
+  }
+  // Rank 0's, when all have trained alike.
+  Trained OfRanks(int world, const std::string& name, const Training& training,
+                  CountingComm::Bytes* bytes = nullptr) const {
+    const std::vector<Trained> ranks = OnRanks<Trained>(world, [&](std::shared_ptr<Comm> comm) {
+      if (bytes != nullptr && comm->rank() == 0) comm = std::make_shared<CountingComm>(comm, bytes);
+      return Train(comm, absl::StrCat(name, "-", world), training);
+    });
+    for (const Trained& rank : ranks) {
+      EXPECT_TRUE(rank.status.ok()) << rank.status;
+      EXPECT_TRUE(rank == ranks.front()) << "ranks differ";
+      EXPECT_EQ(rank.skipped, ranks.front().skipped);
+    }
+    return ranks.front();
+  }
+  static double Distance(const std::vector<float>& a, const std::vector<float>& b) {
+    double sum = 0;
+    for (size_t i = 0; i < a.size(); ++i) sum += std::pow(static_cast<double>(a[i]) - b[i], 2);
+    return std::sqrt(sum);
+  }
+};
+
+// A rank takes its own addend as it is, and each other's within half a step of the largest of its group: an
+// element of the sum is off by at most (W - 1) A / 14 (1 + 2^-7), A being the largest addend there is, and
+// after one step of rate r its weight by r times that. The loss of the next step differs by the gradient
+// times that difference, |g| |d| at most, and a second-order term that is less than that here.
+TEST_F(CodedExchangeTest, GradientsInFourBitsAreWithinTheirBound) {
+  for (const int world : {2, 3}) {
+    std::mutex mutex;
+    double largest = 0;
+    Training whole = Coded(false, false, 1);
+    whole.leaves = [&](int64_t, DrivenCompute::Result* result) {
+      const std::lock_guard lock(mutex);
+      for (const auto& [block, gradients] : result->gradients) {
+        for (const Gradient& gradient : gradients) {
+          const auto* const values = static_cast<const float*>(gradient.value.data);
+          for (int64_t i = 0; i < gradient.value.elements(); ++i)
+            largest = std::max(largest, std::fabs(static_cast<double>(values[i])));
+        }
+      }
+    };
+    const Trained exact = OfRanks(world, "whole", whole);
+    const Trained coded = OfRanks(world, "coded", Coded(false, true, 1));
+    EXPECT_EQ(coded.losses, exact.losses) << "nothing has been summed yet";
+    const double bound = kRate * (world - 1) * largest * kHalfStep4;
+    double worst = 0;
+    ASSERT_EQ(coded.state.size(), exact.state.size());
+    for (size_t i = 0; i < coded.state.size(); ++i)
+      worst = std::max(worst, std::fabs(static_cast<double>(coded.state[i]) - exact.state[i]));
+    EXPECT_LE(worst, bound + 1e-7);
+    EXPECT_GT(worst, bound / 50) << "is anything coded?";
+    const Trained exact_on = OfRanks(world, "whole", Coded(false, false, 2));
+    const Trained coded_on = OfRanks(world, "coded", Coded(false, true, 2));
+    const double distance = Distance(coded.state, exact.state);
+    EXPECT_NE(coded_on.losses[1], exact_on.losses[1]);
+    EXPECT_NEAR(coded_on.losses[1], exact_on.losses[1], 2 * exact_on.norms[1] * distance) << world;
+  }
+}
+
+// Each rank computes with its own part as it is and with the others' within half a step, A / 254 (1 + 2^-7):
+// its weights are off by at most that times the root of their number, as a whole, and its loss by the
+// gradient times that; second order as above.
+TEST_F(CodedExchangeTest, WeightsInEightBitsAreWithinTheirBound) {
+  for (const int world : {2, 3}) {
+    const Trained none = OfRanks(world, "whole", Coded(false, false, 1));
+    const Trained coded = OfRanks(world, "coded", Coded(true, false, 1));
+    double largest = 0;  // before the step, which moves a weight by less than this leaves room for
+    for (const float value : none.state) largest = std::max(largest, std::fabs(static_cast<double>(value)));
+    largest += kRate * none.norms[0];
+    const double distance = largest * kHalfStep8 * std::sqrt(static_cast<double>(none.state.size()));
+    EXPECT_NE(coded.losses[0], none.losses[0]) << "is anything coded?";
+    EXPECT_NEAR(coded.losses[0], none.losses[0], 2 * none.norms[0] * distance);
+  }
+}
+
+// fp32: 4 bits and a 16-bit scale of 128 elements are 0.129 of it, 8 bits 0.254.
+TEST_F(CodedExchangeTest, TheWireCarriesNoMoreThanItsShare) {
+  for (const int world : {2, 3}) {
+    CountingComm::Bytes whole, coded;
+    // The last step announces none, whose exchanges would come after the engine's count.
+    const auto steps = [this](bool codes) {
+      Training training = Coded(codes, codes, 3);
+      training.step = [](int64_t step) { return StepOptions(step < 3 ? Next::kTrain : Next::kUnknown); };
+      return training;
+    };
+    const Trained exact = OfRanks(world, "whole", steps(false), &whole);
+    const Trained fewer = OfRanks(world, "coded", steps(true), &coded);
+    ASSERT_GT(whole.weights.load(), 0);
+    ASSERT_GT(whole.gradients.load(), 0);
+    EXPECT_EQ(coded.weights * 4 * 128, whole.weights * 130);
+    EXPECT_EQ(coded.gradients * 4 * 128, whole.gradients * 66);
+    EXPECT_EQ(exact.gathered.bytes, whole.weights);
+    EXPECT_EQ(exact.gathered.whole_bytes, whole.weights);
+    EXPECT_EQ(fewer.gathered.bytes, coded.weights);
+    EXPECT_EQ(fewer.gathered.whole_bytes, whole.weights);
+    EXPECT_EQ(fewer.reduced.bytes, coded.gradients);
+    EXPECT_EQ(fewer.reduced.whole_bytes, whole.gradients);
+  }
+}
+
+// Where state lives, how it is cut and in which order it is updated change nothing; nor does an end in the
+// middle.
+TEST_F(CodedExchangeTest, TheBitsAreTheSameEachTimeInEveryModeAndAfterARestart) {
+  for (const int world : {2, 3}) {
+    const Trained once = OfRanks(world, "once", Coded(true, true, 4));
+    EXPECT_TRUE(OfRanks(world, "twice", Coded(true, true, 4)) == once);
+    for (const OffloadDevice offload : {OffloadDevice::kNone, OffloadDevice::kNvme}) {
+      Training training = Coded(true, true, 4);
+      training.adjust = [=, plain = training.adjust](EngineOptions* options) {
+        plain(options);
+        options->storage.offload = offload;
+        options->memory.tile_bytes = 1 << 16;
+        options->optimizer.order = tiering::UpdateOrder::kInBackward;
+        options->memory.bounds.placement = tiering::Placement::kCpu;
+      };
+      EXPECT_TRUE(OfRanks(world, "otherwise", training) == once) << static_cast<int>(offload);
+    }
+    OfRanks(world, "in-two", Coded(true, true, 2));
+    Training rest = Coded(true, true, 4);
+    rest.from = 3;
+    rest.overwrites = false;
+    const Trained resumed = OfRanks(world, "in-two", rest);
+    EXPECT_EQ(resumed.state, once.state);
+    EXPECT_EQ(resumed.losses, std::vector<double>(once.losses.begin() + 2, once.losses.end()));
+  }
+}
+
+// It is one rank's, and in codes of no finite scale: all skip the step, and go on from the weights before.
+TEST_F(CodedExchangeTest, AGradientThatIsNotFiniteSkipsTheStepOnAllRanks) {
+  for (const float bad : {HUGE_VALF, -HUGE_VALF, std::numeric_limits<float>::quiet_NaN()}) {
+    Trained before = OfRanks(3, "before", Coded(true, true, 2));
+    std::vector<Trained> ranks = OnRanks<Trained>(3, [&](std::shared_ptr<Comm> comm) {
+      Training training = Coded(true, true, 3);
+      training.leaves = [&, own = comm->rank()](int64_t step, DrivenCompute::Result* result) {
+        if (step != 3 || own != 1) return;
+        const TensorView& view = result->gradients.front().second.front().value;
+        // The last element is in another rank's part.
+        static_cast<float*>(view.data)[view.elements() - 1] = bad;
+      };
+      return Train(comm, "bad", training);
+    });
+    for (const Trained& rank : ranks) {
+      ASSERT_TRUE(rank.status.ok()) << rank.status;
+      EXPECT_EQ(rank.skipped, std::vector<bool>({false, false, true})) << bad;
+      EXPECT_EQ(rank.state, before.state);
+    }
+  }
+}
+
+TEST_F(CodedExchangeTest, RanksThatWantOtherCodesEndTogether) {
+  for (const Trained& rank : OnRanks<Trained>(2, [&](std::shared_ptr<Comm> comm) {
+         return Train(comm, "two", Coded(false, comm->rank() == 1, 1));
+       })) {
+    EXPECT_TRUE(absl::StrContains(rank.status.message(), "have planned differently")) << rank.status;
+  }
 }
 
 }  // namespace

@@ -182,10 +182,11 @@ class DevicePlanner {
       plan.blocks[b].accumulator_slot = plan.accumulator_slots.end_index();
       plan.accumulator_slots.push_back({0, GradientElements(b) * 4});
     }
-    if (collectives_ && trains_) {
+    if (collectives_) {
       const int64_t largest_part = *std::max_element(sizes.begin(), sizes.end()) / world_;
       plan.network_piece = std::min(kDirectPiece, largest_part);
-      plan.network.bytes = (2 * int64_t{world_} + 1) * plan.network_piece * 4;
+      plan.network.bytes = trains_ ? plan.reduce_bytes(world_) : 0;
+      if (options_.codes.weights) plan.network.bytes += GatherBytes(world_, plan.network_piece);
     }
     LayOut(&plan);
     return plan;

@@ -35,6 +35,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "tiering/plan/exchange_codes.h"
 #include "tiering/plan/ledger.h"
 #include "tiering/plan/model_graph.h"
 #include "tiering/plan/numbers.h"
@@ -62,6 +63,7 @@ struct DeviceOptions {
   int64_t budget_bytes = 0;     // 0: as much as is of use
   TensorSlack tensor_slack;
   bool collectives = false;   // over several ranks: devices hand each other their parts without the host
+  ExchangeCodes codes;        // with collectives: what they hand each other in fewer bits
   bool gds = false;           // weights may come from the drive past host memory
   bool writes_state = false;  // what lives there is written to a drive after every update
   double state_share = 0;     // most of the elements that may be in blocks that live there
@@ -101,7 +103,9 @@ struct DevicePlan {
   IndexedVector<DeviceStateSlot, Slot> state_slots;
   // Where gradients are reduced on the device: the sums of one piece, then two pieces of every rank.
   Slot network;
-  int64_t network_piece = 0;       // elements, 4 bytes each
+  int64_t network_piece = 0;  // elements, 4 bytes each
+  // Of `network`: what gradients are reduced in; coded weights arrive behind it.
+  int64_t reduce_bytes(int world) const { return (2 * int64_t{world} + 1) * network_piece * 4; }
   int saved_activations = 0;       // positions whose inputs stay on the device (Plan::SpillsInput)
   int evaluate_micro_batches = 1;  // of a forward-only pass, in the memory of the saved activations
 

@@ -83,7 +83,9 @@ Ledger Plan::ledger() const {
   add("fp32 gradient sums", accumulator_slots, 0, accumulator_slots.size());
   add("inputs off the device", input_slots, 0, input_slots.size());
   ledger.Add(on_nvme ? "checkpoint in flight" : "state on its way from the device", checkpoint_bytes);
-  ledger.Add("gradients of other ranks", network_bytes);
+  const int64_t coded_weights = codes.weights ? GatherBytes(shards_in_memory(), kNetworkPiece) : 0;
+  ledger.Add("gradients of other ranks", network_bytes - coded_weights);
+  ledger.Add("coded weights of other ranks", coded_weights);
   ledger.Add("huge page rounding", arena_bytes - slot_bytes - checkpoint_bytes - network_bytes);
   ledger.Add("tensors", tensor_bytes);
   return ledger;

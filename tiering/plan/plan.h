@@ -16,6 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "tiering/plan/device_plan.h"
+#include "tiering/plan/exchange_codes.h"
 #include "tiering/plan/ledger.h"
 #include "tiering/plan/machine.h"
 #include "tiering/plan/model_graph.h"
@@ -174,6 +175,10 @@ struct Plan {
   int64_t checkpoint_bytes = 0;
   int64_t network_bytes = 0;  // and the pieces of other ranks' gradients that are being summed
 
+  // What ranks hand each other in fewer bits, and what one receives in a step: weights, gradients.
+  ExchangeCodes codes;
+  ExchangedBytes gathered, reduced;
+
   // What was chosen and why, a line each, for people.
   std::vector<std::string> reasons;
 
@@ -230,11 +235,20 @@ struct Plan {
   int64_t summed_elements(BlockIndex block) const {
     return flat_elements(block) - blocks[block].trained_from;
   }
-  // What a rank gets from the others when it gathers a block's weights, or reduces its gradient.
+  // What a rank gets from the others when it gathers a block's weights, or reduces its gradient; and what
+  // that would be with all their bits.
   int64_t gathered_bytes(BlockIndex block) const {
-    return blocks[block].elements * precision.weight_bytes() * (world - 1);
+    return codes.weights ? CodedBytes(kWeightCodeBits, blocks[block].elements) * (world - 1)
+                         : whole_gathered_bytes(block);
   }
   int64_t reduced_bytes(BlockIndex block) const {
+    return codes.gradients ? CodedBytes(kGradientCodeBits, blocks[block].elements) * (world - 1)
+                           : whole_reduced_bytes(block);
+  }
+  int64_t whole_gathered_bytes(BlockIndex block) const {
+    return blocks[block].elements * precision.weight_bytes() * (world - 1);
+  }
+  int64_t whole_reduced_bytes(BlockIndex block) const {
     return blocks[block].elements * accumulator_bytes(block) * (world - 1);
   }
   // Where everything lives, a line per kind.
@@ -243,8 +257,8 @@ struct Plan {
   int64_t state_segment_offset(int segment, int64_t elements) const;
 };
 
-// Gradients are reduced over ranks in pieces of this many elements, two at a time: one arrives while one is
-// summed.
+// Gradients are reduced over ranks, and coded weights gathered, in pieces of this many elements, two at a
+// time: one arrives while one is summed or decoded.
 inline constexpr int64_t kNetworkPiece = 1 << 16;
 // What the pieces of all ranks take, and the fp32 sums of one.
 constexpr int64_t NetworkBytes(int world) {
@@ -318,6 +332,7 @@ struct PlanOptions {
   // memory. One rank, with frozen_apart.
   bool frozen_elsewhere = false;
   int world = 1;                         // ranks
+  ExchangeCodes codes;                   // what these hand each other in fewer bits
   int64_t host_memory_budget_bytes = 0;  // 0: as much as the comfortable plan takes
   // Without a budget: up to here a plan may grow by what it can do without, as by second versions of tiles.
   // 0: no bound.

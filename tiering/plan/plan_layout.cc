@@ -74,6 +74,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   plan.clips = options_.clips;
   plan.tensor_norms = options_.tensor_norms && options_.trains;
   plan.host_memory_budget_bytes = options_.host_memory_budget_bytes;
+  if (options_.trains) plan.codes = options_.codes;  // what evaluates has all bits
 
   int64_t tile_elements = level.tile_elements;
   if (options_.tile_bytes > 0) {
@@ -347,6 +348,7 @@ void PlanLayout::LayOut(Plan* plan) const {
         AlignUp(plan->tile_elements * plan->precision.weight_bytes(), kPage) + plan->tile_state_bytes;
   }
   plan->network_bytes = plan->trains ? NetworkBytes(plan->shards_in_memory()) : 0;
+  if (plan->codes.weights) plan->network_bytes += GatherBytes(plan->shards_in_memory(), kNetworkPiece);
   plan->arena_bytes = AlignUp(offset + plan->checkpoint_bytes + plan->network_bytes, kHugePage);
 }
 

@@ -627,6 +627,14 @@ class Planner {
       if (op.lane == Lane::kWrite) plan->nvme_write_bytes += bytes;
       if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += bytes;
       if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += bytes;
+      if (op.kind == OpKind::kAllGather) {
+        plan->gathered.bytes += bytes;
+        plan->gathered.whole_bytes += condensed.plan().whole_gathered_bytes(op.block) * condensed.times(op);
+      }
+      if (op.kind == OpKind::kReduceScatter) {
+        plan->reduced.bytes += bytes;
+        plan->reduced.whole_bytes += condensed.plan().whole_reduced_bytes(op.block) * condensed.times(op);
+      }
     });
     if (plan->speculative_share() == 0 &&
         plan->previewed_share() == 0) {  // clipped or not: the same operations
@@ -743,6 +751,7 @@ absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& option
   for (const double share : shares.of_state) {
     DeviceOptions device_options = options.device;
     device_options.state_share = share;
+    if (options.trains) device_options.codes = options.codes;
     device_options.writes_state = options.on_nvme && options.commits_every_step;
     ASSIGN_OR_RETURN(DevicePlan device,
                      PlanDevice(graph, options.precision, options.micro_batches, options.world,
@@ -771,6 +780,15 @@ absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& option
         absl::StrFormat("of %d blocks %d live on the device with their state, %.0f%% of the elements, and "
                         "are updated there%s",
                         best->blocks.size(), lives, 100 * best->on_device_share(), shares.why));
+  }
+  if (best->codes.any()) {
+    const ExchangedBytes all = best->gathered + best->reduced;
+    best->reasons.push_back(
+        absl::StrFormat("ranks exchange %s%s%s: a rank receives %s in a step instead of %s",
+                        best->codes.weights ? "weights in 8 bits" : "",
+                        best->codes.weights && best->codes.gradients ? " and " : "",
+                        best->codes.gradients ? "gradients in 4 bits" : "", FormatBytes(all.bytes),
+                        FormatBytes(all.whole_bytes)));
   }
   return *std::move(best);
 }

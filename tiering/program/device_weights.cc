@@ -1,5 +1,6 @@
 #include "tiering/program/device_weights.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -58,6 +59,14 @@ void DeviceWeights::ComputedWith(DeviceWeightSlot device_slot, OpId last) {
   held.last_compute = last;
   used_.push_back(last);
   if (used_.size() > kUsesAhead) used_.pop_front();
+}
+
+void DeviceWeights::ForgetGathered() {
+  for (Held& held : held_) {
+    held.whole = false;
+    const bool comes_and_goes = held.block.valid() && !plan_.on_device(held.block);
+    if (comes_and_goes) std::fill(held.version.begin(), held.version.end(), -1);
+  }
 }
 
 DeviceWeightSlot DeviceWeights::Find(BlockIndex block) const {
@@ -278,7 +287,8 @@ void DeviceWeights::Gather(BlockIndex block, DeviceWeightSlot device_slot) {
   Op& gather = ops_.Emit(OpKind::kAllGather, Lane::kAllGather, ops_.computing_step());
   gather.block = block;
   gather.device_weight_slot = device_slot;
-  gather.bytes = plan_.gathered_bytes(block);
+  gather.evaluates = !ops_.trains();
+  gather.bytes = gather.evaluates ? plan_.whole_gathered_bytes(block) : plan_.gathered_bytes(block);
   for (const OpId ready : held.ready) AddIf(&gather.after, ready);
   AddIf(&gather.after, held.last_compute);
   held.ready.assign(held.ready.size(), -1);

@@ -54,6 +54,9 @@ class DeviceWeights {
   // All of its tiles to the drive: after every update, or when a step is persisted.
   void WriteBlock(BlockIndex block, UseIndex use, int64_t step);
 
+  // What was gathered comes again, with the others' shards, before it is computed with.
+  void ForgetGathered();
+
   // Complete when the content is there.
   const PerTile<OpId>& ready(DeviceWeightSlot device_slot) const { return held_[device_slot].ready; }
 

@@ -21,11 +21,12 @@ class OpList {
   // A pass has about `likely` operations.
   OpList(OpId first_id, size_t likely) : next_id_(first_id), most_(likely) {}
 
-  // What is emitted from now on is a pass; `step` is the step that computes in it.
-  void StartPass(int64_t step) {
+  // What is emitted from now on is a pass; `step` is the step that computes in it, `trains`: with a backward.
+  void StartPass(int64_t step, bool trains) {
     ops_.clear();
     ops_.reserve(most_);  // operations are costly to move
     computing_step_ = step;
+    trains_ = trains;
   }
   // It holds until the next one is emitted.
   Op& Emit(OpKind kind, Lane lane, int64_t step) {
@@ -46,6 +47,7 @@ class OpList {
 
   OpId next_id() const { return next_id_; }
   int64_t computing_step() const { return computing_step_; }
+  bool trains() const { return trains_; }
 
  private:
   void CheckLast() const {
@@ -57,6 +59,7 @@ class OpList {
 
   OpId next_id_;
   int64_t computing_step_ = 0;
+  bool trains_ = false;
   std::vector<Op> ops_;
   size_t most_;  // operations of a pass
 };

@@ -44,6 +44,7 @@ struct ProgramBuilder::Parts {
         device(model, of, {uses, ops, slots, writer, updates, fetcher, device_gradients}),
         passes(model, of, {ops, slots, gradients, writer, updates, fetcher, device}) {}
 
+  void StartPass(Pass pass);
   void CountUses(Pass pass);
   void Train(int64_t step, const CallOfStep& call, bool speculative_update);
   void Persist();
@@ -51,6 +52,7 @@ struct ProgramBuilder::Parts {
   const ModelGraph& graph;
   const Plan& plan;
   int64_t next_step;
+  bool holds_coded = true;  // what slots have gathered, where training gathers in fewer bits
   OpList ops;
   UseOrder uses;
   SlotAllocator slots;
@@ -75,6 +77,17 @@ int64_t ProgramBuilder::next_step() const { return parts_->next_step; }
 bool ProgramBuilder::has_pending_update() const { return parts_->updates.pending_step() != 0; }
 int64_t ProgramBuilder::unsaved_step() const { return parts_->updates.unsaved_step(); }
 void ProgramBuilder::SetBackUnsavedStep(int64_t step) { parts_->updates.SetBackUnsavedStep(step); }
+
+// An evaluation computes with all bits of the weights, so that all ranks come to one loss, and a step with
+// codes, so that its bits do not depend on what a slot has kept from an evaluation.
+void ProgramBuilder::Parts::StartPass(Pass pass) {
+  const bool trains = pass != Pass::kEvaluate;
+  ops.StartPass(next_step, trains);
+  if (!plan.codes.weights || trains == holds_coded) return;
+  holds_coded = trains;
+  slots.ForgetGathered();
+  device.ForgetGathered();
+}
 
 void ProgramBuilder::Parts::CountUses(Pass pass) {
   uses.Clear();
@@ -138,7 +151,7 @@ void ProgramBuilder::Parts::Persist() {
 std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bool speculative_update,
                                        bool continues) {
   Parts& parts = *parts_;
-  parts.ops.StartPass(parts.next_step);
+  parts.StartPass(pass);
   parts.CountUses(pass);
   parts.slots.ReserveForReplays(parts.updates.ReplaysAreDue());
   switch (pass) {

@@ -44,6 +44,10 @@ class SlotAllocator {
   // `former`: who uses it until then.
   WeightSlot TakeWeightSlot(BlockIndex block, UseIndex use, Edges* former);
   // What the slot holds is nobody's: its next content is the next block's that asks.
+  // What was gathered is gathered again before it is computed with.
+  void ForgetGathered() {
+    for (Weights& held : weights_) held.whole = false;
+  }
   void ForgetWeights(WeightSlot slot) { Held(slot).block = BlockIndex(); }
 
   // What happens to the weights in a slot.

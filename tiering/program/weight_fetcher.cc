@@ -57,7 +57,8 @@ void WeightFetcher::Gather(BlockIndex block, WeightSlot weight_slot) {
   Op& gather = ops_.Emit(OpKind::kAllGather, Lane::kAllGather, ops_.computing_step());
   gather.block = block;
   gather.weight_slot = weight_slot;
-  gather.bytes = plan_.gathered_bytes(block);
+  gather.evaluates = !ops_.trains();
+  gather.bytes = gather.evaluates ? plan_.whole_gathered_bytes(block) : plan_.gathered_bytes(block);
   // Whoever used the slot before is done by the time that this rank's shard was read, where it was.
   for (const OpId ready : weights.ready) AddIf(&gather.after, ready);
   for (const OpId copy : weights.copies) AddIf(&gather.after, copy);

@@ -101,6 +101,19 @@ void CpuDevice::DecodeWeights(const kernels::WeightCode& code, const std::byte* 
   }
 }
 
+absl::Status CpuDevice::EncodeRow(const kernels::WeightCode& code, DType from, const void* row, size_t n,
+                                  std::byte* out) {
+  // What is not finite is NaN in the codes.
+  (void)kernels::EncodeWeights(code, from, row, n, reinterpret_cast<uint8_t*>(out));
+  return absl::OkStatus();
+}
+
+absl::Status CpuDevice::DecodeRow(const kernels::WeightCode& code, const std::byte* row, size_t n, DType to,
+                                  void* out) {
+  kernels::DecodeWeights(code, reinterpret_cast<const uint8_t*>(row), n, to, out);
+  return absl::OkStatus();
+}
+
 absl::Status CpuDevice::SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to,
                                    void* out, size_t n, double* partials) {
   Convert(type, addends.front(), DType::kFp32, sums, n);

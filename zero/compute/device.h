@@ -16,8 +16,8 @@
 // (zero/compute/compute.h) and the functions under "in the order of compute" enqueue, from any thread.
 //
 // Threads: copies and AfterCompute from any thread; `done` runs on a thread of the device's, or, where the
-// device is the host, at once. SumInOrder, Clear, Connect and Checksum from any, beside compute. The rest one
-// thread at a time. Errors of compute surface in AfterCompute.
+// device is the host, at once. SumInOrder, Clear, EncodeRow, DecodeRow, Connect and Checksum from any, beside
+// compute. The rest one thread at a time. Errors of compute surface in AfterCompute.
 #ifndef PENSTOCK_ZERO_COMPUTE_DEVICE_H_
 #define PENSTOCK_ZERO_COMPUTE_DEVICE_H_
 
@@ -127,6 +127,11 @@ class Device {
   virtual absl::Status SumInOrder(kernels::DType type, std::span<const void* const> addends, float* sums,
                                   kernels::DType to, void* out, size_t n, double* partials) = 0;
   virtual absl::Status Clear(void* memory, size_t bytes) = 0;
+  // A row of `n` elements to codes and back (kernels/weight_code.h), likewise beside compute.
+  virtual absl::Status EncodeRow(const kernels::WeightCode& code, kernels::DType from, const void* row,
+                                 size_t n, std::byte* out) = 0;
+  virtual absl::Status DecodeRow(const kernels::WeightCode& code, const std::byte* row, size_t n,
+                                 kernels::DType to, void* out) = 0;
   // How it exchanges with devices like it, without the host ("NCCL"); empty: it cannot.
   virtual std::string link() const { return ""; }
   // A comm whose memory is the devices'. All ranks of `host` call it together.
@@ -173,6 +178,10 @@ class CpuDevice : public Device {
   absl::Status SumInOrder(kernels::DType type, std::span<const void* const> addends, float* sums,
                           kernels::DType to, void* out, size_t n, double* partials) override;
   absl::Status Clear(void* memory, size_t bytes) override;
+  absl::Status EncodeRow(const kernels::WeightCode& code, kernels::DType from, const void* row, size_t n,
+                         std::byte* out) override;
+  absl::Status DecodeRow(const kernels::WeightCode& code, const std::byte* row, size_t n, kernels::DType to,
+                         void* out) override;
 };
 
 // The processor, which everybody shares.

@@ -257,6 +257,8 @@ const Device& Engine::device() const { return impl_->device(); }
 Device::Traffic Engine::copied() const { return impl_->copied(); }
 bool Engine::gds() const { return impl_->plan_.plan.device.gds; }
 int64_t Engine::gds_read_bytes() const { return impl_->gds_read_bytes(); }
+tiering::ExchangedBytes Engine::gathered() const { return impl_->gathered(); }
+tiering::ExchangedBytes Engine::reduced() const { return impl_->reduced(); }
 InputBytes Engine::input_bytes() const { return impl_->input_bytes(); }
 int64_t Engine::peak_device_bytes() const { return impl_->peak_device_bytes(); }
 int64_t Engine::peak_pinned_bytes() const { return impl_->peak_pinned_bytes(); }

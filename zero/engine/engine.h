@@ -269,9 +269,12 @@ class Engine {
   int64_t peak_managed_bytes() const;  // arena and tensors
   int64_t peak_pinned_bytes() const;
   const Device& device() const;
-  Device::Traffic copied() const;     // to and from the device since the engine was made
-  bool gds() const;                   // weights that only the device needs go past host memory
-  int64_t gds_read_bytes() const;     // did, since the engine was made; part of what was read
+  Device::Traffic copied() const;  // to and from the device since the engine was made
+  bool gds() const;                // weights that only the device needs go past host memory
+  int64_t gds_read_bytes() const;  // did, since the engine was made; part of what was read
+  // Received from other ranks since the engine was made: of weights, and of gradients.
+  tiering::ExchangedBytes gathered() const;
+  tiering::ExchangedBytes reduced() const;
   InputBytes input_bytes() const;     // of saved activations, since the engine was made
   int64_t peak_device_bytes() const;  // slots and tensors; 0 where the host computes
   // The fewest bytes in flight that saturate a drive. Twice as much in each direction may then be in flight,

@@ -73,6 +73,8 @@ class Engine::Impl {
   aio::EngineStats io_stats() const;
   Device::Traffic copied() const;
   int64_t gds_read_bytes() const;
+  tiering::ExchangedBytes gathered() const;
+  tiering::ExchangedBytes reduced() const;
   InputBytes input_bytes() const;
   int64_t peak_managed_bytes() const;
   int64_t peak_pinned_bytes() const;
@@ -224,6 +226,7 @@ class Engine::Impl {
     Device::Traffic copied;
     int64_t gds_read_bytes = 0;
     InputBytes inputs;
+    tiering::ExchangedBytes gathered, reduced;
     int64_t peak_managed_bytes = 0, peak_pinned_bytes = 0, peak_device_bytes = 0;
   };
   Counted earlier_;

@@ -229,6 +229,10 @@ struct EngineOptions {
   // The other ranks. Everything here that names a place is this rank's own; all else is the same on all
   // ranks. Default: there are none.
   std::shared_ptr<Comm> comm;
+  // What the ranks hand each other in fewer bits: weights in 8, gradients in 4, with the
+  // errors that tiering/plan/exchange_codes.h says. Losses then depend on the number of ranks. Default:
+  // neither.
+  tiering::ExchangeCodes exchange;
 
   MemoryOptions memory;
   StorageOptions storage;

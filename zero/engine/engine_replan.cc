@@ -29,8 +29,9 @@ absl::Status Engine::Impl::Replan(Batch example) {
   if (asked_ != nullptr) RETURN_IF_ERROR(FinishCheckpoint());
   RETURN_IF_ERROR(BroadcastError(CommitDescription()));
   const swap::CommitSeen last = {store()->uuid(), store()->committed_sequence()};
-  earlier_ = {io_stats(),          copied(),           gds_read_bytes(), input_bytes(), peak_managed_bytes(),
-              peak_pinned_bytes(), peak_device_bytes()};
+  earlier_ = {io_stats(),         copied(),  gds_read_bytes(),     input_bytes(),
+              gathered(),         reduced(), peak_managed_bytes(), peak_pinned_bytes(),
+              peak_device_bytes()};
   Close();
   if (last_result_.step != 0 && gradients_lost_.empty()) {
     gradients_lost_ =
@@ -100,6 +101,14 @@ Device::Traffic Engine::Impl::copied() const {
 
 int64_t Engine::Impl::gds_read_bytes() const {
   return earlier_.gds_read_bytes + (lanes_ != nullptr ? lanes_->past_host_bytes() : 0);
+}
+
+tiering::ExchangedBytes Engine::Impl::gathered() const {
+  return lanes_ != nullptr ? earlier_.gathered + lanes_->gathered() : earlier_.gathered;
+}
+
+tiering::ExchangedBytes Engine::Impl::reduced() const {
+  return lanes_ != nullptr ? earlier_.reduced + lanes_->reduced() : earlier_.reduced;
 }
 
 InputBytes Engine::Impl::input_bytes() const {

@@ -311,6 +311,7 @@ class Preparation {
   // Budgets of host and devices, and how devices exchange, which takes some of theirs.
   absl::Status AgreeOnMemory() {
     tiering::DeviceOptions& device = plan_options_.device;
+    if (options_.world() > 1) plan_options_.codes = options_.exchange;
     if (comm() != nullptr) {
       ASSIGN_OR_RETURN(plan_options_.host_memory_budget_bytes,
                        AgreeOnBudget(*comm(), options_.memory.host_memory_budget_bytes));

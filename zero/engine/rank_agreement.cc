@@ -236,9 +236,10 @@ absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& d
 }
 
 absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
-  std::vector<int64_t> numbers = {plan.arena_bytes,       plan.tensor_bytes, plan.tile_ring,
-                                  plan.saved_activations, plan.speculates,   plan.evaluate_micro_batches,
-                                  plan.micro_batches,     plan.on_nvme,      plan.accumulator_ring};
+  std::vector<int64_t> numbers = {plan.arena_bytes,       plan.tensor_bytes,   plan.tile_ring,
+                                  plan.saved_activations, plan.speculates,     plan.evaluate_micro_batches,
+                                  plan.micro_batches,     plan.on_nvme,        plan.accumulator_ring,
+                                  plan.codes.weights,     plan.codes.gradients};
   uint64_t replay_rate = 0;
   std::memcpy(&replay_rate, &plan.worthwhile_replay_rate, sizeof(replay_rate));
   numbers.push_back(static_cast<int64_t>(replay_rate));

@@ -100,6 +100,16 @@ nlohmann::json SavedActivationsJson(const tiering::Plan& plan) {
           {"spilled_to", plan.device.has_own_memory ? "host memory" : "drive"}};
 }
 
+nlohmann::json ExchangeJson(const tiering::Plan& plan) {
+  if (plan.world == 1) return nullptr;
+  const tiering::ExchangedBytes all = plan.gathered + plan.reduced;
+  return {{"quantized_weights", plan.codes.weights},
+          {"quantized_gradients", plan.codes.gradients},
+          {"weights_bytes_per_step", plan.gathered.bytes},
+          {"gradients_bytes_per_step", plan.reduced.bytes},
+          {"saved_bytes_per_step", all.whole_bytes - all.bytes}};
+}
+
 void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
                      const tiering::Prediction& prediction) {
   const EnginePlan& plan = engine.plan();
@@ -116,6 +126,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
       std::string(Name(plan.plan.commits_every_step ? Durability::kStep : Durability::kCheckpoint));
   report_["nvme_write_bytes_saved_per_step"] = plan.plan.late_write_bytes;
   report_["saved_activations"] = SavedActivationsJson(plan.plan);
+  report_["exchange"] = ExchangeJson(plan.plan);
   report_["resumed_from_step"] =
       engine.resumed_from().has_value() ? nlohmann::json(*engine.resumed_from()) : nlohmann::json();
   report_["io_backend"] = engine.io_backend();
@@ -238,6 +249,13 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
     io = engine->io_stats();
     report_["saved_activations"]["written_bytes"] = engine->input_bytes().written;
     report_["saved_activations"]["read_bytes"] = engine->input_bytes().read;
+    if (report_.contains("exchange") && report_["exchange"].is_object()) {
+      const tiering::ExchangedBytes gathered = engine->gathered(), reduced = engine->reduced();
+      report_["exchange"].update(
+          {{"weights_bytes", gathered.bytes},
+           {"gradients_bytes", reduced.bytes},
+           {"saved_bytes", (gathered + reduced).whole_bytes - (gathered + reduced).bytes}});
+    }
     const CheckpointTotals checkpoints = engine->checkpoint_totals();
     report_["checkpoints"] = {{"written", checkpoints.written},
                               {"seconds", checkpoints.seconds},

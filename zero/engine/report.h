@@ -84,6 +84,8 @@ std::string LogLine(const nlohmann::json& entry);
 
 // Where what blocks keep for backward waits for it, as reports and plans say it.
 nlohmann::json SavedActivationsJson(const tiering::Plan& plan);
+// What this rank receives from the others, as reports and plans say it. Null: there are none.
+nlohmann::json ExchangeJson(const tiering::Plan& plan);
 
 class Report {
  public:

@@ -118,6 +118,13 @@ class HardwareLanes : public tiering::Lanes {
   }
   // Bytes of weights that were read from a drive to a device without host memory (GPUDirect Storage).
   int64_t past_host_bytes() const { return drive_.past_host_bytes(); }
+  // Received from other ranks so far, of weights and of gradients.
+  tiering::ExchangedBytes gathered() const {
+    return ranks_ != nullptr ? ranks_->gathered() : tiering::ExchangedBytes();
+  }
+  tiering::ExchangedBytes reduced() const {
+    return ranks_ != nullptr ? ranks_->reduced() : tiering::ExchangedBytes();
+  }
   // Of inputs that stages keep for backward: that left memory and came back, and of these what the operations
   // of the read and write lanes have counted too much, since the last call, where an input has other sizes
   // than were planned for. On the executor's thread.

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/index.h"
 #include "base/status_macros.h"
+#include "kernels/weight_code.h"
 
 namespace penstock::zero {
 
@@ -15,6 +16,37 @@ using kernels::DType;
 using tiering::Lane;
 using tiering::Op;
 using tiering::OpKind;
+
+namespace {
+
+constexpr kernels::WeightCode kWeightCode{tiering::kWeightCodeBits, tiering::kCodeGroup};
+constexpr kernels::WeightCode kGradientCode{tiering::kGradientCodeBits, tiering::kCodeGroup};
+constexpr auto kPiece = static_cast<size_t>(tiering::kNetworkPiece);
+static_assert(kWeightCode.row_bytes(kPiece) ==
+              size_t{tiering::CodedBytes(kWeightCode.bits, tiering::kNetworkPiece)});
+static_assert(kGradientCode.row_bytes(kPiece) ==
+              size_t{tiering::CodedBytes(kGradientCode.bits, tiering::kNetworkPiece)});
+
+// Exchanges `pieces`, two of them under way at once: `begin` starts one, and `end` finds it arrived.
+template <typename Begin, typename End>
+absl::Status InPieces(size_t pieces, Begin begin, End end) {
+  std::unique_ptr<Exchange> coming;
+  for (size_t piece = 0; piece <= pieces; ++piece) {
+    std::unique_ptr<Exchange> next;
+    if (piece < pieces) {
+      ASSIGN_OR_RETURN(std::unique_ptr<Exchange> begun, begin(piece));
+      next = std::move(begun);
+    }
+    if (piece > 0) {
+      RETURN_IF_ERROR(coming->Wait());
+      RETURN_IF_ERROR(end(piece - 1));
+    }
+    coming = std::move(next);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
 
 RankLanes::RankLanes(const tiering::Plan& plan, const ArenaView& arena_view, Comm* comm, ShardedState* parts,
                      Options options, Totals totals, Report report)
@@ -63,16 +95,8 @@ void RankLanes::Work(Queue* queue) {
 
 absl::Status RankLanes::Run(const Op& op) {
   switch (op.kind) {
-    case OpKind::kAllGather: {
-      const auto bytes =
-          static_cast<size_t>(plan_.blocks[op.block].elements * plan_.precision.weight_bytes());
-      const What what{.name = "the weights", .step = op.step, .block = op.block.value()};
-      if (plan_.device.collectives)
-        return options_.devices->AllGather(Channel::kAllGather, what,
-                                           options_.device->weights(op.device_weight_slot), bytes);
-      if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, arena_view_.weights(op.weight_slot));
-      return comm_->AllGather(Channel::kAllGather, what, arena_view_.weights(op.weight_slot), bytes);
-    }
+    case OpKind::kAllGather:
+      return RunGather(op);
     case OpKind::kReduceScatter:
       return RunReduce(op);
     case OpKind::kExchange:
@@ -85,6 +109,66 @@ absl::Status RankLanes::Run(const Op& op) {
       return absl::InternalError(
           absl::StrCat("no exchange between ranks: ", std::string(tiering::OpKindName(op.kind))));
   }
+}
+
+absl::Status RankLanes::RunGather(const Op& op) {
+  const auto bytes = static_cast<size_t>(plan_.blocks[op.block].elements * plan_.precision.weight_bytes());
+  const What what{.name = "the weights", .step = op.step, .block = op.block.value()};
+  const bool there = plan_.device.collectives;
+  if (!there && comm_ == nullptr)
+    return parts_->ReadWeights(op.block, 1, arena_view_.weights(op.weight_slot));
+  if (plan_.codes.weights && !op.evaluates) return GatherCoded(op, what);
+  gathered_.Count(At(plan_.world) - 1, bytes, bytes);
+  if (there)
+    return options_.devices->AllGather(Channel::kAllGather, what,
+                                       options_.device->weights(op.device_weight_slot), bytes);
+  return comm_->AllGather(Channel::kAllGather, what, arena_view_.weights(op.weight_slot), bytes);
+}
+
+absl::Status RankLanes::GatherCoded(const Op& op, const What& what) {
+  const bool there = plan_.device.collectives;
+  Device& device = there ? options_.device->device() : *HostDevice();
+  Comm& comm = there ? *options_.devices : *comm_;
+  const auto world = At(plan_.world);
+  const auto own = At(comm.rank());
+  const auto part = static_cast<size_t>(plan_.blocks[op.block].elements);
+  const auto width = static_cast<size_t>(plan_.precision.weight_bytes());
+  auto* const weights = static_cast<std::byte*>(there ? options_.device->weights(op.device_weight_slot)
+                                                      : arena_view_.weights(op.weight_slot));
+  const size_t piece_elements = there ? static_cast<size_t>(plan_.device.network_piece) : kPiece;
+  const auto at = [&](size_t rank, size_t piece) {
+    return weights + (rank * part + piece * piece_elements) * width;
+  };
+  const auto length = [&](size_t piece) { return std::min(piece_elements, part - piece * piece_elements); };
+  // Behind what gradients are reduced in. This rank's own place has what it sends.
+  std::byte* const memory = (there ? options_.device->network() : options_.memory.data()) +
+                            (!plan_.trains ? 0
+                             : there       ? plan_.device.reduce_bytes(plan_.world)
+                                           : tiering::NetworkBytes(plan_.world));
+  const auto coded = [&](size_t rank, size_t piece) {
+    return memory + (piece % 2 * world + rank) * kWeightCode.row_bytes(piece_elements);
+  };
+  return InPieces((part + piece_elements - 1) / piece_elements,
+                  [&](size_t piece) -> absl::StatusOr<std::unique_ptr<Exchange>> {
+                    const size_t n = length(piece), bytes = kWeightCode.row_bytes(n);
+                    RETURN_IF_ERROR(device.EncodeRow(kWeightCode, options_.weights, at(own, piece), n,
+                                                     coded(own, piece)));
+                    const std::vector<const void*> send(world, coded(own, piece));
+                    std::vector<void*> receive;
+                    for (size_t k = 0; k < world; ++k) receive.push_back(coded(k, piece));
+                    What of_piece = what;
+                    of_piece.piece = static_cast<int64_t>(piece);
+                    gathered_.Count(world - 1, bytes, n * width);
+                    return comm.Begin(Channel::kAllGather, of_piece, send, receive, bytes);
+                  },
+                  [&](size_t piece) {
+                    for (size_t k = 0; k < world; ++k) {
+                      if (k == own) continue;
+                      RETURN_IF_ERROR(device.DecodeRow(kWeightCode, coded(k, piece), length(piece),
+                                                       options_.weights, at(k, piece)));
+                    }
+                    return absl::OkStatus();
+                  });
 }
 
 // Where a block's reduced gradient goes.
@@ -115,46 +199,63 @@ absl::Status RankLanes::RunReduce(const Op& op) {
 
   double* const squares =
       plan_.on_device(op.block) ? options_.device->state().partial_sums(op.block) : nullptr;
-  const auto piece_elements =
-      static_cast<size_t>(there ? plan_.device.network_piece : tiering::kNetworkPiece);
+  const size_t piece_elements = there ? static_cast<size_t>(plan_.device.network_piece) : kPiece;
   std::byte* const memory = there ? options_.device->network() : options_.memory.data();
   auto* const sums = reinterpret_cast<float*>(memory);
-  const auto place = [&](size_t piece, size_t rank) {
-    return memory + (1 + (piece % 2) * world + rank) * piece_elements * 4;
+  // Behind the sums: what arrives of two pieces; or the addends of one, decoded, and then what is sent of two
+  // pieces and what arrives.
+  const bool coded = plan_.codes.gradients;
+  const size_t coded_bytes = kGradientCode.row_bytes(piece_elements);
+  const auto decoded = [&](size_t rank) { return sums + (1 + rank) * piece_elements; };
+  const auto sent = [&](size_t piece, size_t rank) {
+    return memory + (1 + world) * piece_elements * 4 + (piece % 2 * world + rank) * coded_bytes;
   };
-  const size_t pieces = (part + piece_elements - 1) / piece_elements;
-  std::vector<const void*> addends(world);
-  std::unique_ptr<Exchange> coming;
-  for (size_t piece = 0; piece <= pieces; ++piece) {
-    std::unique_ptr<Exchange> next;
-    if (piece < pieces) {
-      const size_t first = piece * piece_elements, n = std::min(piece_elements, part - first);
-      std::vector<const void*> send;
-      std::vector<void*> receive;
-      for (size_t k = 0; k < world; ++k) {
-        send.push_back(gradients + (k * part + first) * width);
-        receive.push_back(place(piece, k));
-      }
-      ASSIGN_OR_RETURN(std::unique_ptr<Exchange> begun, comm.Begin(Channel::kReduceScatter,
-                                                                   {.name = "the gradient",
-                                                                    .step = op.step,
-                                                                    .block = op.block.value(),
-                                                                    .piece = static_cast<int64_t>(piece)},
-                                                                   send, receive, n * width));
-      next = std::move(begun);
-    }
-    if (piece > 0) {
-      RETURN_IF_ERROR(coming->Wait());
-      const size_t first = (piece - 1) * piece_elements, n = std::min(piece_elements, part - first);
-      for (size_t k = 0; k < world; ++k) addends[k] = place(piece - 1, k);
-      addends[own] = gradients + (own * part + first) * width;
-      RETURN_IF_ERROR(
-          device.SumInOrder(type, addends, sums, options_.weights, reduced + first * width_after, n,
-                            squares == nullptr ? nullptr : squares + first / kernels::kReduceBlock));
-    }
-    coming = std::move(next);
-  }
-  return absl::OkStatus();
+  const auto place = [&](size_t piece, size_t rank) {
+    return coded ? sent(piece, rank) + 2 * world * coded_bytes
+                 : memory + (1 + (piece % 2) * world + rank) * piece_elements * 4;
+  };
+  const auto addend = [&](size_t rank, size_t piece) {
+    return gradients + (rank * part + piece * piece_elements) * width;
+  };
+  const auto length = [&](size_t piece) { return std::min(piece_elements, part - piece * piece_elements); };
+  return InPieces(
+      (part + piece_elements - 1) / piece_elements,
+      [&](size_t piece) -> absl::StatusOr<std::unique_ptr<Exchange>> {
+        const size_t n = length(piece), bytes = coded ? kGradientCode.row_bytes(n) : n * width;
+        std::vector<const void*> send;
+        std::vector<void*> receive;
+        for (size_t k = 0; k < world; ++k) {
+          // What is not finite is NaN in the sum, and the step is skipped.
+          if (coded && k != own)
+            RETURN_IF_ERROR(device.EncodeRow(kGradientCode, type, addend(k, piece), n, sent(piece, k)));
+          send.push_back(coded ? sent(piece, k) : addend(k, piece));
+          receive.push_back(place(piece, k));
+        }
+        reduced_.Count(world - 1, bytes, n * width);
+        return comm.Begin(Channel::kReduceScatter,
+                          {.name = "the gradient",
+                           .step = op.step,
+                           .block = op.block.value(),
+                           .piece = static_cast<int64_t>(piece)},
+                          send, receive, bytes);
+      },
+      [&](size_t piece) {
+        const size_t n = length(piece), first = piece * piece_elements;
+        std::vector<const void*> addends(world);
+        for (size_t k = 0; k < world; ++k) {
+          addends[k] = k == own ? addend(k, piece) : place(piece, k);
+          if (!coded || (k == own && type == DType::kFp32)) continue;
+          // A sum of one is that one, in fp32.
+          RETURN_IF_ERROR(
+              k == own ? device.SumInOrder(type, std::span(&addends[k], 1), sums, DType::kFp32, decoded(k), n,
+                                           nullptr)
+                       : device.DecodeRow(kGradientCode, place(piece, k), n, DType::kFp32, decoded(k)));
+          addends[k] = decoded(k);
+        }
+        return device.SumInOrder(coded ? DType::kFp32 : type, addends, sums, options_.weights,
+                                 reduced + first * width_after, n,
+                                 squares == nullptr ? nullptr : squares + first / kernels::kReduceBlock);
+      });
 }
 
 absl::Status RankLanes::RunExchange(const Op& op) {

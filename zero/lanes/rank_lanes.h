@@ -8,13 +8,17 @@
 //            and, last in a step, what the norm needs of everybody
 //   kCommit  kAgree: every rank has committed the step
 //
-// Sums have the same bits as one rank's that computes the ranks' micro-batches one after the other, wherever
-// a gradient has one addend a rank: each is rounded as backward leaves it, all are added in fp32 in that
-// order, and rounded once.
+// With Plan::codes weights and addends of gradients come in fewer bits (tiering/plan/exchange_codes.h).
+// A rank's own part and its own addend keep theirs, so that the next update finds its masters.
+//
+// Sums of addends with all their bits have the same bits as one rank's that computes the ranks' micro-batches
+// one after the other, wherever a gradient has one addend a rank: each is rounded as backward leaves it, all
+// are added in fp32 in that order, and rounded once.
 #ifndef PENSTOCK_ZERO_LANES_RANK_LANES_H_
 #define PENSTOCK_ZERO_LANES_RANK_LANES_H_
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -85,6 +89,9 @@ class RankLanes {
   }
   // Of the last kExchange, once it is complete.
   const StepTotals& totals() const { return totals_; }
+  // What this rank has received so far of weights and of gradients. From any thread.
+  tiering::ExchangedBytes gathered() const { return gathered_.Now(); }
+  tiering::ExchangedBytes reduced() const { return reduced_.Now(); }
 
  private:
   struct Task {
@@ -96,8 +103,20 @@ class RankLanes {
     std::thread thread;
   };
 
+  struct Counter {
+    std::atomic<int64_t> bytes{0}, whole_bytes{0};
+    // Of what each other rank sends.
+    void Count(size_t others, size_t of_each, size_t whole) {
+      bytes += static_cast<int64_t>(others * of_each);
+      whole_bytes += static_cast<int64_t>(others * whole);
+    }
+    tiering::ExchangedBytes Now() const { return {bytes, whole_bytes}; }
+  };
+
   void Work(Queue* queue);
   absl::Status Run(const tiering::Op& op);
+  absl::Status RunGather(const tiering::Op& op);
+  absl::Status GatherCoded(const tiering::Op& op, const What& what);
   absl::Status RunReduce(const tiering::Op& op);
   std::byte* Reduced(const tiering::Op& op) const;
   absl::Status RunExchange(const tiering::Op& op);
@@ -111,6 +130,7 @@ class RankLanes {
   const Totals own_totals_;
   const Report report_;
   StepTotals totals_;
+  Counter gathered_, reduced_;
 
   std::mutex mutex_;
   std::condition_variable work_there_;

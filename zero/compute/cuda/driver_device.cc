@@ -118,8 +118,24 @@ class DriverDevice final : public Device {
   absl::Status SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to, void* out,
                           size_t n, double* partials) override;
   absl::Status Clear(void* memory, size_t bytes) override;
+  absl::Status EncodeRow(const kernels::WeightCode& code, DType from, const void* row, size_t n,
+                         std::byte* out) override {
+    return Exchange("coding a row",
+                    [&] { return kernels::cuda::EncodeWeights(code, from, row, n, out, exchange_); });
+  }
+  absl::Status DecodeRow(const kernels::WeightCode& code, const std::byte* row, size_t n, DType to,
+                         void* out) override {
+    return Exchange("decoding a row",
+                    [&] { return kernels::cuda::DecodeWeights(code, row, 1, n, to, out, exchange_); });
+  }
 
  private:
+  // Enqueues on the stream of exchanges, and waits.
+  absl::Status Exchange(const char* what, const std::function<int()>& enqueue) {
+    Use();
+    const std::lock_guard lock(exchange_mutex_);
+    return WaitFor(Enqueued(enqueue(), what), exchange_, exchanged_, what);
+  }
   // The engine's threads go to this device; they have no other.
   void Use() const { (void)driver_.CtxSetCurrent(context_); }
   absl::Status MakeStreams();
@@ -154,6 +170,7 @@ class DriverDevice final : public Device {
   CUevent checked_ = nullptr;
   uint64_t* checksum_ = nullptr;  // in pinned host memory
   CUstream in_ = nullptr, out_ = nullptr, exchange_ = nullptr, own_ = nullptr;
+  std::mutex exchange_mutex_;  // of exchange_ and
   CUevent exchanged_ = nullptr;
   std::mutex order_mutex_;  // of ordered_
   CUevent ordered_ = nullptr;
@@ -382,20 +399,22 @@ absl::StatusOr<uint64_t> DriverDevice::Checksum(const void* data, size_t bytes, 
 
 absl::Status DriverDevice::SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to,
                                       void* out, size_t n, double* partials) {
-  Use();
-  int error = kernels::cuda::Convert(type, addends.front(), DType::kFp32, sums, n, exchange_);
-  for (const void* addend : addends.subspan(1)) {
-    if (error == 0) error = kernels::cuda::Accumulate(type, addend, sums, n, exchange_);
-  }
-  if (error == 0) error = kernels::cuda::Convert(DType::kFp32, sums, to, out, n, exchange_);
-  if (error == 0 && partials != nullptr)
-    error = kernels::cuda::SquarePartials(to, out, n, partials, exchange_);
-  return WaitFor(Enqueued(error, "summing gradients"), exchange_, exchanged_, "summing gradients");
+  return Exchange("summing gradients", [&] {
+    int error = kernels::cuda::Convert(type, addends.front(), DType::kFp32, sums, n, exchange_);
+    for (const void* addend : addends.subspan(1)) {
+      if (error == 0) error = kernels::cuda::Accumulate(type, addend, sums, n, exchange_);
+    }
+    if (error == 0) error = kernels::cuda::Convert(DType::kFp32, sums, to, out, n, exchange_);
+    if (error == 0 && partials != nullptr)
+      error = kernels::cuda::SquarePartials(to, out, n, partials, exchange_);
+    return error;
+  });
 }
 
 absl::Status DriverDevice::Clear(void* memory, size_t bytes) {
   Use();
   if (bytes == 0) return absl::OkStatus();
+  const std::lock_guard lock(exchange_mutex_);
   return WaitFor(
       CheckDriver(driver_.MemsetD8Async(reinterpret_cast<CUdeviceptr>(memory), 0, bytes, exchange_),
                   "cuMemsetD8Async"),

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -291,20 +292,33 @@ class CudaDevice : public Device {
 
   absl::Status SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to, void* out,
                           size_t n, double* partials) override {
-    Use();
-    int error = kernels::cuda::Convert(type, addends.front(), DType::kFp32, sums, n, exchange_);
-    for (const void* addend : addends.subspan(1)) {
-      if (error == 0) error = kernels::cuda::Accumulate(type, addend, sums, n, exchange_);
-    }
-    if (error == 0) error = kernels::cuda::Convert(DType::kFp32, sums, to, out, n, exchange_);
-    if (error == 0 && partials != nullptr)
-      error = kernels::cuda::SquarePartials(to, out, n, partials, exchange_);
-    return Exchanged(Enqueued(error, "summing gradients"), "summing gradients");
+    return Exchange("summing gradients", [&] {
+      int error = kernels::cuda::Convert(type, addends.front(), DType::kFp32, sums, n, exchange_);
+      for (const void* addend : addends.subspan(1)) {
+        if (error == 0) error = kernels::cuda::Accumulate(type, addend, sums, n, exchange_);
+      }
+      if (error == 0) error = kernels::cuda::Convert(DType::kFp32, sums, to, out, n, exchange_);
+      if (error == 0 && partials != nullptr)
+        error = kernels::cuda::SquarePartials(to, out, n, partials, exchange_);
+      return error;
+    });
+  }
+  absl::Status EncodeRow(const kernels::WeightCode& code, DType from, const void* row, size_t n,
+                         std::byte* out) override {
+    return Exchange("coding a row",
+                    [&] { return kernels::cuda::EncodeWeights(code, from, row, n, out, exchange_); });
+  }
+  absl::Status DecodeRow(const kernels::WeightCode& code, const std::byte* row, size_t n, DType to,
+                         void* out) override {
+    return Exchange("decoding a row",
+                    [&] { return kernels::cuda::DecodeWeights(code, row, 1, n, to, out, exchange_); });
   }
   absl::Status Clear(void* memory, size_t bytes) override {
     Use();
     if (bytes == 0) return absl::OkStatus();
-    return Exchanged(CheckCuda(cudaMemsetAsync(memory, 0, bytes, exchange_), "cudaMemset"), "cudaMemset");
+    const std::lock_guard lock(exchange_mutex_);
+    return WaitForStream(CheckCuda(cudaMemsetAsync(memory, 0, bytes, exchange_), "cudaMemset"), exchange_,
+                         exchanged_, "cudaMemset");
   }
   std::string link() const override { return NcclThere().ok() ? "NCCL" : ""; }
   absl::StatusOr<std::shared_ptr<Comm>> Connect(const std::shared_ptr<Comm>& host) override {
@@ -330,9 +344,11 @@ class CudaDevice : public Device {
     if (error == 0) return absl::OkStatus();
     return absl::InternalError(absl::StrCat(what, ": ", kernels::cuda::ErrorText(error)));
   }
-  // Waits, asleep, for what is enqueued to be exchanged. One thread at a time asks.
-  absl::Status Exchanged(absl::Status enqueued, absl::string_view what) {
-    return WaitForStream(std::move(enqueued), exchange_, exchanged_, what);
+  // Enqueues on the stream of exchanges, and waits, asleep.
+  absl::Status Exchange(absl::string_view what, const std::function<int()>& enqueue) {
+    Use();
+    const std::lock_guard lock(exchange_mutex_);
+    return WaitForStream(Enqueued(enqueue(), what), exchange_, exchanged_, what);
   }
   static void Throw(int error) { TORCH_CHECK(error == 0, kernels::cuda::ErrorText(error)); }
 
@@ -356,7 +372,8 @@ class CudaDevice : public Device {
   cudaEvent_t checked_ = nullptr;
   uint64_t* checksum_ = nullptr;  // in pinned host memory
   cudaStream_t in_ = nullptr, out_ = nullptr, exchange_ = nullptr;
-  std::mutex mutex_;  // of computed_
+  std::mutex exchange_mutex_;  // of exchange_ and exchanged_
+  std::mutex mutex_;           // of computed_
   cudaEvent_t computed_ = nullptr, exchanged_ = nullptr;
   std::atomic<int64_t> bytes_in_{0}, bytes_out_{0};
   std::optional<CudaCompletions> copied_in_, copied_out_, computed_all_;  // until it goes
