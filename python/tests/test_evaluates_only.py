@@ -52,8 +52,6 @@ def test_it_generates_the_same_tokens_and_the_drive_has_its_weights_alone(tmp_pa
         lambda: engine.step(),
         lambda: engine.backward(engine(ids).logits.sum()),
         lambda: engine.train_batch([ids]),
-        lambda: engine.module.load_state_dict(small_model(dtype, seed=3).state_dict()),
-        lambda: engine.write_state(engine.module.lm_head.weight, torch.zeros(2111, 256)),
     ):
         with pytest.raises(RuntimeError, match="only evaluates"):
             call()
@@ -69,7 +67,53 @@ def test_it_generates_the_same_tokens_and_the_drive_has_its_weights_alone(tmp_pa
     assert torch.equal(generated(engine.module), expected)
     for name, value in engine.module.state_dict().items():
         assert torch.equal(value, state[name])
+    # The run is another's, who may be reading it.
+    for call in (
+        lambda: engine.module.load_state_dict(small_model(dtype, seed=3).state_dict()),
+        lambda: engine.write_state(engine.module.lm_head.weight, torch.zeros(2111, 256)),
+    ):
+        with pytest.raises(RuntimeError, match="only reads: the run that it goes on with"):
+            call()
     engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["nvme", "none"])
+def test_a_teacher_takes_new_values(tmp_path, device, dtype):
+    """As a reference model that follows the trained one: of both the weights are gathered, and the teacher's are mixed with the student's."""
+    import penstock.deepspeed as deepspeed
+    from engine_models import batches, net
+
+    zero = {"stage": 3, "offload_param": {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}}
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, "bf16": {"enabled": dtype == torch.bfloat16}}
+    student, teacher, expected, loaded = (net(seed, layers=2, tied=False).to(dtype) for seed in (0, 1, 1, 2))
+    batch, x = batches(1)[0], batches(1)[0]["x"]
+    trained = deepspeed.initialize(model=student, config={**config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})[0]
+    engine = deepspeed.initialize(model=teacher, config=config)[0]
+    with torch.no_grad():
+        assert torch.equal(engine(x), expected(x))
+    for number in range(2):
+        trained.backward(trained(**batch))
+        trained.step()
+        both = list(zip(teacher.parameters(), student.parameters()))
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([each for pair in both for each in pair], modifier_rank=0):
+            for own, (mine, theirs) in zip(expected.parameters(), both):
+                mine.data.mul_(0.5).add_(theirs.data, alpha=0.5)
+                own.data.mul_(0.5).add_(theirs.data, alpha=0.5)
+        if number:  # between forwards, one alone
+            teacher.head.weight.data.mul_(0.9)
+            expected.head.weight.data.mul_(0.9)
+        with torch.no_grad():
+            assert torch.equal(engine(x), expected(x))
+    engine.module.load_state_dict(loaded.state_dict())
+    with torch.no_grad():
+        assert torch.equal(engine(x), loaded(x))
+    trained.backward(trained(**batch))
+    trained.step()
+    for each in (engine, trained):
+        each.destroy()
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(teacher.state_dict()[name], value)
 
 
 def test_memory_that_is_free_keeps_weights(tmp_path):

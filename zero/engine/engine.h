@@ -180,8 +180,9 @@ class Engine {
   // first, and a step that was announced starts over. A written value is committed when WriteState returns,
   // as part of the step that was the last. The gradient is that of the last step of this process, before
   // clipping. kNotFound: no such parameter; kInvalidArgument: another shape or type; kFailedPrecondition: no
-  // such state. Over several ranks all of them make these calls, with the same value, and all are given the
-  // whole of what they read; a value that was written is committed on all of them or on none.
+  // such state; WriteState of an engine that only evaluates and goes on with a run, which others may read.
+  // Over several ranks all of them make these calls, with the same value, and all are given the whole of
+  // what they read; a value that was written is committed on all of them or on none.
   std::vector<std::string> ParameterNames() const;
   absl::StatusOr<HostTensor> ReadState(std::string_view parameter, StateKind kind);
   // The same into the caller's memory, of the parameter's elements (kInvalidArgument: of another number). Of

@@ -114,7 +114,10 @@ absl::Status Engine::Impl::ReadRangesOfAll(ParameterAccess& access,
 }
 
 absl::Status Engine::Impl::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
-  if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
+  if (!options_.trains && options_.resumes())
+    return absl::FailedPreconditionError(
+        "this engine only reads: the run that it goes on with is another's. One that is made of a model's "
+        "own values takes new ones");
   absl::Status status = BroadcastError(Flush());
   RETURN_IF_ERROR(status);
   // A value may be written more often than a step's commit.

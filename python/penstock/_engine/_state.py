@@ -66,7 +66,7 @@ class State:
 
     def write_state(self, parameter: nn.Parameter, value: torch.Tensor, kind: str = "parameter") -> None:
         """Writes it, and commits that. Over several ranks all of them call it, with the same value."""
-        self._run.ready().check_trains()
+        self._run.ready()
         if tuple(value.shape) != tuple(parameter.shape):
             raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
         value = value.detach().to("cpu", torch.float32).contiguous()
@@ -89,8 +89,6 @@ class State:
             return
         if runtime.is_open:
             raise RuntimeError("a step is open: its weights are gathered between step() and the next forward")
-        if write_back:
-            runtime.check_trains()
         wanted = list(parameters) if parameters is not None else [each for _, each in self._given.parameters()]
         read = []
         if self._run.gathered:
@@ -177,7 +175,6 @@ class State:
     def _write_read(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         self._check_no_pass(parameter, False)
         self._training.check_between_steps(self._name_of(parameter))
-        self._run.ready().check_trains()
         master = self.read_state(parameter)
         same = "same" if torch.equal(master.to(value.dtype), value) else "changed"
         if set(self._run.ranks.texts("whether a value was changed", same)) == {"same"}:
