@@ -155,6 +155,8 @@ struct ZeroConfig {
   std::optional<int64_t> max_reuse_distance_elements;    // bounds between which uses weights stay
   std::optional<int64_t> param_persistence_elements;     // blocks up to this size stay ...
   std::optional<int64_t> model_persistence_elements;     // ... up to so much in all
+  std::optional<bool> quantized_weights;                 // ranks exchange weights in 8 bits ...
+  std::optional<bool> quantized_gradients;               // ... and gradients in 4
 
   bool operator==(const ZeroConfig&) const = default;
 };

@@ -14,6 +14,8 @@ void ApplyConfig(const Config& config, zero::EngineOptions* options) {
                                   .value_or(kernels::StateType::kFp32);
   options->optimizer.order = config.penstock.order.value_or(UpdateOrder::kAuto);
   options->optimizer.prefer = config.penstock.prefer.value_or(Prefer::kWear);
+  options->exchange = {.weights = config.zero.quantized_weights.value_or(false),
+                       .gradients = config.zero.quantized_gradients.value_or(false)};
   zero::MemoryOptions& memory = options->memory;
   memory.bounds = PlanBoundsOf(config, options->world());
   memory.tile_bytes = config.penstock.tile_bytes.value_or(0);

@@ -124,6 +124,9 @@ absl::StatusOr<Resolved> Resolve(const ordered_json* given, const Keywords& keyw
     for (std::string& note : FillDefaults(parsed.autos, kUnknownSteps, kAutoWarmup, &config))
       made.notes.push_back(std::move(note));
   }
+  if (world == 1) {
+    for (std::string& note : UnusedRankKeys(config)) made.notes.push_back(std::move(note));
+  }
   SettleFromPython(&config);
   made.config = std::move(config);
   made.dtype = made.config.bf16.value_or(false)           ? kernels::DType::kBf16

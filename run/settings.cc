@@ -152,6 +152,7 @@ constexpr std::string_view kSeedFlag = "the command line's seed is --seed";
 constexpr std::string_view kDeviceFlag = "the command line's device is --device";
 constexpr std::string_view kQuietFlag = "the command line prints its progress without --quiet";
 constexpr std::string_view kRankTimeoutFlag = "the command line's timeout is --rank-timeout";
+constexpr std::string_view kNoOtherRanks = "there is nobody to exchange with";
 constexpr std::string_view kRankOrderSum =
     "gradients cross ranks as bytes and are summed in fp32 in the order of ranks";
 
@@ -672,12 +673,39 @@ constexpr auto kZero = std::to_array<Setting>({
         "zenflow",
         "it applies most gradients steps after they were made, which changes the result; here updates hide "
         "behind reads and backward and wait for nothing"),
-    Refused("zero_hpz_partition_size", "there is no secondary partition of ZeRO++", "1"),
-    Refused("zero_quantized_weights",
-            "blocks are gathered unchanged: losses are bit-identical to an unsharded run"),
+    Bool("zero_quantized_weights")
+        .Says("Ranks hand each other weights in 8 bits, with a scale for each 128 (ZeRO++'s qwZ): half the "
+              "bytes of bf16, and each weight of another rank is off by up to 0.4% of the largest of its 128",
+              "false")
+        .Flag("--zero-quantized-weights")
+        .Keyword("zero_quantized_weights")
+        .ByName("zero_quantized_weights")
+        .Settles("false")
+        .NeedsRanks(kNoOtherRanks)
+        .Neutral("false")
+        .At([](auto& c) -> auto& { return c.zero.quantized_weights; }),
+    Bool("zero_quantized_gradients")
+        .Says(
+            "Ranks hand each other gradients in 4 bits, with a scale for each 128 (ZeRO++'s qgZ): a quarter "
+            "of the bytes of bf16, and each rank's share of a gradient is off by up to 7.2% of the largest "
+            "of its 128",
+            "false")
+        .Flag("--zero-quantized-gradients")
+        .Keyword("zero_quantized_gradients")
+        .ByName("zero_quantized_gradients")
+        .Settles("false")
+        .NeedsRanks(kNoOtherRanks)
+        .Neutral("false")
+        .At([](auto& c) -> auto& { return c.zero.quantized_gradients; }),
+    Refused("zero_hpz_partition_size",
+            "a second copy of all weights within each host would take the memory that a streamed model does "
+            "not have; weights that stay in memory (stage 2) are gathered once a step",
+            "1"),
     Refused("zero_quantized_nontrainable_weights", "weights are stored unchanged"),
-    Refused("zero_quantized_gradients", "gradients are exchanged unchanged: losses do not depend on it"),
-    Refused("zeropp_loco_param", "it only serves zero_quantized_gradients"),
+    Refused(
+        "zeropp_loco_param",
+        "it corrects the error of zero_quantized_gradients by a second copy of all gradients, which is not "
+        "kept"),
     Refused("mics_shard_size", "state is cut over all ranks, not over groups", "-1"),
     Refused("mics_hierarchical_params_gather", "state is cut over all ranks, not over groups"),
 });

@@ -84,6 +84,7 @@ struct Setting {
   std::string_view called = "";                // how messages name the key, where its path is not all of it
   bool of_rank = false;                        // ranks may differ in it
   std::string_view without_device = "";        // why it has no effect where no device has memory of its own
+  std::string_view without_ranks = "";         // why it has no effect where one process trains
   std::string_view python_ignores = "";        // why it has no effect from Python
   std::string_view command_line_ignores = "";  // why it has no effect on the command line
   // False: its record has more or less under these names than its value (PartOf).
@@ -139,6 +140,9 @@ struct Setting {
   constexpr Setting OfRank() const { return With(&Setting::of_rank, true); }
   constexpr Setting NeedsDevice(std::string_view because) const {
     return With(&Setting::without_device, because);
+  }
+  constexpr Setting NeedsRanks(std::string_view because) const {
+    return With(&Setting::without_ranks, because);
   }
   constexpr Setting FromPython(std::string_view because) const {
     return With(&Setting::python_ignores, because);

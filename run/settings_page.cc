@@ -171,6 +171,10 @@ std::string Entry(const Row& row) {
         "- without effect, which a line says, with `--device cpu`, and from Python with `device=\"cpu\"`: ",
         std::string(setting.without_device), "\n");
   }
+  if (!setting.without_ranks.empty()) {
+    absl::StrAppend(&text, "- without effect, which a line says, with one rank: ",
+                    std::string(setting.without_ranks), "\n");
+  }
   if (!setting.command_line_ignores.empty()) {
     absl::StrAppend(&text, "- without effect on the command line, which a line says: ",
                     std::string(setting.command_line_ignores), "\n");

@@ -37,6 +37,10 @@ std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view
   return Lines(config, &Setting::without_device, where, flags);
 }
 
+std::vector<std::string> UnusedRankKeys(const Config& config, const GivenValues& flags) {
+  return Lines(config, &Setting::without_ranks, "with one rank", flags);
+}
+
 std::vector<std::string> KeysUnusedFromPython(const Config& config) {
   return Lines(config, &Setting::python_ignores, "");
 }

@@ -16,6 +16,9 @@ namespace penstock::run {
 std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view where,
                                           const GivenValues& flags = {});
 
+// Those of what ranks exchange, where one process trains.
+std::vector<std::string> UnusedRankKeys(const Config& config, const GivenValues& flags = {});
+
 // All that have no effect from Python, whatever its device.
 std::vector<std::string> KeysUnusedFromPython(const Config& config);
 

@@ -21,6 +21,7 @@
 #include "swap/store.h"
 #include "zero/compute/test_device.h"
 #include "zero/compute/tile_format.h"
+#include "zero/engine/report.h"
 #include "zero/memory/host_memory.h"
 #include "zero/memory/tensor_memory.h"
 #include "zero/memory/thread_times.h"
@@ -305,6 +306,7 @@ nlohmann::json InfoOf(const zero::Engine& engine) {
           {"nvme_read_bytes_per_step", plan.plan.nvme_read_bytes},
           {"nvme_write_bytes_per_step", plan.plan.nvme_write_bytes},
           {"saved_activations", SavedActivationsOf(plan.plan)},
+          {"exchange", zero::ExchangeJson(plan.plan)},
           {"io_backend", engine.io_backend()},
           {"written_bytes", engine.io_stats().DeviceWriteBytes()},
           {"run", engine.run()}};

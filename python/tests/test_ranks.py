@@ -11,8 +11,10 @@ dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
 
+import penstock  # noqa: E402
 import trainer  # noqa: E402
 from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
+from penstock._engine import _identity  # noqa: E402
 from torch import nn  # noqa: E402
 
 COMMON = """
@@ -285,6 +287,93 @@ def test_what_differs_between_ranks_is_refused_on_all_and_errors_of_one_are_told
     assert "rank 1 of 2 failed: KeyError" in first["a forward that raises"]
     assert second["a forward that raises"] == "KeyError: 'a bad batch'"
     assert "rank 1 of 2 failed: its program ended with ValueError: the data ends early" in first["a program that ends"]
+
+
+EXCHANGES = COMMON + """
+steps = batches(6, size=12)
+CODED = dict(zero_quantized_weights=True, zero_quantized_gradients=True)
+
+def train(name, count=4, dtype=torch.bfloat16, place=None, **options):
+    engine = make(build(), directory + "/" + (place or name), dtype=dtype, **options)
+    tell(name, [of_all(engine, batch) for batch in steps[:count]])
+    tell(name + " plan", engine.plan()["exchange"])
+    tell(name + " report", engine.report()["exchange"])
+    engine.close()
+
+train("whole")
+train("gradients", zero_quantized_gradients=True)
+train("weights", zero_quantized_weights=True)
+train("coded", **CODED)
+train("by key", config={"zero_optimization": {"stage": 3, **CODED, "offload_optimizer": {"device": "nvme"}}, "bf16": {"enabled": True}}, dtype=None)
+train("begun", count=2, place="resumed", **CODED)
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    resumed = make(build(), directory + "/resumed", dtype=torch.bfloat16, resume=True, **CODED)
+tell("resumed", [of_all(resumed, batch) for batch in steps[2:4]])
+resumed.close()
+try:
+    engine = make(build(), directory + "/unlike", zero_quantized_gradients=rank == 1, rank_timeout=20)
+    of_all(engine, steps[0])
+except ValueError as error:
+    tell("unlike", str(error))
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exchanges_in_fewer_bits(directory, on_ranks, ranks):
+    found = told(on_ranks(EXCHANGES, ranks, directory))
+    first = found[0]
+    for other in found[1:]:
+        assert {name: value for name, value in other.items() if "report" not in name} == {
+            name: value for name, value in first.items() if "report" not in name
+        }
+    whole, gradients, coded = first["whole"], first["gradients"], first["coded"]
+    assert gradients[0][0] == whole[0][0], "nothing has been summed yet"
+    assert gradients[0][1] != whole[0][1] and gradients[1] != whole[1] and first["weights"][0] != whole[0]
+    # A gradient of W ranks is off by (W - 1) / 14 of the largest addend of 128, and each weight of another rank by 1/254 of the largest.
+    # These are the largest errors there can be; of many elements, which are off this way and that, norms and losses are far less so.
+    assert coded[0][1] == pytest.approx(whole[0][1], rel=0.05)
+    assert [loss for loss, _ in coded] == pytest.approx([loss for loss, _ in whole], rel=0.02)
+    assert first["by key"] == coded
+    assert first["begun"] + first["resumed"] == coded
+
+    plain, few = first["whole plan"], first["coded plan"]
+    assert plain["saved_bytes_per_step"] == 0 and not plain["quantized_weights"] and not plain["quantized_gradients"]
+    assert few["quantized_weights"] and few["quantized_gradients"]
+    # Of bf16: 8 bits and a 16-bit scale for 128 elements are 0.508; 4 bits are 0.258 of what is one addend, and 0.129 of fp32 sums.
+    assert few["weights_bytes_per_step"] * 256 == plain["weights_bytes_per_step"] * 130
+    assert few["gradients_bytes_per_step"] <= 0.26 * plain["gradients_bytes_per_step"]
+    before, after = (plan["weights_bytes_per_step"] + plan["gradients_bytes_per_step"] for plan in (plain, few))
+    assert few["saved_bytes_per_step"] == before - after
+    for told_of in found:
+        report = told_of["coded report"]
+        assert 3 * after <= report["weights_bytes"] + report["gradients_bytes"] <= 5 * after
+        assert report["saved_bytes"] > 3 * few["saved_bytes_per_step"]
+        assert told_of["whole report"]["saved_bytes"] == 0
+    assert "zero_quantized_gradients is true on rank 1" in first["unlike"] and "false on rank 0" in first["unlike"]
+
+
+def test_a_run_of_a_version_without_them_has_exchanged_all_bits():
+    before = {"optimizer": {}, "groups": [], "schedule": None, "scheduler": None, "gradient_clipping": 0}
+    name = "zero_optimization.zero_quantized_weights"
+    assert _identity.changes(before, {**before, name: False}) == []
+    assert _identity.changes(before, {**before, name: True}) == [f"{name} is True and was False"]
+    assert _identity.changes({**before, name: True}, {**before, name: False}) == [f"{name} is False and was True"]
+
+
+def test_one_process_says_that_it_has_nobody_to_exchange_with(directory):
+    given = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    batch = batches(1)[0]
+    with pytest.warns(UserWarning) as warned:
+        engine = make(net(), directory / "state", **given)
+    lines = [str(warning.message) for warning in warned]
+    for name in given:
+        assert f"zero_optimization.{name}: accepted and ignored: with one rank there is nobody to exchange with" in lines
+    step(engine, batch)
+    assert engine.plan()["exchange"] is None and engine.report()["exchange"] is None
+    engine.close()
+    plan = penstock.plan(net(), example=batch, host_memory="64MiB", **given)
+    assert plan["exchange"] is None and any("zero_quantized_weights" in note for note in plan.notes)
 
 
 class Counted(nn.Module):

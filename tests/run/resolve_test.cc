@@ -31,6 +31,8 @@ ordered_json Outcome(const absl::StatusOr<Resolved>& resolved) {
           {"device_memory", own.device_memory_budget_bytes.value_or(0)},
           {"blocks", own.blocks.value_or(std::vector<std::string>())},
           {"clip", resolved->config.gradient_clipping.value_or(-1)},
+          {"zero_quantized_weights", resolved->config.zero.quantized_weights.value_or(false)},
+          {"zero_quantized_gradients", resolved->config.zero.quantized_gradients.value_or(false)},
           {"dtype", static_cast<int>(resolved->dtype)},
           {"offload", static_cast<int>(resolved->offload)},
           {"state_dirs", resolved->directories.paths},

@@ -173,7 +173,10 @@ TEST(Settings, ARunSettlesWhatIsRecordedWithItAsAWhole) {
                   },
                   &config)
                   .ok());
-  EXPECT_EQ(json(asked), json({{"clip", {0.5, 1.0}}, {"optimizer_states", {nullptr, "fp32"}}}));
+  EXPECT_EQ(json(asked), json({{"clip", {0.5, 1.0}},
+                               {"optimizer_states", {nullptr, "fp32"}},
+                               {"zero_quantized_weights", {nullptr, false}},
+                               {"zero_quantized_gradients", {nullptr, false}}}));
   EXPECT_EQ(config.gradient_clipping, 0.25);
   EXPECT_EQ(config.penstock.optimizer_states, "fp32");
   const auto damaged = [&](const json& value) {
@@ -207,7 +210,7 @@ TEST(Settings, WhatHasNoEffectSomewhereIsNamedThere) {
   for (const std::string_view section : SectionPaths()) {
     for (const Setting& setting : SectionKeys(section)) {
       const bool works_everywhere = setting.without_device.empty() && setting.python_ignores.empty() &&
-                                    setting.command_line_ignores.empty();
+                                    setting.command_line_ignores.empty() && setting.without_ranks.empty();
       if (works_everywhere) continue;
       const std::string path = PathOf(section, setting);
       Config config;
@@ -224,6 +227,13 @@ TEST(Settings, WhatHasNoEffectSomewhereIsNamedThere) {
       }
       if (!setting.without_device.empty()) {
         EXPECT_THAT(UnusedDeviceKeys(config, "here"), ElementsAre(StartsWith(line)));
+        EXPECT_TRUE(KeysUnusedFromPython(config).empty());
+        continue;
+      }
+      if (!setting.without_ranks.empty()) {
+        EXPECT_THAT(UnusedRankKeys(config), ElementsAre(StartsWith(line)));
+        EXPECT_THAT(UnusedRankKeys(config, {{std::string(setting.flag), true}}),
+                    ElementsAre(StartsWith(setting.flag)));
         EXPECT_TRUE(KeysUnusedFromPython(config).empty());
         continue;
       }
@@ -254,7 +264,8 @@ TEST(Settings, OneIsDescribedByAnyOfItsSpellings) {
     EXPECT_EQ(*DescribeSetting(spelling), clip) << spelling;
   EXPECT_THAT(*DescribeSetting("stage3_gather_16bit_weights_on_model_save"),
               HasSubstr("Accepted without effect"));
-  EXPECT_THAT(*DescribeSetting("zero_quantized_weights"), HasSubstr("Not served"));
+  EXPECT_THAT(*DescribeSetting("zero_hpz_partition_size"), HasSubstr("Not served"));
+  EXPECT_THAT(*DescribeSetting("zero_quantized_weights"), HasSubstr("with one rank: there is nobody"));
   EXPECT_THAT(DescribeSetting("gradient_cliping").status().message(),
               HasSubstr("(did you mean \"gradient_clipping\"?)"));
   EXPECT_FALSE(DescribeSetting("").ok());

@@ -78,6 +78,7 @@ class SettingsDoorsTest : public testing_support::ProgramTest {
                     {"device_memory", engine.memory.device_memory_budget_bytes},
                     {"offload", std::string(zero::Name(engine.storage.offload))},
                     {"saved_activations", static_cast<int>(engine.memory.saved_activations)},
+                    {"exchange", {engine.exchange.weights, engine.exchange.gradients}},
                     {"state_dirs", engine.storage.state_dirs}};
     outcome["optimizer"].erase("config_kept");
     return outcome;
@@ -87,6 +88,8 @@ class SettingsDoorsTest : public testing_support::ProgramTest {
 // A value as a flag and as JSON.
 std::pair<std::string, json> ValueOf(const run::Setting& setting, const std::string& directory) {
   switch (setting.type) {
+    case run::KeyType::kBool:
+      return {"", true};
     case run::KeyType::kWhole:
       return {"3", 3};
     case run::KeyType::kNumber:
@@ -125,7 +128,9 @@ TEST_F(SettingsDoorsTest, AFlagAndAKeyOfTheSameSettingHaveTheSameEffect) {
       std::string pointer = "/" + path;
       std::replace(pointer.begin(), pointer.end(), '.', '/');
       with_key[json::json_pointer(pointer)] = value;
-      const json by_key = Outcome(with_key, {}), by_flag = Outcome(base, {std::string(setting.flag), flag});
+      std::vector<std::string> given = {std::string(setting.flag)};
+      if (!flag.empty()) given.push_back(flag);
+      const json by_key = Outcome(with_key, {}), by_flag = Outcome(base, given);
       EXPECT_EQ(by_key, by_flag);
       if (!setting.without_device.empty()) continue;  // there is no device
       EXPECT_NE(by_key, Outcome(base, {})) << "nothing changes";

@@ -397,6 +397,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"worthwhile_redo_rate", plan.plan.worthwhile_replay_rate},
           {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},
           {"saved_activations", zero::SavedActivationsJson(plan.plan)},
+          {"exchange", zero::ExchangeJson(plan.plan)},
           {"reasons", plan.plan.reasons},
           {"host_memory_budget_bytes", facts.options.memory.host_memory_budget_bytes},
           {"host_memory_bytes", plan.plan.host_bytes()},

@@ -38,9 +38,13 @@ absl::Status ResolveMemory(const TrainOptions& flags, const run::Config& config,
   return ResolveDevice(flags, config, settings);
 }
 
-absl::Status ResolveIo(const run::Config& config, TrainSettings* settings) {
+absl::Status ResolveIo(const TrainOptions& flags, const run::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   run::ApplyConfig(config, &engine);
+  if (engine.world() == 1) {
+    for (std::string& note : run::UnusedRankKeys(config, GivenFlags(flags)))
+      settings->notes.push_back(std::move(note));
+  }
   engine.optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(
       zero::DefaultUpdateThreads(engine.device->has_own_memory(), Sharing(engine))));
   return absl::OkStatus();

@@ -52,6 +52,8 @@ void VisitFlags(Of verb, Options& flags, const Visit& visit) {
   visit("--optimizer", flags.optimizer);
   visit("--optimizer-states", flags.optimizer_states);
   visit("--saved-activations", flags.saved_activations);
+  visit("--zero-quantized-weights", flags.zero_quantized_weights);
+  visit("--zero-quantized-gradients", flags.zero_quantized_gradients);
   visit("--seed", flags.seed);
   visit("--threads", flags.threads);
   visit("--resume", flags.resume);
@@ -103,7 +105,11 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
   // A flag given twice means its last value, so that scripts can be given further flags.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   VisitFlags(plans ? Of::kPlan : Of::kTrain, flags, [&app]<typename T>(const char* name, T& to) {
-    if constexpr (std::is_same_v<T, bool>) {
+    if constexpr (std::is_same_v<T, std::optional<bool>>) {
+      // Empty where it is not given; "--flag=false" is -1.
+      app.add_flag_function(
+          name, [&to](int64_t count) { to = count > 0; }, run::HelpOf(name));
+    } else if constexpr (std::is_same_v<T, bool>) {
       app.add_flag(name, to, run::HelpOf(name));
     } else {
       app.add_option(name, to, run::HelpOf(name));

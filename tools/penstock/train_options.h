@@ -27,6 +27,7 @@ struct TrainOptions {
   std::vector<double> state_dir_weights;  // of --state-dir DIR=WEIGHT; empty: none was given
   std::optional<int64_t> eval_every, eval_windows, steps, batch, accumulate, seq, vocab, warmup, seed,
       threads, checkpoint_every, checkpoint_keep, lora_rank;
+  std::optional<bool> zero_quantized_weights, zero_quantized_gradients;
   std::vector<double> data_weights;
   std::optional<double> lr, clip, weight_decay, rank_timeout, eval_split, lora_alpha, lora_dropout;
   std::optional<std::string> optimizer, optimizer_states, saved_activations, lora_targets, vocabulary_tiles;

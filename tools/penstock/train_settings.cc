@@ -155,7 +155,7 @@ class Resolver {
     ChooseDataOrder();
     RETURN_IF_ERROR(ResolveText(flags_, run_, &settings_));
     RETURN_IF_ERROR(ResolveMemory(flags_, config_, &settings_));
-    RETURN_IF_ERROR(ResolveIo(config_, &settings_));
+    RETURN_IF_ERROR(ResolveIo(flags_, config_, &settings_));
     engine_.watch = run::WatchOf(config_.penstock, kWatchdogSeconds);
     RETURN_IF_ERROR(ChooseInitialWeights());
     RETURN_IF_ERROR(MakeExample());

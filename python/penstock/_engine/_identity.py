@@ -94,8 +94,9 @@ def changes(before: Optional[Mapping[str, Any]], now: Mapping[str, Any]) -> List
             end = ": the run's own goes on, and engine.optimizer.param_groups changes it" if name == "lr" else ""
             told.append(f"{name} of group {number} is {value} and was {first.get(name)}{end}")
     for name in [name for name in now if name not in ("optimizer", "groups", "scheduler")]:
-        if before.get(name) != now[name]:
-            told.append(f"{name} is {now[name]} and was {before.get(name)}")
+        was = before.get(name, False)  # a version that did not have the setting did without
+        if (was or False) != (now[name] or False):
+            told.append(f"{name} is {now[name]} and was {was}")
     told += _changes_of_scheduler(before.get("scheduler"), now["scheduler"])
     return told
 

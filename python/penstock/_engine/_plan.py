@@ -120,6 +120,8 @@ def plan(
     missing_gradients: Optional[str] = None,
     saved_activations: Optional[str] = None,
     base_weights: Optional[PathLike] = None,
+    zero_quantized_weights: Optional[bool] = None,
+    zero_quantized_gradients: Optional[bool] = None,
     device: Union[None, str, int, torch.device] = None,
 ) -> Plan:
     """What ``penstock.initialize`` would do with a model, before anything is made: where every byte lives, bytes moved, seconds a step.
@@ -131,7 +133,8 @@ def plan(
     example: a batch in their place, of tensors as the model takes it (``model(**example)``, ``model(*example)``, ``model(example)``); their
         values do not matter.
     host_memory, config, optimizer, dtype, offload, gradient_accumulation_steps, forwards_per_step, gradient_clipping, blocks,
-        logits_chunk_size, chunked_modules, chunk_size, missing_gradients, saved_activations, base_weights: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
+        logits_chunk_size, chunked_modules, chunk_size, missing_gradients, saved_activations, base_weights, zero_quantized_weights,
+        zero_quantized_gradients: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
     state_dir: as for ``initialize``; its drive is measured for a second, with a file that goes again, unless ds_nvme_tune has stored its
         profile. Where nothing says where state is, it is on a drive whose rates are assumed, and the plan says so.
     device_memory: as for ``initialize``, of a GPU that is here. What a step's tensors take of it is found out on the meta device.

@@ -34,6 +34,8 @@ _KEYWORDS = (
     "missing_gradients",
     "saved_activations",
     "base_weights",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
 )
 
 
