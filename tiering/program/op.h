@@ -114,7 +114,7 @@ struct Op {
   bool preview = false;           // reads and update of one that nothing writes: it is made again in backward
   bool replay = false;            // makes an update in backward good whose assumption failed
   bool durable = false;           // kCommit: a restart finds it
-  bool evaluates = false;         // kBatch, kForward: of a forward-only pass
+  bool evaluates = false;         // kBatch, kForward, kAllGather: of a forward-only pass
   bool last_micro_batch = false;  // kForward, kBackward, kAccumulateGradient: of this stage
   BlockIndex block;
   TileIndex tile;  // within the block
