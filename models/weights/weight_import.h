@@ -41,8 +41,8 @@ namespace penstock::models {
 // into the file's header. Null where neither is there.
 absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path);
 
-// How the weights at `path` are packed, by the header of one of its files; nullopt: they are not, or there are
-// none.
+// How the weights at `path` are packed, by the header of one of its files; nullopt: they are not, or there
+// are none.
 absl::StatusOr<std::optional<PackedWeights>> PackingOf(const std::string& path);
 
 class WeightImport {
