@@ -47,6 +47,12 @@ struct CheckpointNaming {
   std::string description;
   std::string tag;     // name of a symbolic link to it, beside it; empty: none
   bool latest = true;  // false: `latest` stays as it is
+  std::string name;    // CheckpointName, or with a number behind it; empty: CheckpointName of its step
+  // A durable file beside the checkpoints that goes into this rank's part, there as `file_name`
+  // ("client_state-….pt"), before the checkpoint has its name; empty: none. It is gone from where it was,
+  // also where the checkpoint fails later.
+  std::string file;
+  std::string file_name;
 };
 inline constexpr const char* kDescriptionFile = "parameters.json";
 
@@ -76,8 +82,9 @@ struct CheckpointOptions {
 // "DIR/rank-2": where rank 2 keeps its part of what all ranks keep in DIR.
 std::string RankDirectory(const std::string& directory, int rank);
 
-// "step-00000123": names sort as steps do.
-std::string CheckpointName(uint64_t step);
+// "step-00000123": names sort as steps do. `number`: where there are several of one step, which must not take
+// each other's place, "step-00000123.2" is the second.
+std::string CheckpointName(uint64_t step, int number = 1);
 
 struct CheckpointEntry {
   std::string name;

@@ -104,7 +104,9 @@ CheckpointCopy::CheckpointCopy(aio::Engine& engine, const CheckpointOptions& opt
       options_(options),
       source_(std::move(source)),
       held_(held),
-      path_(absl::StrCat(options.parent, "/", CheckpointName(source_.step))),
+      name_(options_.naming.has_value() && !options_.naming->name.empty() ? options_.naming->name
+                                                                          : CheckpointName(source_.step)),
+      path_(absl::StrCat(options.parent, "/", name_)),
       thread_([this] { Run(); }) {}
 
 CheckpointCopy::~CheckpointCopy() {
@@ -184,13 +186,15 @@ void CheckpointCopy::Run() {
 absl::Status CheckpointCopy::Write() {
   const bool alone = !options_.meet;
   absl::StatusOr<PartialCheckpoint> partial = PartialCheckpoint::Create(
-      options_.parent, source_.step, alone ? -1 : options_.rank, options_.lock, options_.replaces);
+      options_.parent, name_, alone ? -1 : options_.rank, options_.lock, options_.replaces);
   absl::Status status = partial.ok() ? WriteStore(partial->directory()) : partial.status();
   if (status.ok() && options_.rank == 0 && options_.naming.has_value() &&
       !options_.naming->description.empty()) {
     status =
         ReplaceFile(absl::StrCat(partial->directory(), "/", kDescriptionFile), options_.naming->description);
   }
+  if (status.ok() && options_.naming.has_value() && !options_.naming->file.empty())
+    status = partial->TakeIn(options_.naming->file, options_.naming->file_name);
   {
     std::lock_guard lock(mutex_);
     tiles_over_ = true;

@@ -106,6 +106,7 @@ class CheckpointCopy {
   const CheckpointOptions options_;
   const CheckpointSource source_;
   Store* held_;  // to be released; null: nothing is held
+  const std::string name_;
   const std::string path_;
   const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point ended_;  // before finished_

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -36,13 +37,27 @@ absl::StatusOr<std::vector<std::string>> Entries(const std::string& directory) {
   return ListDirectoryIfThere(directory);
 }
 
+bool IsNumber(std::string_view text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
+}
+
 // The step of a checkpoint's name; false for any other name.
 bool StepOf(const std::string& name, uint64_t* step) {
   if (name.size() <= kPrefix.size() || name.compare(0, kPrefix.size(), kPrefix) != 0) return false;
-  const std::string digits = name.substr(kPrefix.size());
-  if (digits.size() > 19 || digits.find_first_not_of("0123456789") != std::string::npos) return false;
+  std::string digits = name.substr(kPrefix.size());
+  if (const size_t point = digits.find('.'); point != std::string::npos) {
+    const std::string number = digits.substr(point + 1);
+    if (!IsNumber(number) || number.size() > 9 || number[0] == '0' || number == "1") return false;
+    digits.resize(point);
+  }
+  if (!IsNumber(digits) || digits.size() > 19) return false;
   *step = std::strtoull(digits.c_str(), nullptr, 10);
   return true;
+}
+
+// Of Python's front end, in the part of a rank (CheckpointNaming::file_name).
+bool IsClientState(std::string_view name) {
+  return name.starts_with("client_state-") && name.ends_with(".pt");
 }
 
 // There is something of that name, and no directory: a link, whose target is none of ours, or a file.
@@ -182,6 +197,10 @@ class LockedCheckpoint {
     if (directories.front() != directory_) directories.push_back(directory_);
     for (const std::string& each : directories) {
       (void)::unlink(absl::StrCat(each, "/", kDescriptionFile).c_str());
+      ASSIGN_OR_RETURN(const std::vector<std::string> left, Entries(each));
+      for (const std::string& entry : left) {
+        if (IsClientState(entry)) (void)::unlink(absl::StrCat(each, "/", entry).c_str());
+      }
       if (::rmdir(each.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove directory", each);
     }
     if (rest) {
@@ -249,7 +268,9 @@ std::string RankDirectory(const std::string& directory, int rank) {
   return absl::StrCat(directory, ends ? "" : "/", "rank-", rank);
 }
 
-std::string CheckpointName(uint64_t step) { return absl::StrFormat("step-%08u", step); }
+std::string CheckpointName(uint64_t step, int number) {
+  return absl::StrCat(absl::StrFormat("step-%08u", step), number > 1 ? absl::StrCat(".", number) : "");
+}
 
 absl::StatusOr<std::vector<CheckpointEntry>> ListCheckpoints(const std::string& parent) {
   std::vector<CheckpointEntry> found;
@@ -262,7 +283,9 @@ absl::StatusOr<std::vector<CheckpointEntry>> ListCheckpoints(const std::string& 
     ASSIGN_OR_RETURN(const bool whole, HoldsStore(entry.path));
     if (whole) found.push_back(std::move(entry));
   }
-  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
+  std::sort(found.begin(), found.end(), [](const CheckpointEntry& a, const CheckpointEntry& b) {
+    return std::make_tuple(a.step, a.name.size(), a.name) < std::make_tuple(b.step, b.name.size(), b.name);
+  });
   return found;
 }
 
@@ -374,12 +397,12 @@ absl::Status ReplacedCheckpoints::Remove() {
   return first;
 }
 
-PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step, int rank, CheckpointLock* lock,
+PartialCheckpoint::PartialCheckpoint(std::string parent, std::string name, int rank, CheckpointLock* lock,
                                      std::span<const CheckpointSeen> replaces)
     : lock_(lock),
       replaces_(replaces),
       parent_(std::move(parent)),
-      name_(CheckpointName(step)),
+      name_(std::move(name)),
       whole_(absl::StrCat(parent_, "/", PartialName(name_))),
       directory_(rank < 0 ? whole_ : RankDirectory(whole_, rank)) {}
 
@@ -399,27 +422,33 @@ PartialCheckpoint::~PartialCheckpoint() {
   if (directory_ != whole_) (void)::rmdir(whole_.c_str());  // the last rank's succeeds
 }
 
-absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& parent, uint64_t step,
-                                                            int rank, CheckpointLock* lock,
+absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& parent,
+                                                            const std::string& name, int rank,
+                                                            CheckpointLock* lock,
                                                             std::span<const CheckpointSeen> replaces) {
   RETURN_IF_ERROR(Held(lock));
   RETURN_IF_ERROR(MakeDirectories(parent));
   // Of several ranks the first one knows what is replaced, and publishes.
   if (rank <= 0) {
-    const std::string path = absl::StrCat(parent, "/", CheckpointName(step));
+    const std::string path = absl::StrCat(parent, "/", name);
     ASSIGN_OR_RETURN(const bool there, PathExists(path));
-    ASSIGN_OR_RETURN(const bool replaced, IsAmong(replaces, parent, CheckpointName(step)));
+    ASSIGN_OR_RETURN(const bool replaced, IsAmong(replaces, parent, name));
     if (there && !replaced) return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
   }
   if (rank < 0) {
     RETURN_IF_ERROR(RemovePartialCheckpoints(parent));
   }
-  const std::string whole = absl::StrCat(parent, "/", PartialName(CheckpointName(step)));
+  const std::string whole = absl::StrCat(parent, "/", PartialName(name));
   for (const std::string& directory : {whole, rank < 0 ? whole : RankDirectory(whole, rank)}) {
     ASSIGN_OR_RETURN(const bool in_the_way, InTheWay(directory));
     if (in_the_way) return absl::AlreadyExistsError(absl::StrCat(directory, " is in the way: move it away"));
   }
-  return PartialCheckpoint(parent, step, rank, lock, replaces);
+  return PartialCheckpoint(parent, name, rank, lock, replaces);
+}
+
+absl::Status PartialCheckpoint::TakeIn(const std::string& path, const std::string& name) const {
+  RETURN_IF_ERROR(Rename(path, absl::StrCat(directory_, "/", name)));
+  return SyncDirectory(directory_);
 }
 
 absl::StatusOr<std::string> PartialCheckpoint::TakeNameOf(const std::string& path) const {

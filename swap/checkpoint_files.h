@@ -23,22 +23,24 @@ namespace penstock::swap {
 // on.
 using Rest = std::function<void(double worked)>;
 
-// A checkpoint that has no name yet: a directory `.step-N.partial` beside the others. Removed with its store
+// A checkpoint that has no name yet: a directory `.NAME.partial` beside the others. Removed with its store
 // file when destroyed, unless it was published.
 class PartialCheckpoint {
  public:
   // Makes the parent if it is missing, and, unless other ranks may be writing there as well, removes what
   // killed runs left. `rank`: whose part of it this is, -1 where there is one. kAlreadyExists: a checkpoint
-  // of this step that is not among `replaces`, as rank 0 finds. `lock`: of the parent, checked before
+  // of this name that is not among `replaces`, as rank 0 finds. `lock`: of the parent, checked before
   // anything there changes; null: there is none. Both outlive this.
-  static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, uint64_t step, int rank,
-                                                  CheckpointLock* lock = nullptr,
+  static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, const std::string& name,
+                                                  int rank, CheckpointLock* lock = nullptr,
                                                   std::span<const CheckpointSeen> replaces = {});
   PartialCheckpoint(PartialCheckpoint&& other) noexcept;
   PartialCheckpoint& operator=(PartialCheckpoint&&) = delete;
   ~PartialCheckpoint();
 
   const std::string& directory() const { return directory_; }  // of the rank's part
+  // The durable file at `path` is part of it from here on, as `name`.
+  absl::Status TakeIn(const std::string& path, const std::string& name) const;
   // Rank 0's, when all parts are there: gives the durable, closed store in directory() its name, makes that
   // durable, writes `latest` if that is possible, and removes those that are replaced and all but the newest
   // `keep` of the others (0: none of these), at the pace of `rest`. On an error nothing has been removed.
@@ -49,7 +51,7 @@ class PartialCheckpoint {
   void HandOver() { directory_.clear(); }
 
  private:
-  PartialCheckpoint(std::string parent, uint64_t step, int rank, CheckpointLock* lock,
+  PartialCheckpoint(std::string parent, std::string name, int rank, CheckpointLock* lock,
                     std::span<const CheckpointSeen> replaces);
   // Takes the name of a checkpoint that is replaced, in one step where the file system can do that. Returns
   // where that one is now: under a name of no checkpoint.

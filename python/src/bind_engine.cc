@@ -462,13 +462,18 @@ class PyTrainingEngine {
   void Flush() {
     Call([this](zero::Engine& of) { return CommitDescription(of); });
   }
-  // The path that the checkpoint has once it is whole.
+  // The path that the checkpoint has once it is whole. file: that goes into it, as file_name; empty: none.
   std::string BeginCheckpoint(const std::string& parent, const std::string& tag, bool latest,
-                              const std::string& description) {
+                              const std::string& description, const std::string& name,
+                              const std::string& file, const std::string& file_name) {
     Flush();
-    zero::Engine::CheckpointRequest request = {
-        .parent = parent,
-        .naming = swap::CheckpointNaming{.description = description, .tag = tag, .latest = latest}};
+    zero::Engine::CheckpointRequest request = {.parent = parent,
+                                               .naming = swap::CheckpointNaming{.description = description,
+                                                                                .tag = tag,
+                                                                                .latest = latest,
+                                                                                .name = name,
+                                                                                .file = file,
+                                                                                .file_name = file_name}};
     checkpoints_ = parent;
     return Ask<std::string>([&](zero::Engine& of) { return of.BeginCheckpoint(std::move(request)); });
   }
@@ -821,7 +826,7 @@ void BindEngine(nb::module_& module) {
            nb::arg("flops") = 0.0)
       .def("flush", &PyTrainingEngine::Flush)
       .def("begin_checkpoint", &PyTrainingEngine::BeginCheckpoint, nb::arg("parent"), nb::arg("tag"),
-           nb::arg("latest"), nb::arg("description"))
+           nb::arg("latest"), nb::arg("description"), nb::arg("name"), nb::arg("file"), nb::arg("file_name"))
       .def("finish_checkpoint", &PyTrainingEngine::FinishCheckpoint)
       .def("settle_checkpoint", &PyTrainingEngine::SettleCheckpoint)
       .def("take_checkpoint_error", &PyTrainingEngine::TakeCheckpointError)

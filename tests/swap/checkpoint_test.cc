@@ -287,6 +287,49 @@ TEST_F(CheckpointTest, AListingThatFailsIsNotAnEmptyOne) {
   ExpectCheckpoint(*FindCheckpoint(checkpoints_.parent), 3);
 }
 
+// Checkpoints of one step that must not take each other's place, as Python's front end names them, are found
+// as any other.
+TEST_F(CheckpointTest, SeveralOfOneStepHaveNumbers) {
+  Start();
+  Step(1);
+  Step(2);
+  const std::string& parent = checkpoints_.parent;
+  for (const int number : {1, 10, 2}) {
+    checkpoints_.naming.emplace();
+    checkpoints_.naming->tag = absl::StrCat("tag", number);
+    checkpoints_.naming->name = CheckpointName(2, number);
+    checkpoints_.naming->file = scratch_.Sub(absl::StrCat("file", number));
+    checkpoints_.naming->file_name = "client_state-x.pt";
+    std::ofstream(checkpoints_.naming->file) << number;
+    const absl::Status written = WriteCheckpoint(*store_, checkpoints_);
+    ASSERT_TRUE(written.ok()) << written;
+    const std::string tag = absl::StrCat(parent, "/tag", number);
+    EXPECT_EQ(fs::read_symlink(tag).string(), CheckpointName(2, number));
+    EXPECT_FALSE(fs::exists(checkpoints_.naming->file));
+    EXPECT_TRUE(fs::exists(tag + "/client_state-x.pt"));
+    ExpectCheckpoint(tag, 2);
+  }
+  EXPECT_TRUE(absl::IsAlreadyExists(WriteCheckpoint(*store_, checkpoints_)));
+  Step(3);
+  checkpoints_.naming.reset();
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  for (const char* other :
+       {"step-2.1", "step-2.02", "step-2.", "step-.2", "step-2.2.2", "step-2.x", "step-2x"}) {
+    fs::copy(parent + "/" + CheckpointName(3), parent + "/" + other);
+  }
+  std::vector<std::string> names;
+  for (const CheckpointEntry& entry : Kept()) names.push_back(entry.name);
+  EXPECT_THAT(names,
+              testing::ElementsAre("step-00000002", "step-00000002.2", "step-00000002.10", "step-00000003"));
+  // They go as others do, and what they hold with them.
+  ASSERT_TRUE(KeepNewestCheckpoints(parent, 2).ok());
+  names.clear();
+  for (const CheckpointEntry& entry : Kept()) names.push_back(entry.name);
+  EXPECT_THAT(names, testing::ElementsAre("step-00000002.10", "step-00000003"));
+  EXPECT_FALSE(fs::exists(parent + "/.step-00000002.partial"));
+  EXPECT_FALSE(fs::exists(parent + "/.step-00000002.2.partial"));
+}
+
 // Whoever wants those gone that are there may wait for a directory: what others keep there meanwhile stays.
 TEST_F(CheckpointTest, OnlyWhatWasSeenIsRemoved) {
   Start();
@@ -367,7 +410,8 @@ TEST_F(CheckpointTest, OfSeveralRanksTheFirstJudgesWhetherAStepIsTaken) {
   ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
   const std::vector<CheckpointSeen> seen = *SeeCheckpoints(checkpoints_.parent);
   const auto create = [&](int rank, std::span<const CheckpointSeen> replaces) {
-    return PartialCheckpoint::Create(checkpoints_.parent, 1, rank, nullptr, replaces).status();
+    return PartialCheckpoint::Create(checkpoints_.parent, CheckpointName(1), rank, nullptr, replaces)
+        .status();
   };
   EXPECT_TRUE(absl::IsAlreadyExists(create(0, {})));
   EXPECT_TRUE(create(0, seen).ok());
@@ -406,7 +450,7 @@ TEST_F(CheckpointTest, OneThatIsMovedAwayAsItGoesStaysWhole) {
   int moved = 0;
   for (int i = 0; i < 100 && moved == 0; ++i) {
     make(parent + "/" + CheckpointName(1), 300);
-    auto partial = PartialCheckpoint::Create(parent, 2, -1);
+    auto partial = PartialCheckpoint::Create(parent, CheckpointName(2), -1);
     ASSERT_TRUE(partial.ok()) << partial.status();
     make(partial->directory(), 1);
     std::atomic<bool> over = false;

@@ -156,7 +156,9 @@ absl::StatusOr<std::string> Engine::Impl::BeginCheckpoint(CheckpointRequest requ
   }
   auto asked = std::make_unique<AskedCheckpoint>();
   const std::string& parent = request.parent;
-  asked->path = absl::StrCat(parent, "/", swap::CheckpointName(static_cast<uint64_t>(step_)));
+  const bool named = request.naming.has_value() && !request.naming->name.empty();
+  asked->path = absl::StrCat(
+      parent, "/", named ? request.naming->name : swap::CheckpointName(static_cast<uint64_t>(step_)));
   asked->lock = options_.storage.checkpoints.lock;
   absl::Status mine;
   if (options_.rank() == 0 && (asked->lock == nullptr || parent != options_.storage.checkpoints.parent)) {

@@ -22,7 +22,7 @@ class CheckpointCopy:
         """Returns its path when the commit is retained. OSError: it cannot be begun."""
         self.begins += 1
         try:
-            self._path = path = str(self._run.core.begin_checkpoint(parent, tag, latest, description))
+            self._path = path = str(self._run.core.begin_checkpoint(parent, tag, latest, description, "", "", ""))
         except Exception:
             self.begins -= 1
             raise
