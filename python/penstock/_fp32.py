@@ -24,11 +24,11 @@ from ._engine._deepspeed_checkpoint import is_deepspeeds
 from ._engine._json import decode
 from ._engine._settings import PathLike
 from ._files import NewFile, commit_together, open_new, save_into, whole_file
-from ._small_files import exists, is_directory, make_directory, read_bytes, read_json
+from ._small_files import exists, is_directory, make_directory, read_json
 
 # What checkpoints, DeepSpeed's and ours, are made of.
 _MOST_INDEX, _MOST_INDEXED = 64 << 20, 900_000  # bytes, and values with names, of an index: of 400,000 tensors
-_IS_READ = re.compile(r"(_states\.pt|/zero/.*\.pt|/penstock\.store|/parameters\.json)$")
+_IS_READ = re.compile(r"(_states\.pt|/zero/.*\.pt|/penstock\.store|/parameters\.json|/client_state-[^/]+\.pt)$")
 _SAFE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -361,11 +361,10 @@ if __name__ == "__main__":
 
 
 def place_script(directory: PathLike) -> None:
-    """Puts ``zero_to_fp32.py`` into the directory, where it is not there as it should be. OSError: it cannot be written."""
+    """Puts ``zero_to_fp32.py`` into the directory, where nothing has its name. OSError: it cannot be written."""
     path = os.path.join(os.fspath(directory), SCRIPT)
-    with contextlib.suppress(OSError, ValueError):  # what cannot be read, or is longer, is replaced
-        if read_bytes(path, len(_SCRIPT)) == _SCRIPT:
-            return
+    if exists(path, follow=False):
+        return
     with whole_file(path) as file:
         os.fchmod(file.fileno(), 0o755)
         file.write(_SCRIPT)
