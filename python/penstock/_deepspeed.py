@@ -39,7 +39,7 @@ from ._engine._optimizer import ConfigScheduler
 from ._engine._ranks import make_group
 from ._engine._settings import PathLike, Settings
 from ._engine._trace import keep_resident
-from ._files import whole_file
+from ._files import torch_save, whole_file
 from ._fp32 import place_script
 from ._small_files import make_directory
 from ._throughput import ThroughputTimer
@@ -391,8 +391,9 @@ class DeepSpeedEngine(nn.Module):
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if self.global_rank == 0:
             make_directory(save_dir, "save_dir")
-            with whole_file(os.path.join(save_dir, save_filename)) as file:
-                torch.save(dict(state), file)
+            path = os.path.join(save_dir, save_filename)
+            with whole_file(path) as file:
+                torch_save(dict(state), file, path)
         return True
 
     save_fp16_model = save_16bit_model
@@ -442,9 +443,11 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """DeepSpeed's, of Penstock's format. exclude_frozen_parameters=True gives one warning: a checkpoint is the whole state.
 
-        client_state: anything that can be pickled. What JSON cannot hold, or too much for a commit, is in a file of torch.save beside the
-        checkpoint, which is there before the checkpoint is. Callers look at the directory right after, or remove older ones: it is whole when this returns, as with DeepSpeed. With
-        ``"checkpoint": {"writer": {"decoupled": true}}`` it is copied beside the steps that follow; ``wait_for_checkpoint`` waits.
+        client_state: anything that can be pickled. What JSON cannot hold, or too much for a commit, is in a file of torch.save within the
+        checkpoint. Callers look at the directory right after, or remove older ones: it is whole when this returns, as with DeepSpeed. With
+        ``"checkpoint": {"writer": {"decoupled": true}}`` it is copied beside the steps that follow; ``wait_for_checkpoint`` waits. One of the
+        same run, step and tag is replaced; another run's, one with another tag, or what is no checkpoint keeps its place ``step-N``, and this
+        one is ``step-N.2`` under its tag.
         """
         if truth(options.pop("exclude_frozen_parameters", False), "exclude_frozen_parameters") and not self._told_of_frozen:
             self._told_of_frozen = True
@@ -456,27 +459,21 @@ class DeepSpeedEngine(nn.Module):
         if options:
             raise TypeError(f"save_checkpoint() got an unexpected keyword argument {next(iter(options))!r}")
         save = self.engine.save_checkpoint
-        begins = self.engine._copy.begins
         given, apart = _client_state.split(client_state or {}, self.engine._record.room() if self.engine.started else sys.maxsize)
-        name = ""
+        _client_state.tidy(os.fspath(save_dir))
         try:
             if apart:
-                name = _client_state.write(os.fspath(save_dir), self.global_steps, self.global_rank, apart)
-                given[_client_state.KEY] = [name, list(apart)]
-            # One of the same step that another process has left is replaced, as DeepSpeed does it: Trainer goes over steps again.
+                file = _client_state.write(os.fspath(save_dir), self.global_steps, self.global_rank, apart)
+                given[_client_state.KEY] = [os.path.basename(file.path), list(apart)]
+                self.engine._copy.take_in(file)
+            # One of this run, step and tag that another process has left is replaced, as DeepSpeed does it: Trainer goes over steps again.
             waits = not _is_decoupled(self._config)
             save(
                 save_dir, tag or f"global_step{self.global_steps}", given, save_latest=save_latest, replaces_others=True, wait=waits,
             )  # fmt: skip
-        except BaseException:
-            # A checkpoint that was begun may be whole, also where Ctrl-C ended the wait for it, and names the file.
-            if name and self.engine._copy.begins == begins:
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(save_dir, name))
-            raise
         finally:
+            self.engine._copy.take_in(None)  # one that was begun has it
             self.engine._record.forget_file()
-        _client_state.tidy(os.fspath(save_dir), self.global_steps if waits else None, self.global_rank, name)
         if self.global_rank == 0:
             place_script(save_dir)
         return True

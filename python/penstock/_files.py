@@ -254,6 +254,12 @@ class NewFile:
             os.link(f"/proc/self/fd/{self.descriptor}", name, src_dir_fd=self.descriptor, follow_symlinks=True)
             self._name = name
 
+    @property
+    def settled(self) -> str:
+        """Its temporary name. Who gives it another one leaves nothing for ``discard``."""
+        assert self._name is not None
+        return self._name
+
     def move(self) -> None:
         """Under its own name, which is not durable yet."""
         assert self._name is not None
@@ -361,6 +367,13 @@ def _remove_leftovers(directory: str, names: Set[str], others: bool) -> None:
                     os.unlink(path)
 
 
+def remove_leftovers(directory: str, pattern: str) -> None:
+    """Removes what killed writers of files whose names match have left. What cannot be listed or removed is left to the next."""
+    with contextlib.suppress(OSError):
+        found = (re.fullmatch(rf"\.({pattern})\.[0-9a-f]{{16}}\.new", entry) for entry in os.listdir(directory or "."))
+        _remove_leftovers(directory, {each[1] for each in found if each is not None}, others=False)
+
+
 # Who writes a file has it locked from before it gets its temporary name until it has its own, and nothing else ever has the same one.
 def _remove_unless_written(path: str) -> None:
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -392,6 +405,35 @@ def whole_file(path: str) -> Iterator[BinaryIO]:
         new.commit()
     finally:
         new.discard()
+
+
+class _Told:
+    """A file for torch.save, which tells of a failed write in words of its own."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.failure: Optional[OSError] = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def torch_save(obj: Any, file: BinaryIO, path: str) -> None:
+    """torch.save into an open file. OSError, which names path: it cannot be written. What pickling raises."""
+    told = _Told(file)
+    try:
+        torch.save(obj, told)  # type: ignore[arg-type]
+    except Exception:
+        if told.failure is None:
+            raise
+        raise OSError(told.failure.errno, told.failure.strerror, path) from None
 
 
 def write_text(path: PathLike, text: str) -> None:

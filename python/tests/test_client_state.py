@@ -2,10 +2,13 @@
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import pathlib
+import resource
 import types
+import zipfile
 
 import pytest
 
@@ -44,7 +47,8 @@ def engine_in(tmp_path, **more):
 
 
 def files(directory):
-    return sorted(name for name in os.listdir(directory) if name.startswith("client_state-"))
+    """Beside checkpoints, and within them, each once."""
+    return sorted(os.path.relpath(os.path.join(place, name), directory) for place, _, names in os.walk(directory) for name in names if "client_state-" in name)
 
 
 def test_what_is_no_json_or_too_long_comes_back_by_itself(tmp_path):
@@ -251,3 +255,113 @@ def test_over_ranks_each_writes_its_own(tmp_path, on_ranks):
     """.format(tests=os.path.dirname(os.path.abspath(__file__)), place=str(tmp_path))
     told = on_ranks(program, 2)
     assert [each[0] for each in told] == [0, 0], told
+
+
+def test_the_file_is_the_checkpoints_wherever_that_goes(tmp_path):
+    given = {"args": argparse.Namespace(lr=0.1)}
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "kept", client_state=given)
+    assert os.path.dirname(files(tmp_path / "kept")[0]) == "step-00000001"
+    (tmp_path / "kept" / "step-00000001").rename(tmp_path / "kept" / "best")
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "kept", client_state={"args": argparse.Namespace(lr=0.2)})
+    (tmp_path / "kept" / "step-00000002").rename(tmp_path / "elsewhere")
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "kept", client_state={})
+    assert engine.load_checkpoint(tmp_path / "kept", tag="best")[1] == given
+    assert engine.load_checkpoint(tmp_path, tag="elsewhere")[1]["args"].lr == 0.2
+    # As an older Penstock had it: beside the checkpoint.
+    (name,) = [each for each in files(tmp_path / "kept") if each.startswith("best")]
+    (tmp_path / "kept" / name).rename(tmp_path / "kept" / os.path.basename(name))
+    engine.save_checkpoint(tmp_path / "kept", client_state={})
+    assert engine.load_checkpoint(tmp_path / "kept", tag="best")[1] == given
+    engine.destroy()
+
+
+def test_a_decoupled_save_has_its_file_too_and_what_a_kill_left_goes_with_the_next(tmp_path):
+    from penstock import _client_state
+
+    given, kept = {"args": argparse.Namespace(lr=0.1)}, tmp_path / "kept"
+    engine = engine_in(tmp_path, checkpoint={"writer": {"decoupled": True}})
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(kept, client_state=given)
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(kept, client_state=given)
+    engine.wait_for_checkpoint()
+    assert [os.path.dirname(each) for each in files(kept)] == ["step-00000001", "step-00000002"]
+    # Another engine's that is between its file and its checkpoint stays, and what a killed one has left there goes.
+    others, killed = (_client_state.write(str(kept), 3, 0, given) for _ in range(2))
+    os.close(killed.descriptor)
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(kept, client_state={})
+    assert os.path.exists(others.settled) and not os.path.exists(killed.settled)
+    others.discard()
+    assert engine.load_checkpoint(kept, "global_step1")[1] == engine.load_checkpoint(kept, "global_step2")[1] == given
+    engine.destroy()
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+@pytest.mark.parametrize("what", ["pipe", "compressed", "overlapping"])
+def test_what_is_no_file_of_ours_neither_hangs_nor_fills_memory(tmp_path, what, trusts, never_waits):
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    engine.save_checkpoint(tmp_path / "kept", client_state={"many": {1, 2}})
+    path = tmp_path / "kept" / files(tmp_path / "kept")[0]
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    else:
+        torch.save({"many": torch.zeros(1 << 20)}, path)
+        with zipfile.ZipFile(path) as whole:
+            entries = {each: whole.read(each) for each in whole.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if what == "compressed" else zipfile.ZIP_STORED) as out:
+            for name, data in entries.items():
+                out.writestr(name, data)
+            if what == "overlapping":  # one entry's bytes under more names
+                out.filelist.extend([next(each for each in out.filelist if each.file_size > 1 << 20)] * 3)
+    before, peak = engine.global_steps, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises((OSError, RuntimeError), match="not a regular file|is not as it was written"):
+        engine.load_checkpoint(tmp_path / "kept", trust_client_state=trusts)
+    assert engine.global_steps == before and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < peak + (256 << 10)
+    engine.destroy()
+
+
+def test_a_full_disk_is_no_value_that_cannot_be_pickled(tmp_path, monkeypatch):
+    from penstock import _client_state
+
+    class Full:
+        def __init__(self, file, room):
+            self.file, self.room = file, room
+
+        def write(self, data):
+            self.room -= len(memoryview(data).cast("B"))
+            if self.room < 0:
+                raise OSError(28, "No space left on device")
+            return self.file.write(data)
+
+        def flush(self):
+            self.file.flush()
+
+    own = _client_state.open_new
+
+    @contextlib.contextmanager
+    def full(new):
+        with own(new) as file:
+            yield Full(file, 1 << 20)
+
+    monkeypatch.setattr(_client_state, "open_new", full)
+    engine = engine_in(tmp_path)
+    step(engine, batches(1)[0])
+    with pytest.raises(OSError, match="client_state cannot be written .No space left") as told:
+        engine.save_checkpoint(tmp_path / "kept", client_state={"big": torch.zeros(1 << 20)})
+    assert told.value.errno == 28 and "client_state-step-00000001" in told.value.filename and os.listdir(tmp_path / "kept") == []
+
+    class Refuses:
+        def __reduce__(self):
+            raise OSError(13, "of the value itself")
+
+    with pytest.raises(TypeError, match="own cannot be pickled: .*of the value itself"):
+        engine.save_checkpoint(tmp_path / "kept", client_state={"own": Refuses()})
+    assert os.listdir(tmp_path / "kept") == []
+    engine.destroy()

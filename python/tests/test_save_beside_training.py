@@ -482,12 +482,14 @@ def test_a_directory_that_another_process_writes_to_is_refused_before_anything_t
     rename = os.rename
     monkeypatch.setattr(os, "rename", lambda *names: (moved.append(names), rename(*names)))
     with make(net(), tmp_path / "other") as engine:
-        step(engine, batches(1)[0])
+        engine.load_checkpoint(kept)
+        with torch.no_grad():
+            engine(**batches(1)[0])
         with pytest.raises(OSError, match="in use by another process") as refused:
-            engine.save_checkpoint(kept, replaces_others=True)
+            engine.save_checkpoint(kept, "mine", replaces_others=True)
         assert "\n" not in str(refused.value) and moved == []
         os.close(held)
         (kept / ".penstock.lock").unlink(missing_ok=True)
         assert names(kept) == before
-        engine.save_checkpoint(kept, replaces_others=True)
+        engine.save_checkpoint(kept, "mine", replaces_others=True)
     assert names(kept) == before and len(moved) == 1

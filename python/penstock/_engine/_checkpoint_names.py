@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import re
+import shutil
 import weakref
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, Optional, Set
 
+from .. import _core
 from .._files import locked_directory, try_lock
-from .._small_files import is_directory, read_text
+from .._small_files import exists, is_directory, is_link, read_text
 
 LATEST = "latest"
 #: A checkpoint of this name that another is about to replace.
 REPLACED = ".%s.replaced"
+#: What a checkpoint's directory has in it; those of several ranks lie in rank-K (swap/checkpoint.h).
+_OWN = re.compile(r"penstock\.store|parameters\.json|client_state-[^/]+\.pt")
 _LOCK = ".penstock.lock"  # of who copies a checkpoint, or trains from the command line (swap/checkpoint_lock.h)
 _PATIENCE = 2.0  # seconds that a killed process may take to end
 _IN_USE = "checkpoints go to a directory that is in use by another process, which writes its own there: let that one end, or give another directory"
@@ -58,9 +63,54 @@ def is_tag(tag: Any) -> bool:
     return "/" not in tag and "\0" not in tag and tag not in (LATEST, "latest_universal")
 
 
+def name_of(step: int, number: int = 1) -> str:
+    """A checkpoint's own name: of several of one step, which must not take each other's place, the numbered one (swap/checkpoint_files.cc)."""
+    return f"step-{step:08d}" + (f".{number}" if number > 1 else "")
+
+
 def is_own(tag: Any) -> bool:
     """Whether save_checkpoint gives such names itself."""
-    return isinstance(tag, str) and re.fullmatch(r"step-\d{8}", tag) is not None
+    return isinstance(tag, str) and re.fullmatch(r"step-\d{8,}(\.[1-9]\d*)?", tag) is not None
+
+
+def tags_of(directory: str, name: str) -> Set[str]:
+    """The links in the directory that name what has this name there, or had it. OSError: the directory cannot be listed."""
+    place = os.path.realpath(os.path.join(directory, name))
+    there = (os.path.join(directory, each) for each in os.listdir(directory))
+    return {os.path.basename(each) for each in there if is_link(each) and os.path.realpath(each) == place}
+
+
+def run_of(path: str) -> str:
+    """The run that made the checkpoint. Empty: the path names no checkpoint of a run that has a name, or one that holds other files besides, or one
+    that cannot be read; nobody may take its place or remove it.
+    """
+    try:
+        if is_link(path) or not is_directory(path) or not all(_is_own_file(path, name) for name in os.listdir(path)):
+            return ""
+        found = json.loads(_core.record_of([path]))
+    except (OSError, ValueError, RuntimeError):
+        return ""
+    name = found.get("run_id") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _is_own_file(directory: str, name: str) -> bool:
+    path = os.path.join(directory, name)
+    if re.fullmatch(r"rank-\d+", name) and not is_link(path) and is_directory(path):
+        return all(_OWN.fullmatch(each) for each in os.listdir(path))
+    return _OWN.fullmatch(name) is not None
+
+
+def remove_superseded(directory: str) -> None:
+    """Removes checkpoints that were set aside for one that a kill has left whole since, both of one run. By who has the directory locked."""
+    for entry in os.listdir(directory) if is_directory(directory) else ():
+        found = re.fullmatch(r"\.(.+)\.replaced", entry)
+        if found is None or not is_own(found[1]):
+            continue
+        aside = os.path.join(directory, entry)
+        run = run_of(aside)
+        if run and exists(os.path.join(directory, found[1])) and run_of(os.path.join(directory, found[1])) == run:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_tag(tag: str, what: str) -> None:

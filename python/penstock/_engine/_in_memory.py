@@ -82,7 +82,7 @@ class InMemory:
         if path is None:
             warnings.warn(f"{directory} holds no checkpoint (no file `{checkpoint_names.LATEST}`): the model stays as it is", stacklevel=3)
             return None, {}
-        client = _client_state.whole(record_of(path).get("client", {}), os.path.dirname(os.path.realpath(path)), trust_client_state, needs_all=False)
+        client = _client_state.whole(record_of(path).get("client", {}), path, trust_client_state, needs_all=False)
         weights = open_weights(path)
         taken = matched(self.module, weights, path, load_module_strict)
         _core.verify_checkpoint(path, 0, 1)

@@ -144,7 +144,7 @@ class Loading:
         from the module's names to the checkpoint's, or the path of a JSON file with one. Raises ValueError naming a parameter that is
         missing there, of another shape, or left over.
 
-        trust_client_state: values of client_state that are in a file beside the checkpoint (a save under DeepSpeed's name) may be of classes
+        trust_client_state: values of client_state that are in a file of the checkpoint (a save under DeepSpeed's name) may be of classes
         that execute what the file says. FileNotFoundError, RuntimeError: that file is missing, or would execute something; the engine is as it
         was. With load_module_only that is a warning, and client_state comes back without these values.
         """
@@ -181,8 +181,7 @@ class Loading:
         client: Dict[str, Any] = {}
 
         def look(rank: int, world: int) -> None:
-            beside = os.path.dirname(os.path.realpath(path))
-            client.update(_client_state.whole(kept.get("client", {}), beside, trusts, needs_all=not module_only))
+            client.update(_client_state.whole(kept.get("client", {}), path, trusts, needs_all=not module_only))
             if not only and self._run.begun:
                 _core.verify_checkpoint(path, rank, world)
 
