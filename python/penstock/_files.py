@@ -17,7 +17,7 @@ import torch
 
 from . import _core
 from ._buffers import PathLike
-from ._small_files import exists, is_directory, is_regular_file
+from ._small_files import exists, is_directory, is_regular_file, names_own_descriptor, open_special
 
 _MIB = 1 << 20
 _PIECE = 4 * _MIB  # what is written at once
@@ -437,10 +437,11 @@ def torch_save(obj: Any, file: BinaryIO, path: str) -> None:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Puts text in place of what a path holds. What is no regular file (/dev/stdout, a pipe) is written to as it is."""
+    """Puts text in place of what a path holds. What is no regular file (a pipe), and a descriptor of this process (/dev/stdout), is written to as
+    it is; a pipe that nothing reads is an OSError, and is not waited for."""
     name = os.fsdecode(path)
-    if exists(name) and not is_regular_file(name) and not is_directory(name):
-        with open(name, "w", encoding="utf-8") as out:
+    if names_own_descriptor(name) or exists(name) and not is_regular_file(name) and not is_directory(name):
+        with os.fdopen(open_special(name), "w", encoding="utf-8") as out:
             out.write(text)
         return
     with whole_file(name) as file:

@@ -40,6 +40,40 @@ def open_regular(path: Union[str, "os.PathLike[str]"], flags: int) -> int:
     return descriptor
 
 
+def open_special(path: Union[str, "os.PathLike[str]"]) -> int:
+    """Opens what is no regular file (a pipe, a device) for writing, by a descriptor that the caller closes. OSError: it cannot be opened.
+
+    A pipe that nothing reads is an error, and is not waited for. A descriptor of this process that the path names (/dev/stdout, /dev/fd/3) is
+    written to as it is, a socket too.
+    """
+    name = os.fspath(path)
+    own = _own_descriptor(name)
+    if own is not None:
+        return os.dup(own)
+    try:
+        descriptor = os.open(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.ENXIO, "a pipe that nothing reads, a socket, or no device: start its reader first", name) from None
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def names_own_descriptor(path: Union[str, "os.PathLike[str]"]) -> bool:
+    """Whether the path names a descriptor of this process, itself or by one link (/dev/stdout), whatever it is of."""
+    return _own_descriptor(os.fspath(path)) is not None
+
+
+def _own_descriptor(name: str) -> Optional[int]:
+    if os.path.dirname(name) == "/dev" and os.path.islink(name):
+        name = os.readlink(name)
+    number = os.path.basename(name)
+    if not (number.isascii() and number.isdigit()):
+        return None
+    return int(number) if os.path.realpath(os.path.dirname(name)) == os.path.realpath("/proc/self/fd") else None
+
+
 def read_bytes(path: Union[str, "os.PathLike[str]"], most: int = SMALL) -> bytes:
     """What a regular file holds. OSError: it cannot be read, or is none. ValueError: longer than most bytes."""
     name = os.fspath(path)

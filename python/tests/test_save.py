@@ -6,9 +6,11 @@ import io
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import time
 import traceback
 
 import pytest
@@ -173,6 +175,51 @@ def test_no_writer_of_whole_files_takes_the_place_of_a_pipe(directory, never_wai
         with _files.whole_file(str(directory / "below")):
             pass
     assert stat.S_ISFIFO(os.stat(directory / "pipe").st_mode) and sorted(os.listdir(directory)) == ["below", "pipe"]
+
+
+def test_text_goes_to_a_pipe_that_somebody_reads_and_none_is_waited_for(directory, never_waits):
+    pipe = directory / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="a pipe that nothing reads.*: start its reader first") as refused:
+        _files.write_text(pipe, "text")
+    assert refused.value.filename == str(pipe)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(directory / "socket"))
+    with pytest.raises(OSError, match="start its reader first"):
+        _files.write_text(directory / "socket", "text")
+    listener.close()
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    _files.write_text(pipe, "first \u00e9")
+    assert os.read(reader, 100).decode() == "first \u00e9"
+    os.close(reader)
+    long = "x" * (1 << 20)  # more than a pipe holds: its reader is waited for from here on
+    with open(directory / "copy", "w") as copied, subprocess.Popen(["cat", str(pipe)], stdout=copied):
+        while True:
+            try:
+                _files.write_text(pipe, long)
+                break
+            except OSError as error:
+                assert error.errno == errno.ENXIO  # cat has not opened it yet
+                time.sleep(0.01)
+    assert (directory / "copy").read_text() == long
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode)
+
+
+def test_text_for_a_descriptor_of_this_process_goes_there_whatever_it_is_of(directory):
+    (directory / "file").write_text("before ")
+    one, other = socket.socketpair()
+    with open(directory / "file", "a") as file:
+        for descriptor in (file.fileno(), one.fileno()):
+            for name in (f"/dev/fd/{descriptor}", f"/proc/self/fd/{descriptor}"):
+                _files.write_text(name, "text ")
+    assert (directory / "file").read_text() == "before text text " and other.recv(100) == b"text text "
+    one.close()
+    other.close()
+    child = "import penstock._files as files; print('a', flush=True); files.write_text('/dev/stdout', 'b')"
+    with open(directory / "out", "w") as out:
+        subprocess.run([sys.executable, "-c", child], stdout=out, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        out.write("c")
+    assert (directory / "out").read_text() == "a\nbc"
 
 
 def test_a_small_file_needs_no_more_room_than_it_has(directory, in_child):
