@@ -457,6 +457,96 @@ def test_a_module_that_does_not_act_on_each_token_alone_is_refused_by_name(tmp_p
         assert "\n" not in str(raised.value)
 
 
+class Keeping(Gated):
+    """Acts on each token alone, and keeps something of a call in a way of its own."""
+
+    def __init__(self, width, dropout=0.0, way=None):
+        super().__init__(width)
+        self.aux, self.calls, self.load = None, 0, {"tokens": [0]}
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(width))
+        self.way = way
+
+    def forward(self, x, losses=None):
+        if self.way == "a loss":
+            self.aux = self.gate(x).pow(2).mean()
+        elif self.way == "the first loss" and self.aux is None:
+            self.aux = self.gate(x).pow(2).mean()
+        elif self.way == "a number":
+            self.calls += 1
+        elif self.way == "within a list":
+            self.load["tokens"][0] += x.shape[-2]
+        elif self.way == "a buffer in place":
+            self.seen.add_(x.shape[-2])
+        elif self.way == "a buffer":
+            self.last = x.detach().flatten(0, -2)[-1]
+        elif self.way == "within":
+            self.up.norm = x.norm()
+        elif self.way == "what it is given":
+            losses.append(x.mean())
+        elif self.way == "in backward" and torch.is_grad_enabled():
+            self.aux = self.gate(x).pow(2).mean()
+        return super().forward(x)
+
+
+class KeepingLayer(Layer):
+    losses = []
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x), losses=self.losses)
+
+
+WAYS = {
+    "a loss": " \\(aux\\)", "the first loss": " \\(aux\\)", "a number": " \\(calls\\)", "within a list": "", "a buffer in place": " \\(seen\\)",
+    "a buffer": " \\(last\\)", "within": " \\(norm\\)", "what it is given": "", "in backward": " \\(aux\\)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_that_keeps_something_of_a_call_is_refused_by_name(tmp_path, way):
+    def keeping():
+        model = with_mlps(lambda width, dropout: Keeping(width, way=way))
+        for layer in model.layers:
+            layer.__class__ = KeepingLayer
+        return model
+
+    batch = batches(1)[0]
+    with make(keeping(), tmp_path, chunked_modules=["mlp"], chunk_size=7) as engine:
+        expected = f"chunked_modules: layers.[0-9].mlp, a Keeping, keeps something of each call{WAYS[way]}, which would be a chunk's .*: leave it out"
+        with pytest.raises(RuntimeError, match=expected) as raised:
+            engine.backward(engine(**batch))
+        assert "\n" not in str(raised.value)
+    KeepingLayer.losses.clear()
+    with make(keeping(), tmp_path / "whole", chunk_size=7) as engine:  # without chunks it trains
+        assert step(engine, batch) > 0
+
+
+def test_a_module_that_keeps_nothing_else_than_it_has_is_served(tmp_path):
+    model, data = with_mlps(lambda width, dropout: Keeping(width)), batches(8)
+    expected = plain(of_the_model, model, data)
+    assert ours(of_the_model, model, data, tmp_path, chunked_modules=["mlp"], chunk_size=7) == pytest.approx(expected, rel=5e-6)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_a_hook_within_a_module_in_chunks_is_refused_by_name_and_one_of_it_sees_all_tokens(tmp_path, kind, when):
+    if not hasattr(nn.Module, f"register_{kind}_hook"):
+        pytest.skip(f"this torch has no {kind} hooks")
+    model, seen = with_mlps(), []
+
+    def hook(module, *tensors):
+        seen.extend(each.shape[:-1].numel() for each in (tensors[-1] if isinstance(tensors[-1], tuple) else tensors[-1:]))
+
+    getattr(model.layers[1].mlp, f"register_{kind}_hook")(hook)
+    with make(model, tmp_path, chunked_modules=["mlp"], chunk_size=7) as engine:
+        if when == "later":
+            step(engine, batches(1)[0])
+            assert seen and set(seen) == {32}
+        getattr(model.layers[1].mlp.up, f"register_{kind}_hook")(hook)
+        with pytest.raises(RuntimeError, match=r"chunked_modules: layers\.1\.mlp\.up, a Linear, has a hook, .*: leave layers\.1\.mlp out, or put the hook on"):
+            engine(**batches(1)[0])
+
+
 def test_dropout_is_no_reason_and_is_drawn_once(tmp_path):
     model = with_mlps(dropout=0.5)
     with make(model, tmp_path, chunked_modules=["mlp"], chunk_size=7) as engine:

@@ -195,6 +195,15 @@ class Attributes:
         """Whether anything is not as it was, of what was given too."""
         return any(content.changed() for content in self._once.values())
 
+    def names_changed(self) -> List[str]:
+        """The modules' attributes that are others now, or hold something else themselves; one whose holdings' holdings changed is not among them."""
+        changed = {id(content.holder) for content in self._once.values() if content.changed()}
+        names = []
+        for module, _ in self._of:
+            before, now = self._once[id(module)].before, _attributes_of(module)
+            names += [name for name in {**before, **now} if id(now.get(name)) in changed or not _same(now.get(name, _MISSING), before.get(name, _MISSING))]
+        return names
+
     def changed_in_place(self) -> bool:
         """Whether a tensor is not as it was."""
         return any(isinstance(content.holder, torch.Tensor) and content.changed() for content in self._once.values())

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import torch
 from torch import nn
 
+from ._attributes import Attributes, version_of
 from ._autograd_settings import AutogradSettings
 from ._modules import replace_forward, restore_forward
 from ._open_pass import PassFailed
@@ -18,6 +19,7 @@ from ._settings import Settings
 _COMPARED = 3
 _SAMPLE = 256  # tokens
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-8}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 
@@ -55,21 +57,31 @@ class ChunkedModules:
             size = self._size or given[0].shape[-1]
             if tokens <= size:
                 return original(*args, **kwargs)
+            _refuse_hooks(name, module)
+            others = [each for each in (*args, *kwargs.values()) if each is not given[0]]
 
-            def call(chunk: torch.Tensor) -> torch.Tensor:
+            def compute(chunk: torch.Tensor) -> torch.Tensor:
                 taken = tuple(chunk if each is given[0] else each for each in args)
                 out = original(*taken, **{key: chunk if each is given[0] else each for key, each in kwargs.items()})
                 if not isinstance(out, torch.Tensor) or out.shape[:-1] != chunk.shape[:-1]:
                     raise PassFailed(f"chunked_modules: {name} gives no tensor with the tokens that it is given, one for one: leave it out")
                 return out
 
+            def call(chunk: torch.Tensor) -> torch.Tensor:
+                before = _Kept(module, others)
+                out = compute(chunk)
+                before.check(name)
+                return out
+
             if given[0].device.type != "meta" and self._compared.get(id(module), 0) < _COMPARED:
                 self._compared[id(module)] = self._compared.get(id(module), 0) + 1
-                if not _is_per_token(module, call, given[0].detach()):
+                before = _Kept(module, others)
+                if not _is_per_token(module, compute, given[0].detach()):
                     raise PassFailed(
                         f"chunked_modules: {name}, a {type(module).__name__}, gives a token something else among other tokens, so that it does not act "
                         "on each token alone: leave it out"
                     )
+                before.check(name)
             return compute_in_chunks(call, given[0], [each for each in module.parameters() if each.requires_grad], size)
 
         return forward
@@ -138,6 +150,39 @@ class _Chunks(torch.autograd.Function):
         finally:
             now.restore()
         return (None, None, None, of_given, *(None if total is None else total.to(each.dtype) for total, each in zip(sums, parameters)))
+
+
+class _Kept:
+    """What a module, and what else it is called with, keeps between calls, as it is when this is made: attributes and buffers."""
+
+    def __init__(self, module: nn.Module, others: Sequence[Any]) -> None:
+        self._module = module
+        self._attributes = Attributes(module.modules(), given=others, copies=())
+        self._buffers = [(name, each, version_of(each)) for name, each in module.named_buffers()]
+
+    def check(self, name: str) -> None:
+        """PassFailed: the module's forward has changed some of it, so that it would be left with a chunk's, or with as many changes as there are chunks."""
+        now = dict(self._module.named_buffers())
+        changed = [short for short, each, version in self._buffers if now.get(short) is not each or version_of(each) != version]
+        if not changed and not self._attributes.any_changed():
+            return
+        changed += self._attributes.names_changed()
+        of = f" ({', '.join(sorted(set(changed)))})" if changed else ""
+        raise PassFailed(
+            f"chunked_modules: {name}, a {type(self._module).__name__}, keeps something of each call{of}, which would be a chunk's and without a "
+            "gradient, so that it does not act on each token alone: leave it out"
+        )
+
+
+# PassFailed: a module within has hooks, which would be called with chunks. Those of the module itself are called with all tokens.
+def _refuse_hooks(name: str, module: nn.Module) -> None:
+    for short, each in module.named_modules():
+        hooks = [hook for kind in _HOOKS for hook in vars(each).get(kind, {}).values()] if each is not module else []
+        if any(not str(getattr(hook, "__module__", "")).startswith("penstock.") for hook in hooks):
+            raise PassFailed(
+                f"chunked_modules: {name}.{short}, a {type(each).__name__}, has a hook, which would be called with chunks of tokens: leave {name} out, or "
+                f"put the hook on {name}, where it is called with all of them"
+            )
 
 
 # Whether tokens from all of the input give the same in another order, in two parts, as they do together.
