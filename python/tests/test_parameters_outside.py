@@ -243,6 +243,76 @@ def test_whatever_reads_a_parameter_outside_has_its_value_or_is_refused_by_name(
         engine.step()
 
 
+# By name: what torch computes of a weight, in C++ that asks no tensor's class unless it is made to.
+UNASKED = {
+    "vmap": lambda weight: torch.vmap(lambda row: row.sum())(weight),
+    "vmap's other operand": lambda weight: torch.vmap(lambda x: (x * weight).sum())(torch.ones(3, *weight.shape)),
+    "grad": lambda weight: torch.func.grad(lambda w: w.pow(3).sum())(weight),
+    "grad in a dictionary": lambda weight: torch.func.grad(lambda of: of["w"].pow(3).sum())({"w": weight})["w"],
+    "grad of another": lambda weight: torch.func.grad(lambda x: (x * weight).sum())(torch.tensor(1.0)),
+    "vjp": lambda weight: torch.func.vjp(lambda w: w.pow(3).sum(), weight)[1](torch.tensor(1.0))[0],
+    "jvp": lambda weight: torch.func.jvp(lambda w: w.pow(3).sum(), (weight,), (torch.ones(weight.shape),))[1],
+    "jacrev": lambda weight: torch.func.jacrev(lambda w: w.pow(3).sum(0))(weight),
+    "jacfwd": lambda weight: torch.func.jacfwd(lambda w: w[:2, :2].pow(3).sum())(weight),
+    "script": lambda weight: torch.jit.script(nn.functional.relu)(weight),
+    "script's keyword": lambda weight: torch.jit.script(nn.functional.relu)(input=weight),
+    "dlpack": lambda weight: torch.from_dlpack(torch.utils.dlpack.to_dlpack(weight)),
+}
+
+
+@pytest.mark.parametrize("how", UNASKED)
+def test_what_asks_no_tensors_class_has_the_value_or_is_refused_by_name(tmp_path, how):
+    if how not in ("script", "script's keyword", "dlpack") and not hasattr(torch, "func"):
+        pytest.skip("this torch has no torch.func")
+    model = net(tied=False)
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        weight, value = model.layers[0].up.weight, engine.state_dict()["layers.0.up.weight"].clone()
+        expected = UNASKED[how](value)
+        with torch.no_grad():
+            assert torch.equal(UNASKED[how](weight), expected)
+        if how != "dlpack":
+            found = UNASKED[how](weight)
+            assert torch.equal(found.detach(), expected)
+            if found.requires_grad:
+                with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight is used outside.*torch\.no_grad"):
+                    found.sum().backward()
+        loss = engine(**batches(1)[0])
+        # Within grad and its kin a gradient is wanted even under no_grad.
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"a step is open: layers\.0\.up\.weight|layers\.0\.up\.weight is used outside"):
+            UNASKED[how](weight)
+        engine.backward(loss)
+        engine.step()
+        assert torch.equal(UNASKED[how](value), expected)  # others' tensors are as they were
+
+
+@pytest.mark.skipif(not hasattr(torch, "func"), reason="this torch has no torch.func")
+def test_functionalize_is_refused_by_name(tmp_path):
+    model = net(tied=False)
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        weight = model.layers[0].up.weight
+        for given in (weight, weight.detach()):
+            with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight is given to torch\.func\.functionalize.*clone\(\)"):
+                torch.func.functionalize(lambda w: w * 2)(given)
+        assert torch.equal(torch.func.functionalize(lambda w: w * 2)(weight.detach().clone()), engine.state_dict()["layers.0.up.weight"] * 2)
+
+
+@pytest.mark.parametrize("given", ["parameter", "data"])
+def test_a_scripted_function_changes_a_parameter_in_place(tmp_path, given):
+    @torch.jit.script
+    def doubled(x: torch.Tensor):
+        return x.mul_(2.0)
+
+    model = net(tied=False)
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        weight, value = model.layers[0].up.weight, engine.state_dict()["layers.0.up.weight"].clone()
+        with torch.no_grad():
+            doubled(weight if given == "parameter" else weight.data)
+        assert torch.equal(engine.state_dict()["layers.0.up.weight"], 2 * value)
+
+
 def test_a_frozen_parameter_is_read_with_a_graph_to_others(tmp_path):
     model = net(tied=False)
     model.layers[0].requires_grad_(False)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ._attributes import version_of
 from ._tree import map_tensors, tensors_of
+from ._unasked import ask, outside_of_transforms
 
 
 class ZeroParamStatus(enum.Enum):
@@ -80,6 +81,7 @@ _STALE = (
 )
 _OTHER_SHAPE = "{} is given another shape, type or memory ({}): the engine has it as it was in the first forward, and so it stays"
 _IN_A_GRAPH = "{} is changed in place by a tensor that requires a gradient, which would not come to it: under torch.no_grad() it is written"
+_FUNCTIONALIZED = "{} is given to torch.func.functionalize, which wants the memory of a tensor: give it a clone() of parameter.detach()"
 
 # Of a hidden parameter: where its value is read, its name, and its class when it has its value.
 _VALUE_OF, _NAME, _OWN_CLASS = "_penstock_value_of", "_penstock_name", "_penstock_class"
@@ -104,9 +106,13 @@ _READING = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT",
 without_overrides = getattr(torch._C, "DisableTorchFunctionSubclass", torch._C.DisableTorchFunction)
 
 
+# -1: it has none of its own, as one of a transform of torch.func.
 def _memory_of(tensor: torch.Tensor) -> int:
-    storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()
-    return int(storage.data_ptr())
+    try:
+        storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor.storage()
+        return int(storage.data_ptr())
+    except (NotImplementedError, RuntimeError):
+        return -1
 
 
 # What this function's name says that it changes in place. Most such changes are seen by tensors' versions, and some (apply_) are not.
@@ -202,13 +208,14 @@ def _as_copy(tensor: torch.Tensor, read: Read) -> Copy:
 
 # Of a parameter's value. A gradient that comes to one with a graph is the parameter's, or is refused.
 def _copy_of(parameter: torch.Tensor, wants_graph: bool = False) -> Copy:
-    read: Read = parameter.__dict__[_VALUE_OF](parameter, wants_graph)
-    # In grad mode: torch refuses to change a view there that was made in another.
-    with torch.inference_mode(False), without_overrides(), torch.enable_grad():
-        value = read.value.data
-        if wants_graph:
-            value = without_gradient(OUTSIDE.format(read.name), value) if read.with_graph is None else read.with_graph(value)
-        return _as_copy(value, read)
+    with outside_of_transforms():
+        read: Read = parameter.__dict__[_VALUE_OF](parameter, wants_graph)
+        # In grad mode: torch refuses to change a view there that was made in another.
+        with torch.inference_mode(False), without_overrides(), torch.enable_grad():
+            value = read.value.data
+            if wants_graph:
+                value = without_gradient(OUTSIDE.format(read.name), value) if read.with_graph is None else read.with_graph(value)
+            return _as_copy(value, read)
 
 
 def without_gradient(why: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -292,6 +299,20 @@ class Hidden(nn.Parameter):
         return self.detach().reshape(-1)
 
 
+# A function that asks no tensor's class, of which some are hidden parameters' or copies'.
+def _call_unasked(func: Callable[..., Any], args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return Copy._call(func, args, kwargs)
+
+    if getattr(func, "__name__", "") == "_wrap_functional_tensor":  # which wants the very tensor back
+        name = next(each.__dict__[_NAME] if is_hidden_class(each) else each.__dict__[_READ].name for each in tensors_of(args) if isinstance(each, (Hidden, Copy)))
+        raise RuntimeError(_FUNCTIONALIZED.format(name))
+    if any(is_hidden_class(each) for each in tensors_of((args, kwargs))):
+        return Hidden.__torch_function__(call, (Hidden,), args, kwargs)
+    return call(*args, **kwargs)
+
+
 # parameter.data = tensor. One of another shape or type is refused by the next forward, which names the parameter.
 def _set_data(parameter: torch.Tensor, given: torch.Tensor) -> None:
     given = _copy_of(given) if is_hidden_class(given) else given
@@ -327,6 +348,7 @@ def hide_copies(parameter: nn.Parameter, name: str, value_of: ValueOf) -> None:
     """The parameter has no value of its own from here on. Those of classes that are not nn.Parameter's stay what they are."""
     kind = type(parameter)
     if issubclass(kind, nn.Parameter) and not issubclass(kind, Hidden):
+        ask((Hidden, Copy), _call_unasked)
         parameter.__dict__.update({_VALUE_OF: value_of, _NAME: name, _OWN_CLASS: kind})
         parameter.__class__ = _hidden_class(kind)  # type: ignore[assignment,arg-type]
 
