@@ -286,6 +286,35 @@ def test_what_asks_no_tensors_class_has_the_value_or_is_refused_by_name(tmp_path
         assert torch.equal(UNASKED[how](value), expected)  # others' tensors are as they were
 
 
+def test_a_gradient_of_the_programs_own_is_refused_by_name_and_none_is_none(tmp_path):
+    model = net(tied=False)
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        weight = model.layers[0].up.weight
+
+        def refused():
+            with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight is given a gradient, which would count for nothing.*register_hook"):
+                weight.grad = torch.ones(weight.shape)
+            weight.grad = None
+            assert weight.grad is None
+
+        refused()
+        loss = engine(**batches(1)[0])
+        refused()
+        engine.backward(loss)
+        refused()
+        engine.step()
+        # As the message says.
+        value = engine.state_dict()["layers.0.up.weight"].clone()
+        handle = weight.register_hook(lambda gradient: gradient * float("nan"))
+        engine.backward(engine(**batches(1)[0]))
+        engine.step()
+        assert engine.last_step["skipped"] and torch.equal(engine.state_dict()["layers.0.up.weight"], value)
+        handle.remove()
+        step(engine, batches(1)[0])
+        assert not engine.last_step["skipped"]
+
+
 @pytest.mark.skipif(not hasattr(torch, "func"), reason="this torch has no torch.func")
 def test_functionalize_is_refused_by_name(tmp_path):
     model = net(tied=False)

@@ -81,6 +81,10 @@ _STALE = (
 )
 _OTHER_SHAPE = "{} is given another shape, type or memory ({}): the engine has it as it was in the first forward, and so it stays"
 _IN_A_GRAPH = "{} is changed in place by a tensor that requires a gradient, which would not come to it: under torch.no_grad() it is written"
+_GIVEN_A_GRADIENT = (
+    "{} is given a gradient, which would count for nothing: gradients of its parameters are the engine's. engine.backward(loss) makes them, and a hook "
+    "(parameter.register_hook) changes them"
+)
 _FUNCTIONALIZED = "{} is given to torch.func.functionalize, which wants the memory of a tensor: give it a clone() of parameter.detach()"
 
 # Of a hidden parameter: where its value is read, its name, and its class when it has its value.
@@ -101,6 +105,7 @@ _OF_THE_GRAPH = frozenset((torch.autograd.grad, torch.autograd.backward, torch.T
 _AS_ANOTHER = ("view_as", "expand_as", "reshape_as", "type_as", "to", "new_tensor", "resize_as_")
 _DETACHED = frozenset((torch.Tensor.detach, torch.Tensor.data.__get__))
 _SET_DATA = torch.Tensor.data.__set__
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 _READING = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag", "data"))
 #: Within, no class of a tensor is asked.
 without_overrides = getattr(torch._C, "DisableTorchFunctionSubclass", torch._C.DisableTorchFunction)
@@ -244,6 +249,8 @@ class Hidden(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
         kwargs = kwargs or {}
         sets_data = func == _SET_DATA
+        if func == _SET_GRAD and is_hidden_class(args[0]) and args[1] is not None:
+            raise RuntimeError(_GIVEN_A_GRADIENT.format(args[0].__dict__[_NAME]))
         if not sets_data and not cls._looks_at_values(func, args):
             if any(issubclass(each, Copy) for each in types):  # of another: copy.view_as(parameter)
                 return Copy._call(func, args, kwargs)
