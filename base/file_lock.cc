@@ -25,6 +25,11 @@ absl::StatusOr<bool> TryLockFile(int fd, const std::string& path, LockMode mode,
   return true;
 }
 
+bool CannotLock(const absl::Status& status) {
+  const int error = ErrnoOf(status);
+  return error == EBADF || error == EOPNOTSUPP || error == ENOLCK || error == EINVAL;
+}
+
 void UnlockFile(int fd) { (void)::flock(fd, LOCK_UN); }
 
 absl::StatusOr<bool> IsFileAt(int fd, const std::string& path) {
@@ -48,9 +53,7 @@ absl::StatusOr<bool> DirectoryLock::Take(const std::string& directory, std::chro
   fd_ = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (fd_ < 0) return MakeIoError({.op = "open", .path = directory, .error = errno});
   absl::StatusOr<bool> locked = TryLockFile(fd_, directory, LockMode::kExclusive, patience);
-  const int error = ErrnoOf(locked.status());
-  const bool cannot = error == EBADF || error == EOPNOTSUPP || error == ENOLCK || error == EINVAL;
-  return cannot ? true : locked;
+  return CannotLock(locked.status()) ? true : locked;
 }
 
 }  // namespace penstock

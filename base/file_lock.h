@@ -21,6 +21,9 @@ enum class LockMode { kShared, kExclusive };
 absl::StatusOr<bool> TryLockFile(int fd, const std::string& path, LockMode mode = LockMode::kExclusive,
                                  std::chrono::milliseconds patience = {});
 
+// Whether TryLockFile failed because the file system locks no such file: nobody has a lock there.
+bool CannotLock(const absl::Status& status);
+
 // Gives the lock up, for forked children's copies of the descriptor too.
 void UnlockFile(int fd);
 

@@ -297,6 +297,10 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="base_weights: no parameter of the model requires a gradient"):
         penstock.initialize(model=model, state_dir=tmp_path / "state", base_weights=where)[0](input_ids=data[0])
     with penstock.init_without_values():
+        tied, (one, other) = torch.nn.Parameter(torch.ones(4, 4)), (torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        one.weight, other.weight = tied, tied
+    assert one.weight is other.weight and one.weight is not tied
+    with penstock.init_without_values():
         gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=96))
     torch.manual_seed(0)
     transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=96)).save_pretrained(tmp_path / "gpt")

@@ -116,6 +116,55 @@ def test_a_teacher_takes_new_values(tmp_path, device, dtype):
         assert torch.equal(teacher.state_dict()[name], value)
 
 
+# An average of weights is written as often as its student makes steps, and there is no step here that makes room for more.
+def test_a_teacher_takes_new_values_for_ever(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)).requires_grad_(False)
+    data = torch.randn(2, 4)
+    engine = penstock.initialize(model=model, state_dir=str(tmp_path))[0]
+    engine.eval()
+    with torch.no_grad():
+        engine(data)
+    weight = model[0].weight
+    for turn in range(1100):
+        engine.write_state(weight, torch.full((4, 4), float(turn)))
+    with torch.no_grad(), engine.gathered():
+        assert torch.equal(weight.data, torch.full((4, 4), 1099.0))
+    engine.close()
+
+
+def test_a_teacher_whose_writer_was_killed_is_not_taken_for_whole(tmp_path, in_child):
+    script = """
+        import os, sys
+        import torch
+        import penstock
+        from penstock._engine._state import State
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]).requires_grad_(False)
+        engine = penstock.initialize(model=model, state_dir=sys.argv[1])[0]
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.ones(1, 4))
+        write, left = State._write_changed, [3]
+        def write_some(*arguments):
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+            return write(*arguments)
+        State._write_changed = write_some
+        with torch.no_grad(), engine.gathered(write_back=True):
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+    """
+    status, _, err = in_child(script, tmp_path / "run")
+    assert status == 9, err
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]).requires_grad_(False)
+    engine = penstock.initialize(model=model, state_dir=str(tmp_path / "run"), resume=True)[0]
+    engine.eval()
+    with pytest.raises((RuntimeError, ValueError, OSError), match="values of two states"), torch.no_grad():
+        engine(torch.ones(1, 4))
+
+
 def test_memory_that_is_free_keeps_weights(tmp_path):
     def read_per_token(host_memory, directory):
         model = small_model().requires_grad_(False)

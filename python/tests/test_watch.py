@@ -189,6 +189,26 @@ def test_an_earlier_checkpoint_that_is_evaluated_leaves_the_monitors_as_they_are
     assert [int(samples) for samples, _ in lines(tmp_path)[1:]] == [4, 8, 12, 16]  # it trains on from there
 
 
+def test_an_engine_that_is_over_leaves_the_monitors_to_the_next(tmp_path):
+    config = configuration(tmp_path)
+    data = batches(8)
+    first = make(net(), tmp_path / "run", config=config)
+    run(first, data[:2])
+    first.save_checkpoint(str(tmp_path / "kept"), wait=True)
+    run(first, data[2:4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first.load_checkpoint(str(tmp_path / "kept"))
+        run(first, data[2:5])
+        assert [int(samples) for samples, _ in lines(tmp_path)[1:]][:2] == [4, 8]
+        first.close()  # and is referenced still
+        second = make(net(), tmp_path / "run", config=config, resume=True)
+        run(second, data[5:])
+        second.close()
+    assert [int(samples) for samples, _ in lines(tmp_path)[1:]] == [4 * (n + 1) for n in range(8)]
+    assert first is not second
+
+
 def test_a_directory_of_another_run_is_refused_in_a_line(tmp_path):
     with make(net(), tmp_path / "run", config=configuration(tmp_path)) as engine:
         run(engine, batches(2))

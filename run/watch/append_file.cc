@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <filesystem>
 #include <system_error>
 #include <utility>
@@ -18,12 +17,6 @@
 #include "base/status_macros.h"
 
 namespace penstock::run {
-namespace {
-
-// A process that is ending may hold a lock for a moment.
-constexpr std::chrono::seconds kPatience(2);
-
-}  // namespace
 
 AppendFile::AppendFile(std::string what, std::string path, int fd)
     : what_(std::move(what)), path_(std::move(path)), fd_(fd) {}
@@ -47,8 +40,12 @@ absl::StatusOr<std::unique_ptr<AppendFile>> AppendFile::Open(std::string what, s
     return absl::FailedPreconditionError(
         absl::StrCat(what, ": ", path, " is no regular file: move it away, or give another output_path"));
   }
-  // Where files cannot be locked, nobody has a lock.
-  if (!TryLockFile(fd, path, LockMode::kExclusive, kPatience).value_or(true)) {
+  const absl::StatusOr<bool> locked = TryLockFile(fd, path);
+  if (!locked.ok() && !CannotLock(locked.status())) {
+    close(fd);
+    return locked.status();
+  }
+  if (locked.ok() && !*locked) {
     close(fd);
     return absl::FailedPreconditionError(absl::StrCat(
         what, ": ", path, " is written by another training: give another job_name or output_path"));

@@ -17,7 +17,7 @@ namespace penstock::run {
 class AppendFile {
  public:
   // Makes it where it is not there. It is locked, where the file system can do that, until this is destroyed;
-  // kFailedPrecondition: another holds it for seconds.
+  // kFailedPrecondition: another has it.
   static absl::StatusOr<std::unique_ptr<AppendFile>> Open(std::string what, std::string path);
   ~AppendFile();
   AppendFile(const AppendFile&) = delete;

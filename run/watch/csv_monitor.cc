@@ -66,17 +66,12 @@ absl::StatusOr<std::unique_ptr<CsvMonitor>> CsvMonitor::Open(const std::string& 
   return monitor;
 }
 
-absl::StatusOr<std::string> CsvMonitor::RunIdIn(const std::string& directory) {
-  const absl::StatusOr<std::string> text = ReadSmallFile(directory + "/" + kMark);
-  if (absl::IsNotFound(text.status())) return "";
-  RETURN_IF_ERROR(text.status());
-  return text->substr(0, text->find('\n'));
-}
-
 absl::StatusOr<bool> CsvMonitor::Owns() const {
   ASSIGN_OR_RETURN(const std::vector<std::string> files, FilesIn(directory_));
   if (files.empty()) return true;
-  ASSIGN_OR_RETURN(const std::string mark, RunIdIn(directory_));
+  const absl::StatusOr<std::string> text = ReadSmallFile(directory_ + "/" + kMark);
+  if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
+  const std::string mark = text.ok() ? text->substr(0, text->find('\n')) : "";
   if (mark == owner_.run_id && owner_.resumes) return true;
   if (mark.empty() && owner_.resumes) return false;
   if (!mark.empty() && owner_.replaces.count(mark) > 0) return true;
@@ -120,7 +115,29 @@ absl::Status CsvMonitor::Take(const std::string& path, int64_t samples, bool kee
                    "move it away"));
 }
 
+// Before anything is looked at: of two runs that begin at once in an empty directory, one has it.
+absl::Status CsvMonitor::Lock() {
+  if (lock_.has_value()) return absl::OkStatus();
+  const absl::StatusOr<bool> locked = lock_.emplace().Take(directory_);
+  if (locked.ok() && *locked) return absl::OkStatus();
+  lock_.reset();
+  RETURN_IF_ERROR(locked.status());
+  return absl::FailedPreconditionError(
+      absl::StrCat(kCsvMonitor, ": ", directory_,
+                   " is written by another training: give another job_name or output_path"));
+}
+
 absl::Status CsvMonitor::Begin(int64_t samples) {
+  RETURN_IF_ERROR(Lock());
+  absl::Status status = TakeOver(samples);
+  if (!status.ok()) {
+    files_.clear();
+    lock_.reset();
+  }
+  return status;
+}
+
+absl::Status CsvMonitor::TakeOver(int64_t samples) {
   ASSIGN_OR_RETURN(const bool own, Owns());
   files_.clear();
   const bool replaces = own && !owner_.resumes;

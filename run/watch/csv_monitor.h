@@ -9,10 +9,12 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "base/file_lock.h"
 #include "run/watch/append_file.h"
 #include "run/watch/scalar_sink.h"
 
@@ -23,8 +25,6 @@ class CsvMonitor : public ScalarSink {
   // Makes `directory` and changes nothing in it yet. kFailedPrecondition: it holds another run's samples.
   static absl::StatusOr<std::unique_ptr<CsvMonitor>> Open(const std::string& directory,
                                                           const MonitorOwner& owner);
-  // The id of the run whose samples `directory` holds; empty where it holds none, or DeepSpeed's own.
-  static absl::StatusOr<std::string> RunIdIn(const std::string& directory);
 
   absl::Status Begin(int64_t samples) override;
   absl::Status Append(int64_t samples, const std::vector<Scalar>& scalars) override;
@@ -35,6 +35,9 @@ class CsvMonitor : public ScalarSink {
     int64_t last = -1;  // samples of its last line
   };
 
+  absl::Status Lock();
+  // Begin, of a directory that is locked.
+  absl::Status TakeOver(int64_t samples);
   CsvMonitor(std::string directory, MonitorOwner owner)
       : directory_(std::move(directory)), owner_(std::move(owner)) {}
   // Whether the directory's samples are the run's own; kFailedPrecondition as Open's.
@@ -45,6 +48,7 @@ class CsvMonitor : public ScalarSink {
 
   const std::string directory_;
   const MonitorOwner owner_;
+  std::optional<DirectoryLock> lock_;  // of the directory, from Begin on
   std::map<std::string, File> files_;  // by path
 };
 

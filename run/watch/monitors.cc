@@ -39,11 +39,6 @@ absl::StatusOr<Monitors> Monitors::Open(const Config& config, const MonitorOwner
   return monitors;
 }
 
-absl::StatusOr<std::string> Monitors::RunIdIn(const Config& config) {
-  if (!config.csv_monitor.on()) return "";
-  return CsvMonitor::RunIdIn(config.csv_monitor.directory());
-}
-
 absl::Status Monitors::Begin(int64_t samples) {
   for (const auto& sink : sinks_) RETURN_IF_ERROR(sink->Begin(samples));
   return absl::OkStatus();

@@ -18,8 +18,6 @@ class Monitors {
  public:
   // Those that are switched on; none may be. `scales_loss`: of fp16, whose loss scale is one scalar more.
   static absl::StatusOr<Monitors> Open(const Config& config, const MonitorOwner& owner, bool scales_loss);
-  // The id of the run whose scalars lie where this configuration's csv_monitor writes; empty where none do.
-  static absl::StatusOr<std::string> RunIdIn(const Config& config);
 
   bool any() const { return !sinks_.empty(); }
   // ScalarSink::Begin and Append of all.

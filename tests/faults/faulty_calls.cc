@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <signal.h>
+#include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -306,6 +307,11 @@ int closedir(DIR* listing) {
     if (each.compare_exchange_strong(mine, nullptr)) break;
   }
   return real(listing);
+}
+// Has the number of a file, perhaps, that the C library closed by itself.
+int eventfd(unsigned int value, int flags) {
+  PENSTOCK_REAL(eventfd);
+  return Note(real(value, flags), false);
 }
 int close(int fd) {
   PENSTOCK_REAL(close);

@@ -187,11 +187,20 @@ TEST(PlanBounds, EveryKeyOfPlacementIsObeyed) {
 
 // Where the keys below are obeyed: stage means 3 at any value (a note says so), device and nvme_path choose
 // the offload and its directory, cpu_offload* are their old names, and buckets of collectives bound nothing
-// on one rank (a note of tools/penstock/resource_flags.cc says so).
+// on one rank (a note of tools/penstock/resource_flags.cc says so). zero_quantized_* are of what several
+// ranks exchange (CodedExchangeTest of tests/zero/tcp_ranks_test.cc).
 TEST(PlanBounds, EveryKeyOfZeroIsObeyedHereOrElsewhereOrNamedWithAReason) {
-  const std::set<std::string> elsewhere = {"stage",       "offload_param",     "offload_optimizer",
-                                           "device",      "nvme_path",         "reduce_bucket_size",
-                                           "cpu_offload", "cpu_offload_param", "allgather_bucket_size"};
+  const std::set<std::string> elsewhere = {"stage",
+                                           "offload_param",
+                                           "offload_optimizer",
+                                           "device",
+                                           "nvme_path",
+                                           "reduce_bucket_size",
+                                           "cpu_offload",
+                                           "cpu_offload_param",
+                                           "allgather_bucket_size",
+                                           "zero_quantized_weights",
+                                           "zero_quantized_gradients"};
   int obeyed = 0, named = 0;
   for (const std::string section :
        {"zero_optimization", "zero_optimization.offload_param", "zero_optimization.offload_optimizer"}) {

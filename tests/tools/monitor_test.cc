@@ -125,6 +125,20 @@ TEST_F(MonitorTest, FilesOfOtherNamesAreSomebodyElses) {
   for (const std::string& other : others) EXPECT_EQ(Read(other), before);
 }
 
+TEST_F(MonitorTest, OfTwoRunsThatBeginAtOnceInAnEmptyDirectoryOneHasIt) {
+  auto first = run::CsvMonitor::Open(dir_, {.run_id = "first"});
+  auto second = run::CsvMonitor::Open(dir_, {.run_id = "second"});
+  ASSERT_TRUE(first.ok() && second.ok());
+  ASSERT_TRUE((*first)->Begin(0).ok());
+  const absl::Status status = (*second)->Begin(0);
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  ASSERT_TRUE((*first)->Append(8, {{kLr, 1}}).ok());
+  first->reset();
+  EXPECT_THAT(std::string((*second)->Begin(0).message()), HasSubstr("another run (first)"));
+  EXPECT_EQ(Read(Lr()), "step,lr\r\n8,1.0\r\n");
+  EXPECT_TRUE(Run<run::CsvMonitor>({.run_id = "first", .resumes = true}, 8, {16}).ok());
+}
+
 // A run that goes on from a checkpoint has the id of the one that goes on from its state.
 TEST_F(MonitorTest, WhatIsWrittenIsNotCutByAnother) {
   const run::MonitorOwner owner = {.run_id = "mine", .resumes = true};

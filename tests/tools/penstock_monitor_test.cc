@@ -88,33 +88,6 @@ TEST_F(MonitorCliTest, WithoutADriveStepsThatComeAgainAreCutOff) {
   EXPECT_EQ(Samples("train_loss"), all);
 }
 
-// It has nothing to go on from, and is started over: by a loop that starts it again until it is done, too.
-TEST_F(MonitorCliTest, ARunThatWasKilledBeforeItsFirstCheckpointStartsOver) {
-  const Arguments flags = {"--offload", "none",  "--checkpoint-every", "90000", "--steps",
-                           "100000",    "--log", dir_ + "/log"};
-  const auto run = [&](const Arguments& more, int signal, size_t lines) {
-    Program program(dir_, Small(dir_ + "/state", flags + more));
-    EXPECT_TRUE(WaitForLines(dir_ + "/log", lines));
-    EXPECT_TRUE(WaitForLines(Csv("train_loss"), lines));
-    program.Signal(signal);
-    return program.Wait();
-  };
-  run({}, SIGKILL, 4);
-  std::filesystem::remove(dir_ + "/log");  // the monitor tells whose the samples are as well as the log
-  // Not one of other flags.
-  const Ran other = Run(Small(dir_ + "/state", flags + Arguments{"--resume", "--seed", "9"}));
-  EXPECT_EQ(other.code, 2);
-  EXPECT_THAT(other.err, AllOf(HasSubstr("csv_monitor"), HasSubstr("another run")));
-  std::filesystem::remove(dir_ + "/log");
-  const Ran ran = run({"--resume"}, SIGTERM, 2);
-  EXPECT_EQ(ran.code, 0) << ran.err;
-  std::vector<std::string> all;
-  for (size_t step = 1; step <= Samples("train_loss").size(); ++step) all.push_back(std::to_string(4 * step));
-  EXPECT_EQ(Samples("train_loss"), all);
-  EXPECT_EQ(Lines(ReadFile(dir_ + "/log")).size(), all.size())
-      << "all of them are of the run that started over";
-}
-
 TEST_F(MonitorCliTest, AnotherRunIsRefusedItsPlaceAndAReplacedOneGoes) {
   ASSERT_EQ(Run(Small(dir_ + "/a", {"--steps", "2"})).code, 0);
   const std::string before = ReadFile(Csv("lr"));

@@ -43,11 +43,11 @@ class SlotAllocator {
   // Gives the block a slot for the use: its own, an empty one, or the one most worth giving up.
   // `former`: who uses it until then.
   WeightSlot TakeWeightSlot(BlockIndex block, UseIndex use, Edges* former);
-  // What the slot holds is nobody's: its next content is the next block's that asks.
   // What was gathered is gathered again before it is computed with.
   void ForgetGathered() {
     for (Weights& held : weights_) held.whole = false;
   }
+  // What the slot holds is nobody's: its next content is the next block's that asks.
   void ForgetWeights(WeightSlot slot) { Held(slot).block = BlockIndex(); }
 
   // What happens to the weights in a slot.

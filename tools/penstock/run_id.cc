@@ -11,7 +11,6 @@
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
-#include "run/watch/monitors.h"
 #include "run/watch/train_log.h"
 
 namespace penstock::tools {
@@ -34,7 +33,7 @@ std::string RandomDigits() {
 }
 
 // A run from before there were ids takes that of the lines it has had since. One that left nothing to go on
-// from starts over, and its log and monitors with it, if it is the same run to the last word; where every
+// from starts over, and its log with it, if it is the same run to the last word; where every
 // step is durable nothing can have been lost, and RunJournal says what is wrong.
 absl::StatusOr<std::string> LoggedOrNew(const TrainOptions& flags, const TrainSettings& settings) {
   const zero::EngineOptions& options = settings.engine;
@@ -47,10 +46,6 @@ absl::StatusOr<std::string> LoggedOrNew(const TrainOptions& flags, const TrainSe
                        options.storage.durability == zero::Durability::kStep;
   const bool same = absl::StartsWith(logged, what + "-");
   if (!logged.empty() && (settings.resumes || durable || same)) return logged;
-  if (flags.resume && logged.empty() && !settings.resumes && !durable) {
-    ASSIGN_OR_RETURN(const std::string monitored, run::Monitors::RunIdIn(settings.config));
-    if (absl::StartsWith(monitored, what + "-")) return monitored;
-  }
   return absl::StrCat(what, "-", RandomDigits());
 }
 

@@ -139,8 +139,8 @@ absl::Status Engine::Impl::CommitDescription() {
 
 absl::Status Engine::Impl::CommitDescription(nlohmann::json description) {
   RETURN_IF_ERROR(Flush());
-  // What is only evaluated has nothing to say, and others may read it as well.
-  if (store() == nullptr || !options_.trains) return absl::OkStatus();
+  // What only reads has nothing to say, and others may read it as well.
+  if (store() == nullptr || (!options_.trains && options_.resumes())) return absl::OkStatus();
   ASSIGN_OR_RETURN(nlohmann::json payload,
                    ParseJsonObject(store()->committed_payload(), "the last commit's payload"));
   payload["step"] = std::move(description);

@@ -225,7 +225,8 @@ absl::Status ParameterAccess::Store(tiering::BlockIndex block, tiering::TileInde
   // What a step did not write (frozen, skipped) has the version of an older one.
   const uint64_t of_step = VersionAfter(static_cast<int64_t>(store_->committed_step()));
   const uint64_t version = std::max(store_->newest_version(id), of_step) + 1;
-  if (version % kVersionsPerStep == 0) {
+  // Without steps all versions are of none.
+  if (plan_.trains && version % kVersionsPerStep == 0) {
     return absl::FailedPreconditionError(absl::StrCat("state was written ", kVersionsPerStep - 1,
                                                       " times since the last step: make a step first"));
   }

@@ -143,6 +143,9 @@ class Preparation {
     plan_options_.saved_activations = options_.memory.saved_activations;
     plan_options_.device.saved_activations = options_.memory.saved_activations;
     plan_options_.update_order = options_.optimizer.order;
+    // Where every step is copied from memory, none updates anything that the copy has not read.
+    if (!on_nvme_ && options_.storage.checkpoints.every == 1)
+      plan_options_.update_order = tiering::UpdateOrder::kInNextForward;
     plan_options_.prefer = options_.optimizer.prefer;
     // An update in backward is made again where a gradient that was assumed does not come, too.
     plan_options_.clips =

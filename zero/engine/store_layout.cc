@@ -125,7 +125,7 @@ namespace {
 uint32_t VersionsHere(const EngineOptions& options, swap::StoreOptions store, const swap::Layout& layout,
                       const std::string& identity, std::span<const uint64_t> besides) {
   if (options.storage.versions > 0) return static_cast<uint32_t>(options.storage.versions);
-  if (options.new_weights) return 1;  // nothing is ever written over
+  if (options.new_weights) return 1;  // no step writes over them
   // With a third version a checkpoint is copied at leisure; it is worth its space where there is any. Where
   // only checkpoints are commits, the second one is free meanwhile.
   if (!options.trains || options.storage.checkpoints.every == 0) return 2;

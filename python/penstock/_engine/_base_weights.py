@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set
+import weakref
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -57,6 +58,14 @@ def init_without_values() -> Iterator[None]:
     """
     register = nn.Module.register_parameter
     modules: Dict[int, nn.Module] = {}
+    known: Dict[int, Tuple[Any, nn.Parameter]] = {}  # what stands in the place of a parameter, and whose place (weak)
+
+    def without_memory(parameter: nn.Parameter) -> nn.Parameter:
+        former = known.get(id(parameter))
+        if former is None or former[0]() is not parameter:  # another has its number by now
+            former = (weakref.ref(parameter), nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
+            known[id(parameter)] = former
+        return former[1]
 
     def register_parameter(module: nn.Module, name: str, param: Optional[nn.Parameter]) -> None:
         register(module, name, param)
@@ -65,7 +74,7 @@ def init_without_values() -> Iterator[None]:
             return
         modules[id(module)] = module
         if made.device.type == "cpu":
-            module._parameters[name] = nn.Parameter(made.to("meta"), requires_grad=made.requires_grad)
+            module._parameters[name] = without_memory(made)
 
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     try:

@@ -369,6 +369,8 @@ class Engine:
         finally:
             if values is None:
                 module.forward = closed_forward  # type: ignore[method-assign]
+            if run.watch is not None:
+                run.watch.release()
             run.let_go(module)
             if values is not None:
                 run.whole.remove()

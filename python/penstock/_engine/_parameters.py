@@ -96,12 +96,19 @@ def read(directory: str, identity: Mapping[str, Any]) -> Optional[Dict[str, Any]
 
 
 def blocks_in(directory: str) -> Dict[str, int]:
-    """The number of each parameter's block, as the file says. Empty: there is none, as of an older Penstock, or it is damaged."""
+    """The number of each parameter's block, as the file says. Empty: there is none, as of an older Penstock.
+
+    OSError: it cannot be read. ValueError: it is damaged.
+    """
+    path = os.path.join(directory, FILE)
     try:
-        described = _checked(read_text(os.path.join(directory, FILE), _MOST_BYTES))
-        return {str(name): int(block) for name, _, block, _, _ in described.get("parameters", ())}
-    except (OSError, TypeError, ValueError):
+        text = read_text(path, _MOST_BYTES)
+    except FileNotFoundError:
         return {}
+    try:
+        return {str(name): int(block) for name, _, block, _, _ in _checked(text).get("parameters", ())}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}: which blocks this run has is not known: load a checkpoint of it") from None
 
 
 def _checked(text: str) -> Dict[str, Any]:

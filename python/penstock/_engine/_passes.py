@@ -176,7 +176,9 @@ class Passes:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of the pass that is open, from the loss of its (only) micro-batch."""
         if not self._open.trains:
-            raise RuntimeError("no training forward is open: its loss was of an evaluation, or its pass was given up")
+            raise RuntimeError(
+                "no training forward is open: the loss is of no forward of the model in this step, of an evaluation, or of one that was given up"
+            )
         driver = self._open.drivers[0]
         with self.given_up_on_error():
             self._backward.run(driver, self._backward.root_of(driver, loss), retain_graph)

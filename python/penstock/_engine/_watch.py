@@ -198,10 +198,16 @@ class Watch:
         if complaint:
             warnings.warn(complaint, stacklevel=3)
 
+    def release(self) -> None:
+        """Gives up the monitors' files, which another engine may write from here on."""
+        self._monitors = None
+        self._pending.clear()
+
     def close(self) -> None:
         """The last step is committed."""
         if self._stepped:
             self._tell(self._core.committed_step)
+        self.release()
         self._progress.finish()
         wanted, last = self._settings.flops_profiler, self._core.committed_step
         if wanted["enabled"] and self._first and not self._profiled and last < wanted["profile_step"]:
