@@ -3,6 +3,8 @@
 import functools
 import importlib
 import inspect
+import logging
+import types
 
 import pytest
 
@@ -376,7 +378,7 @@ def test_helpers_that_need_no_engine_do_what_deepspeeds_do(capsys, caplog):
     batch = {"ids": torch.arange(3), "more": [torch.ones(2), (torch.zeros(1),)]}
     moved = move_to_device(batch, "meta")
     assert moved["ids"].is_meta and moved["more"][1][0].is_meta and not batch["ids"].is_meta
-    some = copy_to_device({"ids": batch["ids"], "name": "text"}, "meta", torch.is_tensor)
+    some = copy_to_device({"ids": batch["ids"], "name": "text"}, "meta", criterion_func=torch.is_tensor)
     assert some["ids"].is_meta and some["name"] == "text"
     assert move_to_device([batch["ids"], 5], "cpu", torch.is_tensor)[0] is batch["ids"]
     set_random_seed(3)
@@ -386,15 +388,43 @@ def test_helpers_that_need_no_engine_do_what_deepspeeds_do(capsys, caplog):
     level = get_current_level()
     with caplog.at_level("DEBUG", logger="penstock"):
         for _ in range(2):
-            log_dist_once("said once", ranks=[0])
+            log_dist_once("said once", ranks=[0], level=20)
+        log_dist_once("said of another level", level=10)
+    assert ("said of another level", 10) in [(each.message, each.levelno) for each in caplog.records]
     assert [each.message for each in caplog.records].count("said once") == 1
     print_dist("a line", ranks=[-1])
     assert capsys.readouterr().out == "[Rank 0] a line\n"
     set_log_level_from_string("error")
     assert should_log_le("error") and not should_log_le("info")
     deepspeed.logger.setLevel(level)
+    other = logging.getLogger("another")
+    set_log_level_from_string("warning", custom_logger=other)
+    assert other.level == logging.WARNING and get_current_level() == level
     with pytest.raises(ValueError, match="loud is no level"):
         set_log_level_from_string("loud")
+
+
+def test_a_timer_tells_every_so_many_steps():
+    from deepspeed.utils.timer import ThroughputTimer
+
+    told = []
+    timer = ThroughputTimer(config=None, batch_size=4, start_step=1, steps_per_output=2, monitor_memory=False, logging_fn=told.append)
+    timer.stop(global_step=True)
+    assert (timer.micro_step_count, timer.global_step_count) == (0, 0)  # it was not started
+    for _ in range(4):
+        for is_last in (False, True):
+            timer.start()
+            timer.stop(global_step=is_last)
+    assert (timer.micro_step_count, timer.global_step_count) == (8, 4) and len(told) == 2
+    assert "step 4" in told[1] and "samples/s since step 1" in told[1]
+    assert timer.avg_samples_per_sec() == pytest.approx(3 * 4 / timer.total_elapsed_time)
+    for _ in range(2):
+        timer.start()
+        timer.stop(global_step=True, report_speed=False)
+    silent = ThroughputTimer(types.SimpleNamespace(enabled=False), steps_per_output=1, logging_fn=told.append)
+    silent.start()
+    silent.stop(global_step=True)
+    assert len(told) == 2
 
 
 def test_the_engines_timer_counts_steps_and_epochs(tmp_path):

@@ -141,7 +141,7 @@ ARGUMENTS = {
     "DeepSpeedEngine.save_checkpoint": lambda _: (_Wrapper(), "none"),
     "DeepSpeedEngine.export_checkpoint": lambda _: (_Wrapper(), "none"),
     "deepspeed.init_inference": lambda _: (net(),),
-    **{f"deepspeed.runtime.zero.tiling.{name}": lambda _: (4, 4) for name in ("TiledLinear", "TiledLinearReturnBias")},
+    **{f"deepspeed.runtime.zero.{name}": lambda _: (4, 4) for name in ("TiledLinear", "TiledLinearReturnBias")},
     **{f"LossScalerBase.{name}": lambda _: (scaler(),) for name in SCALER_CALLS},
     **{f"deepspeed.runtime.lr_schedules.{name}": lambda _: (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1),) for name in SCHEDULES},
 }
@@ -1064,6 +1064,20 @@ KEYWORDS = {
     },
     **{f"deepspeed.runtime.lr_schedules.{name}": SCHEDULE for name in SCHEDULES},
     "_Scheduler.step": SCHEDULE,
+    **dict.fromkeys(
+        ("deepspeed.runtime.utils.copy_to_device", "deepspeed.runtime.utils.move_to_device"),
+        {"criterion_func": held("test_deepspeed_names.py: test_helpers_that_need_no_engine_do_what_deepspeeds_do")},
+    ),
+    "deepspeed.utils.log_dist_once": of(held("test_deepspeed_names.py: test_helpers_that_need_no_engine_do_what_deepspeeds_do"), "ranks", "level"),
+    "deepspeed.utils.logging.print_dist": {"ranks": held("test_deepspeed_names.py: test_helpers_that_need_no_engine_do_what_deepspeeds_do")},
+    "deepspeed.utils.set_log_level_from_string": {
+        "custom_logger": held("test_deepspeed_names.py: test_helpers_that_need_no_engine_do_what_deepspeeds_do")
+    },
+    "deepspeed.utils.timer.ThroughputTimer": of(
+        held("test_deepspeed_names.py: test_a_timer_tells_every_so_many_steps"),
+        "config", "batch_size", "start_step", "steps_per_output", "monitor_memory", "logging_fn",
+    ),
+    "ThroughputTimer.stop": of(held("test_deepspeed_names.py: test_a_timer_tells_every_so_many_steps"), "global_step", "report_speed"),
     "deepspeed.runtime.utils.see_memory_usage": {"force": held("test_deepspeed_name.py: test_memory_is_told")},
     "deepspeed.runtime.zero.GatheredParameters": {
         "modifier_rank": held("test_hugging_face.py: test_a_script_for_deepspeed_changes_one_line"),
@@ -1071,7 +1085,7 @@ KEYWORDS = {
         **of(Nothing(), "fwd_module"),
     },
     **dict.fromkeys(
-        ("deepspeed.runtime.zero.tiling.TiledLinear", "deepspeed.runtime.zero.tiling.TiledLinearReturnBias"),
+        ("deepspeed.runtime.zero.TiledLinear", "deepspeed.runtime.zero.TiledLinearReturnBias"),
         {
             **of(
                 held("test_deepspeed_tiled.py: test_a_linear_layer_in_tiles"),

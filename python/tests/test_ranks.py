@@ -337,6 +337,7 @@ def test_exchanges_in_fewer_bits(directory, on_ranks, ranks):
     assert first["by key"] == coded
     assert first["begun"] + first["resumed"] == coded
 
+    # zero_quantized_weights and zero_quantized_gradients, as keywords and as keys.
     plain, few = first["whole plan"], first["coded plan"]
     assert plain["saved_bytes_per_step"] == 0 and not plain["quantized_weights"] and not plain["quantized_gradients"]
     assert few["quantized_weights"] and few["quantized_gradients"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from ._attributes import version_of
 from ._tree import map_tensors, tensors_of
-from ._unasked import ask, outside_of_transforms
+from ._unasked import ask, is_transformed, outside_of_transforms
 
 
 class ZeroParamStatus(enum.Enum):
@@ -213,13 +213,15 @@ def _as_copy(tensor: torch.Tensor, read: Read) -> Copy:
 
 # Of a parameter's value. A gradient that comes to one with a graph is the parameter's, or is refused.
 def _copy_of(parameter: torch.Tensor, wants_graph: bool = False) -> Copy:
+    has_own_graph = is_transformed()  # whose gradients are no loss's
     with outside_of_transforms():
-        read: Read = parameter.__dict__[_VALUE_OF](parameter, wants_graph)
+        read: Read = parameter.__dict__[_VALUE_OF](parameter, wants_graph and not has_own_graph)
         # In grad mode: torch refuses to change a view there that was made in another.
         with torch.inference_mode(False), without_overrides(), torch.enable_grad():
             value = read.value.data
             if wants_graph:
-                value = without_gradient(OUTSIDE.format(read.name), value) if read.with_graph is None else read.with_graph(value)
+                with_graph = None if has_own_graph else read.with_graph
+                value = without_gradient(OUTSIDE.format(read.name), value) if with_graph is None else with_graph(value)
             return _as_copy(value, read)
 
 

@@ -114,10 +114,11 @@ def initialize(
         which are decoded as they are read. They are read where they lie, as often as they are used, and are no part of the state, so the model may be
         built without values (``penstock.init_without_values``, or frozen parameters on the meta device). With state on a drive, in one
         process. The run records what the files are: it goes on with these alone, wherever they have been moved to.
-    zero_quantized_weights, zero_quantized_gradients: of several ranks: they hand each other weights in 8 bits and gradients in 4, with a
-        scale for each 128 elements, as ZeRO++ does: half and a quarter of the bytes of bf16. Losses are then not those of whole exchanges:
-        a weight of another rank is off by up to 0.4% of the largest of its 128, a rank's share of a gradient by up to 7.2%. Recorded with
-        the run. Default: False, as in DeepSpeed's configuration.
+    zero_quantized_weights: several ranks hand each other weights in 8 bits, with a scale for each 128 elements, as ZeRO++ does: half of the
+        bytes of bf16. Losses are then not those of whole exchanges: a weight of another rank is off by up to 0.4% of the largest of its
+        128. Recorded with the run. Default: False, as in DeepSpeed's configuration.
+    zero_quantized_gradients: the same of gradients, in 4 bits: a quarter of the bytes of bf16, and a rank's share of a gradient is off by up
+        to 7.2%. Default: False.
     resume: go on from what ``state_dir`` holds; "auto": if it holds a run. What cannot be read, or is damaged, is an error.
     overwrite: what ``state_dir`` held when the process was started may be replaced; at a prompt or in a notebook, what it holds now. What
         another process trains there later is not.

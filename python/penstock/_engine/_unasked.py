@@ -47,10 +47,15 @@ def _asking(func: Callable[..., Any], kinds: Tuple[type, ...], call: Asking, fir
     return asking
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is under way."""
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
 def outside_of_transforms() -> ContextManager[Any]:
     """Within, tensors are none of those of a transform of torch.func that is under way."""
-    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
-    if peek is None or peek() is None:
+    if not is_transformed():
         return contextlib.nullcontext()
     from torch._functorch import pyfunctorch
 
