@@ -171,9 +171,9 @@ class Loading:
             found = self._load_deepspeeds(path, deepspeeds.names_of(names), takes_scheduler)
             self._start_over()
             return found
+        place = place_of(directory, tag)
         if names is not None:
             raise ValueError(f"{directory} holds no checkpoint of DeepSpeed's: only those may have other names=")
-        place = place_of(directory, tag)
         if place is None:
             warnings.warn(f"{directory} holds no checkpoint (no file `{checkpoint_names.LATEST}`): the run begins anew", stacklevel=3)
             return None, {}
