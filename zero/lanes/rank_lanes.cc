@@ -125,50 +125,55 @@ absl::Status RankLanes::RunGather(const Op& op) {
   return comm_->AllGather(Channel::kAllGather, what, arena_view_.weights(op.weight_slot), bytes);
 }
 
+RankLanes::Peers RankLanes::PeersOf(const Op& op) {
+  const bool there = plan_.device.collectives;
+  Comm& comm = there ? *options_.devices : *comm_;
+  return {.device = there ? options_.device->device() : *HostDevice(),
+          .comm = comm,
+          .memory = there ? options_.device->network() : options_.memory.data(),
+          .piece_elements = there ? static_cast<size_t>(plan_.device.network_piece) : kPiece,
+          .world = At(plan_.world),
+          .own = At(comm.rank()),
+          .part = static_cast<size_t>(plan_.blocks[op.block].elements)};
+}
+
 absl::Status RankLanes::GatherCoded(const Op& op, const What& what) {
   const bool there = plan_.device.collectives;
-  Device& device = there ? options_.device->device() : *HostDevice();
-  Comm& comm = there ? *options_.devices : *comm_;
-  const auto world = At(plan_.world);
-  const auto own = At(comm.rank());
-  const auto part = static_cast<size_t>(plan_.blocks[op.block].elements);
+  const Peers peers = PeersOf(op);
+  const size_t world = peers.world, own = peers.own;
   const auto width = static_cast<size_t>(plan_.precision.weight_bytes());
   auto* const weights = static_cast<std::byte*>(there ? options_.device->weights(op.device_weight_slot)
                                                       : arena_view_.weights(op.weight_slot));
-  const size_t piece_elements = there ? static_cast<size_t>(plan_.device.network_piece) : kPiece;
-  const auto at = [&](size_t rank, size_t piece) {
-    return weights + (rank * part + piece * piece_elements) * width;
-  };
-  const auto length = [&](size_t piece) { return std::min(piece_elements, part - piece * piece_elements); };
+  const auto at = [&](size_t rank, size_t piece) { return weights + peers.first(rank, piece) * width; };
   // Behind what gradients are reduced in. This rank's own place has what it sends.
-  std::byte* const memory = (there ? options_.device->network() : options_.memory.data()) +
-                            (!plan_.trains ? 0
-                             : there       ? plan_.device.reduce_bytes(plan_.world)
-                                           : tiering::NetworkBytes(plan_.world));
+  std::byte* const memory = peers.memory + (!plan_.trains ? 0
+                                            : there       ? plan_.device.reduce_bytes(plan_.world)
+                                                          : tiering::NetworkBytes(plan_.world));
   const auto coded = [&](size_t rank, size_t piece) {
-    return memory + (piece % 2 * world + rank) * kWeightCode.row_bytes(piece_elements);
+    return memory + (piece % 2 * world + rank) * kWeightCode.row_bytes(peers.piece_elements);
   };
-  return InPieces((part + piece_elements - 1) / piece_elements,
-                  [&](size_t piece) -> absl::StatusOr<std::unique_ptr<Exchange>> {
-                    const size_t n = length(piece), bytes = kWeightCode.row_bytes(n);
-                    RETURN_IF_ERROR(device.EncodeRow(kWeightCode, options_.weights, at(own, piece), n,
-                                                     coded(own, piece)));
-                    const std::vector<const void*> send(world, coded(own, piece));
-                    std::vector<void*> receive;
-                    for (size_t k = 0; k < world; ++k) receive.push_back(coded(k, piece));
-                    What of_piece = what;
-                    of_piece.piece = static_cast<int64_t>(piece);
-                    gathered_.Count(world - 1, bytes, n * width);
-                    return comm.Begin(Channel::kAllGather, of_piece, send, receive, bytes);
-                  },
-                  [&](size_t piece) {
-                    for (size_t k = 0; k < world; ++k) {
-                      if (k == own) continue;
-                      RETURN_IF_ERROR(device.DecodeRow(kWeightCode, coded(k, piece), length(piece),
-                                                       options_.weights, at(k, piece)));
-                    }
-                    return absl::OkStatus();
-                  });
+  return InPieces(
+      peers.pieces(),
+      [&](size_t piece) -> absl::StatusOr<std::unique_ptr<Exchange>> {
+        const size_t n = peers.length(piece), bytes = kWeightCode.row_bytes(n);
+        RETURN_IF_ERROR(
+            peers.device.EncodeRow(kWeightCode, options_.weights, at(own, piece), n, coded(own, piece)));
+        const std::vector<const void*> send(world, coded(own, piece));
+        std::vector<void*> receive;
+        for (size_t k = 0; k < world; ++k) receive.push_back(coded(k, piece));
+        What of_piece = what;
+        of_piece.piece = static_cast<int64_t>(piece);
+        gathered_.Count(world - 1, bytes, n * width);
+        return peers.comm.Begin(Channel::kAllGather, of_piece, send, receive, bytes);
+      },
+      [&](size_t piece) {
+        for (size_t k = 0; k < world; ++k) {
+          if (k == own) continue;
+          RETURN_IF_ERROR(peers.device.DecodeRow(kWeightCode, coded(k, piece), peers.length(piece),
+                                                 options_.weights, at(k, piece)));
+        }
+        return absl::OkStatus();
+      });
 }
 
 // Where a block's reduced gradient goes.
@@ -181,11 +186,9 @@ std::byte* RankLanes::Reduced(const Op& op) const {
 // In pieces, so that it takes little memory: while one is summed, the next is on its way.
 absl::Status RankLanes::RunReduce(const Op& op) {
   const bool there = plan_.device.collectives;
-  Device& device = there ? options_.device->device() : *HostDevice();
-  Comm& comm = there ? *options_.devices : *comm_;
-  const auto world = At(plan_.world);
-  const auto own = At(comm.rank());
-  const auto part = static_cast<size_t>(plan_.blocks[op.block].elements);
+  const Peers peers = PeersOf(op);
+  Device& device = peers.device;
+  const size_t world = peers.world, own = peers.own, piece_elements = peers.piece_elements;
   const auto width = static_cast<size_t>(plan_.accumulator_bytes(op.block));
   const auto width_after = static_cast<size_t>(plan_.precision.gradient_bytes);
   const DType type = width == 4 ? DType::kFp32 : options_.weights;
@@ -195,12 +198,11 @@ absl::Status RankLanes::RunReduce(const Op& op) {
   // In place nobody else reads this part, and what is rounded lies before what is still to be summed.
   std::byte* const reduced = Reduced(op);
   const auto elements = static_cast<size_t>(options_.layout_elements[op.block]);
-  RETURN_IF_ERROR(device.Clear(gradients + elements * width, (world * part - elements) * width));
+  RETURN_IF_ERROR(device.Clear(gradients + elements * width, (world * peers.part - elements) * width));
 
   double* const squares =
       plan_.on_device(op.block) ? options_.device->state().partial_sums(op.block) : nullptr;
-  const size_t piece_elements = there ? static_cast<size_t>(plan_.device.network_piece) : kPiece;
-  std::byte* const memory = there ? options_.device->network() : options_.memory.data();
+  std::byte* const memory = peers.memory;
   auto* const sums = reinterpret_cast<float*>(memory);
   // Behind the sums: what arrives of two pieces; or the addends of one, decoded, and then what is sent of two
   // pieces and what arrives.
@@ -214,14 +216,11 @@ absl::Status RankLanes::RunReduce(const Op& op) {
     return coded ? sent(piece, rank) + 2 * world * coded_bytes
                  : memory + (1 + (piece % 2) * world + rank) * piece_elements * 4;
   };
-  const auto addend = [&](size_t rank, size_t piece) {
-    return gradients + (rank * part + piece * piece_elements) * width;
-  };
-  const auto length = [&](size_t piece) { return std::min(piece_elements, part - piece * piece_elements); };
+  const auto addend = [&](size_t rank, size_t piece) { return gradients + peers.first(rank, piece) * width; };
   return InPieces(
-      (part + piece_elements - 1) / piece_elements,
+      peers.pieces(),
       [&](size_t piece) -> absl::StatusOr<std::unique_ptr<Exchange>> {
-        const size_t n = length(piece), bytes = coded ? kGradientCode.row_bytes(n) : n * width;
+        const size_t n = peers.length(piece), bytes = coded ? kGradientCode.row_bytes(n) : n * width;
         std::vector<const void*> send;
         std::vector<void*> receive;
         for (size_t k = 0; k < world; ++k) {
@@ -232,15 +231,15 @@ absl::Status RankLanes::RunReduce(const Op& op) {
           receive.push_back(place(piece, k));
         }
         reduced_.Count(world - 1, bytes, n * width);
-        return comm.Begin(Channel::kReduceScatter,
-                          {.name = "the gradient",
-                           .step = op.step,
-                           .block = op.block.value(),
-                           .piece = static_cast<int64_t>(piece)},
-                          send, receive, bytes);
+        return peers.comm.Begin(Channel::kReduceScatter,
+                                {.name = "the gradient",
+                                 .step = op.step,
+                                 .block = op.block.value(),
+                                 .piece = static_cast<int64_t>(piece)},
+                                send, receive, bytes);
       },
       [&](size_t piece) {
-        const size_t n = length(piece), first = piece * piece_elements;
+        const size_t n = peers.length(piece), first = peers.first(0, piece);
         std::vector<const void*> addends(world);
         for (size_t k = 0; k < world; ++k) {
           addends[k] = k == own ? addend(k, piece) : place(piece, k);

@@ -17,6 +17,7 @@
 #ifndef PENSTOCK_ZERO_LANES_RANK_LANES_H_
 #define PENSTOCK_ZERO_LANES_RANK_LANES_H_
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <condition_variable>
@@ -117,6 +118,20 @@ class RankLanes {
   absl::Status Run(const tiering::Op& op);
   absl::Status RunGather(const tiering::Op& op);
   absl::Status GatherCoded(const tiering::Op& op, const What& what);
+  // Who exchanges parts of a block, and codes and sums them: the devices by themselves, or the processors.
+  struct Peers {
+    Device& device;
+    Comm& comm;
+    std::byte* memory;      // of pieces
+    size_t piece_elements;  // the most
+    size_t world, own;      // ranks, and which of them this one is
+    size_t part;            // elements of the block that each rank has
+    size_t pieces() const { return (part + piece_elements - 1) / piece_elements; }
+    size_t length(size_t piece) const { return std::min(piece_elements, part - piece * piece_elements); }
+    // Where a piece of a rank's part begins.
+    size_t first(size_t rank, size_t piece) const { return rank * part + piece * piece_elements; }
+  };
+  Peers PeersOf(const tiering::Op& op);
   absl::Status RunReduce(const tiering::Op& op);
   std::byte* Reduced(const tiering::Op& op) const;
   absl::Status RunExchange(const tiering::Op& op);
