@@ -84,6 +84,16 @@ constexpr size_t PartialSums(size_t n) { return (n + 4096 - 1) / 4096; }
 [[nodiscard]] int Convert(DType from, const void* in, DType to, void* out, size_t n, Stream stream);
 // acc[i] += in[i].
 [[nodiscard]] int Accumulate(DType type, const void* in, float* acc, size_t n, Stream stream);
+// `count` addends of one type, at least one, added in fp32 in their order in `sums`, and rounded once to
+// `out`, which may be one of them. partials: where not null, SquarePartials of the result.
+[[nodiscard]] inline int SumInOrder(DType type, const void* const* addends, size_t count, float* sums,
+                                    DType to, void* out, size_t n, double* partials, Stream stream) {
+  int error = Convert(type, addends[0], DType::kFp32, sums, n, stream);
+  for (size_t i = 1; i < count && error == 0; ++i) error = Accumulate(type, addends[i], sums, n, stream);
+  if (error == 0) error = Convert(DType::kFp32, sums, to, out, n, stream);
+  if (error == 0 && partials != nullptr) error = SquarePartials(to, out, n, partials, stream);
+  return error;
+}
 [[nodiscard]] int SplitMaster(const float* master, uint16_t* master_high, int16_t* master_low, size_t n,
                               Stream stream);
 [[nodiscard]] int JoinMaster(const uint16_t* master_high, const int16_t* master_low, float* master, size_t n,

@@ -400,14 +400,8 @@ absl::StatusOr<uint64_t> DriverDevice::Checksum(const void* data, size_t bytes, 
 absl::Status DriverDevice::SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to,
                                       void* out, size_t n, double* partials) {
   return Exchange("summing gradients", [&] {
-    int error = kernels::cuda::Convert(type, addends.front(), DType::kFp32, sums, n, exchange_);
-    for (const void* addend : addends.subspan(1)) {
-      if (error == 0) error = kernels::cuda::Accumulate(type, addend, sums, n, exchange_);
-    }
-    if (error == 0) error = kernels::cuda::Convert(DType::kFp32, sums, to, out, n, exchange_);
-    if (error == 0 && partials != nullptr)
-      error = kernels::cuda::SquarePartials(to, out, n, partials, exchange_);
-    return error;
+    return kernels::cuda::SumInOrder(type, addends.data(), addends.size(), sums, to, out, n, partials,
+                                     exchange_);
   });
 }
 

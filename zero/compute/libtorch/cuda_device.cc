@@ -293,14 +293,8 @@ class CudaDevice : public Device {
   absl::Status SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to, void* out,
                           size_t n, double* partials) override {
     return Exchange("summing gradients", [&] {
-      int error = kernels::cuda::Convert(type, addends.front(), DType::kFp32, sums, n, exchange_);
-      for (const void* addend : addends.subspan(1)) {
-        if (error == 0) error = kernels::cuda::Accumulate(type, addend, sums, n, exchange_);
-      }
-      if (error == 0) error = kernels::cuda::Convert(DType::kFp32, sums, to, out, n, exchange_);
-      if (error == 0 && partials != nullptr)
-        error = kernels::cuda::SquarePartials(to, out, n, partials, exchange_);
-      return error;
+      return kernels::cuda::SumInOrder(type, addends.data(), addends.size(), sums, to, out, n, partials,
+                                       exchange_);
     });
   }
   absl::Status EncodeRow(const kernels::WeightCode& code, DType from, const void* row, size_t n,
