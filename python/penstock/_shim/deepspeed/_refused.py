@@ -100,7 +100,7 @@ INSTEAD = {
 _CONFIG = "the configuration is a dictionary, or a file: `penstock train --config FILE --check` says what becomes of each key"
 _ENGINE = "deepspeed.initialize makes the engine, and its optimizer"
 _SCHEDULE = "scheduler in the configuration, or a scheduler of deepspeed.runtime.lr_schedules"
-_GRADIENTS = "the gradients are the engine's: gradient_clipping in the configuration, engine.get_global_grad_norm()"
+GRADIENTS = "the gradients are the engine's, which clips them: gradient_clipping in the configuration, engine.get_global_grad_norm()"
 _MEMORY = "torch.cuda tells of a device's memory, engine.report() of the engine's"
 _COLLECTIVES = "torch.distributed exchanges tensors, deepspeed.comm by the same names"
 #: Single names of modules that are here: imported as what refuses to be called, with what to do instead.
@@ -128,7 +128,7 @@ NAMES = {
     },
     "runtime.utils": {
         "clip_tensors_by_global_norm get_global_norm get_global_norm_of_tensors get_flattened_grad_norm get_grad_norm get_grad_zeros get_norm_with_moe_layers "
-        "get_norm_with_moe_layers_fast get_weight_norm CheckOverflow align_dense_tensors": _GRADIENTS,
+        "get_norm_with_moe_layers_fast get_weight_norm CheckOverflow align_dense_tensors": GRADIENTS,
         "get_ma_status memory_status torch_max_memory_reserved torch_memory_reserved mem_alloced mem_cached": _MEMORY,
         "all_gather_dp_groups all_gather_into_tensor_dp_groups PartitionedTensor": _COLLECTIVES,
         "graph_process": INSTEAD["runtime.compiler"],

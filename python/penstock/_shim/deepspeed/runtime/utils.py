@@ -7,7 +7,7 @@ import torch
 
 from penstock._deepspeed import logger
 
-from .._refused import attributes_of
+from .._refused import GRADIENTS, attributes_of
 from ..accelerator import get_accelerator
 from ..comm import get_rank
 
@@ -25,7 +25,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def clip_grad_norm_(parameters: Union[torch.Tensor, Iterable[torch.Tensor]], max_norm: float, *_: Any, **__: Any) -> float:
-    raise NotImplementedError("the gradients are the engine's, which clips them: gradient_clipping in the configuration, engine.get_global_grad_norm()")
+    raise NotImplementedError(GRADIENTS)
 
 
 def _placed(item: Any, place: Callable[[torch.Tensor], Any], criterion: Optional[Callable[[Any], bool]]) -> Any:
