@@ -322,6 +322,26 @@ void Update8Bit(benchmark::State& state) {
     kernels::ApplyUpdate(Step(), arrays, nullptr, &Pool());
   });
 }
+// The update whose version before stays: 14 bytes in and 12 out of an element as in place.
+void AdamWSplitToAnotherPlace(benchmark::State& state) {
+  const Memory& a = Mem();
+  Block high(2 * kN), low(2 * kN), m(4 * kN), v(4 * kN);
+  kernels::UpdateArrays arrays;
+  arrays.n = kN;
+  arrays.param_type = ParamType::kSplit;
+  arrays.param = high.data();
+  arrays.master_low = a.As<int16_t>(low);
+  arrays.grad_type = DType::kBf16;
+  arrays.grad = a.g16.data();
+  arrays.m = m.data();
+  arrays.v = v.data();
+  arrays.from = {.param = a.master_high.data(),
+                 .master_low = a.As<int16_t>(a.master_low),
+                 .m = a.m.data(),
+                 .v = a.v.data()};
+  Measure(
+      state, 26.0 * kN, [&] { kernels::ApplyUpdate(Step(), arrays, nullptr, &Pool()); }, &SplitLimit());
+}
 void UpdateBf16States(benchmark::State& state) {
   const Memory& a = Mem();
   Block m(2 * kN), v(2 * kN);
@@ -407,6 +427,7 @@ void Register() {
   add("AdamW/fp32/64Mi", AdamWFp32);
   add("Streams/split/64Mi", StreamsSplit);
   add("AdamW/split/64Mi", AdamWSplit);
+  add("AdamW/split_to_another_place/64Mi", AdamWSplitToAnotherPlace);
   add("Streams/plain/64Mi", [](benchmark::State& s) { StreamsKind(s, false); });
   add("Streams/non_temporal/64Mi", [](benchmark::State& s) { StreamsKind(s, true); });
 #ifdef PENSTOCK_BENCH_TORCH

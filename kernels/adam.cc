@@ -61,6 +61,9 @@ void AdamWSplit(const AdamStep& step, uint16_t* master_high, int16_t* master_low
                            .grad = grad_bf16,
                            .m = m,
                            .v = v,
+                           .from = {},
+                           .stream_param = false,
+                           .stream_states = false,
                            .first_element = 0,
                            .seed = 0,
                            .squares = nullptr};
@@ -78,6 +81,9 @@ void AdamWFp32(const AdamStep& step, float* p, float* m, float* v, const float* 
                            .grad = grad,
                            .m = m,
                            .v = v,
+                           .from = {},
+                           .stream_param = false,
+                           .stream_states = false,
                            .first_element = 0,
                            .seed = 0,
                            .squares = nullptr};

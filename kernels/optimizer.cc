@@ -19,6 +19,11 @@ size_t ParamWidth(ParamType type) { return type == ParamType::kFp32 ? 4 : 2; }
 constexpr size_t kStreamFrom = size_t{1} << 20;
 
 void* At(void* p, size_t bytes) { return p == nullptr ? nullptr : static_cast<unsigned char*>(p) + bytes; }
+const void* At(const void* p, size_t bytes) {
+  return p == nullptr ? nullptr : static_cast<const unsigned char*>(p) + bytes;
+}
+
+bool IsAligned(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 // The kernel arguments for elements [begin, begin + n) with states as stored (fp32 or bf16).
 UpdateChunk ChunkAt(const UpdateArrays& a, size_t begin, size_t n) {
@@ -30,13 +35,23 @@ UpdateChunk ChunkAt(const UpdateArrays& a, size_t begin, size_t n) {
   c.copy_is_fp16 = a.copy_type == DType::kFp16;
   // A large copy would leave the caches before anyone reads it: stored past them, it is not read in first.
   c.stream_copy =
-      c.copy_out != nullptr && a.n >= kStreamFrom && reinterpret_cast<uintptr_t>(c.copy_out) % 32 == 0;
-  c.grad = a.grad == nullptr
-               ? nullptr
-               : static_cast<const unsigned char*>(a.grad) + begin * BytesPerElement(a.grad_type);
+      c.copy_out != nullptr && (a.n >= kStreamFrom || a.from.param != nullptr) && IsAligned(c.copy_out, 32);
+  c.grad = At(a.grad, begin * BytesPerElement(a.grad_type));
   const size_t state_width = StateBytes(a.state_type, 1);
   c.m = At(a.m, begin * state_width);
   c.v = At(a.v, begin * state_width);
+  if (a.from.param != nullptr) {
+    c.from = {.param = At(a.from.param, begin * ParamWidth(a.param_type)),
+              .master_low = a.from.master_low == nullptr ? nullptr : a.from.master_low + begin,
+              .m = At(a.from.m, begin * state_width),
+              .v = At(a.from.v, begin * state_width)};
+    const auto streams = [](const void* to, size_t width) {
+      return to == nullptr || IsAligned(to, 16 * width);
+    };
+    c.stream_param = streams(c.param, ParamWidth(a.param_type)) && streams(c.master_low, 2);
+    c.stream_states =
+        a.state_type != StateType::k8Bit && streams(c.m, state_width) && streams(c.v, state_width);
+  }
   c.first_element = a.first_element + begin;
   c.seed = a.seed;
   return c;
@@ -48,12 +63,12 @@ class DecodedStates {
   DecodedStates(const KernelTable& kernels, const UpdateArrays& arrays, size_t begin, UpdateChunk* chunk)
       : kernels_(kernels), chunk_(*chunk), block_(begin / kStateBlock), arrays_(arrays) {
     if (chunk_.m != nullptr) {
-      kernels_.decode8[0](static_cast<const uint8_t*>(chunk_.m), arrays.m_scales[block_], m_, chunk_.n);
-      chunk->m = m_;
+      Decode(0, chunk_.m, chunk_.from.m, arrays.m_scales, arrays.from.m_scales, m_);
+      chunk->from.m = chunk->m = m_;
     }
     if (chunk_.v != nullptr) {
-      kernels_.decode8[1](static_cast<const uint8_t*>(chunk_.v), arrays.v_scales[block_], v_, chunk_.n);
-      chunk->v = v_;
+      Decode(1, chunk_.v, chunk_.from.v, arrays.v_scales, arrays.from.v_scales, v_);
+      chunk->from.v = chunk->v = v_;
     }
   }
   void Encode() {
@@ -68,6 +83,13 @@ class DecodedStates {
   }
 
  private:
+  void Decode(size_t code, const void* own, const void* from, const float* own_scales,
+              const float* from_scales, float* out) const {
+    const bool in_place = chunk_.from.param == nullptr;
+    kernels_.decode8[code](static_cast<const uint8_t*>(in_place ? own : from),
+                           (in_place ? own_scales : from_scales)[block_], out, chunk_.n);
+  }
+
   const KernelTable& kernels_;
   const UpdateChunk chunk_;  // as stored
   const size_t block_;
@@ -93,9 +115,9 @@ void WithStates(const UpdateArrays& arrays, size_t begin, size_t end, bool write
   }
 }
 
-// At the end of a piece: its copy may have gone around the caches.
-void FenceCopy(const UpdateArrays& arrays) {
-  if (arrays.copy_out != nullptr) Kernels().stream_fence();
+// At the end of a piece: what it wrote may have gone around the caches.
+void FenceStreams(const UpdateArrays& arrays) {
+  if (arrays.copy_out != nullptr || arrays.from.param != nullptr) Kernels().stream_fence();
 }
 
 size_t DirectState(StateType type) { return type == StateType::kBf16 ? 1 : 0; }
@@ -134,7 +156,7 @@ void Apply(Optimizer optimizer, const void* step, const UpdateArrays& given, Sum
   if (squares == nullptr || arrays.state_type == StateType::k8Bit) {
     RunPieces(arrays, squares, pool, [&, kernel](size_t begin, size_t end) {
       WithStates(arrays, begin, end, true, [&](const UpdateChunk& chunk) { kernel(step, chunk); });
-      FenceCopy(arrays);
+      FenceStreams(arrays);
     });
     return;
   }
@@ -149,7 +171,7 @@ void Apply(Optimizer optimizer, const void* step, const UpdateArrays& given, Sum
       kernel(step, chunk);
       sum.Add(partial);
     }
-    FenceCopy(arrays);
+    FenceStreams(arrays);
     const std::lock_guard<std::mutex> lock(mutex);
     squares->Merge(sum);
   });
@@ -273,7 +295,7 @@ void LambApply(const LambStep& step, double trust, const UpdateArrays& arrays, T
   const float rate = static_cast<float>(static_cast<double>(step.adam.lr) * trust);
   ForPieces(arrays.n, pool, [&, kernel](size_t begin, size_t end) {
     WithStates(arrays, begin, end, false, [&](const UpdateChunk& chunk) { kernel(step, rate, chunk); });
-    FenceCopy(arrays);
+    FenceStreams(arrays);
   });
 }
 

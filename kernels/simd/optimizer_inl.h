@@ -6,6 +6,12 @@ namespace penstock::kernels::PENSTOCK_SIMD_NAMESPACE {
 // The lambdas here hold vectors beside flags and are inlined: no one stores them.
 // NOLINTBEGIN(clang-analyzer-optin.performance.Padding)
 
+// The chunk, with the addresses that an update in place reads.
+inline UpdateChunk WithSource(UpdateChunk c) {
+  if (c.from.param == nullptr) c.from = {.param = c.param, .master_low = c.master_low, .m = c.m, .v = c.v};
+  return c;
+}
+
 // How a parameter is read and written; the index is a ParamType.
 template <int kParam>
 struct Param;
@@ -13,11 +19,15 @@ template <>
 struct Param<0> {
   template <bool kTail>
   static F Load(const UpdateChunk& c, size_t i, size_t count) {
-    return LoadF<kTail>(static_cast<const float*>(c.param) + i, count);
+    return LoadF<kTail>(static_cast<const float*>(c.from.param) + i, count);
   }
   template <bool kTail>
   static void Store(const UpdateChunk& c, size_t i, F p, size_t count) {
-    StoreF<kTail>(static_cast<float*>(c.param) + i, p, count);
+    if (!kTail && c.stream_param) {
+      StreamF(static_cast<float*>(c.param) + i, p);
+    } else {
+      StoreF<kTail>(static_cast<float*>(c.param) + i, p, count);
+    }
     if (c.copy_out == nullptr) return;
     if (!kTail && c.stream_copy) {
       if (c.copy_is_fp16) {
@@ -36,18 +46,18 @@ template <>
 struct Param<1> {
   template <bool kTail>
   static F Load(const UpdateChunk& c, size_t i, size_t count) {
-    return LoadSplit<kTail>(static_cast<const uint16_t*>(c.param) + i, c.master_low + i, count);
+    return LoadSplit<kTail>(static_cast<const uint16_t*>(c.from.param) + i, c.from.master_low + i, count);
   }
   template <bool kTail>
   static void Store(const UpdateChunk& c, size_t i, F p, size_t count) {
-    StoreSplit<kTail>(static_cast<uint16_t*>(c.param) + i, c.master_low + i, p, count);
+    StoreSplit<kTail>(static_cast<uint16_t*>(c.param) + i, c.master_low + i, p, count, c.stream_param);
   }
 };
 template <int kType>
 struct MasterlessParam {
   template <bool kTail>
   static F Load(const UpdateChunk& c, size_t i, size_t count) {
-    return Element<kType>::template Load<kTail>(c.param, i, count);
+    return Element<kType>::template Load<kTail>(c.from.param, i, count);
   }
   template <bool kTail>
   static void Store(const UpdateChunk& c, size_t i, F p, size_t count) {
@@ -67,11 +77,21 @@ struct States<0> {
   explicit States(const UpdateChunk&) {}
   template <bool kTail>
   void StoreM(const UpdateChunk& c, size_t i, F m, size_t count) const {
-    Element<0>::Store<kTail>(c.m, i, m, count);
+    Store<kTail>(static_cast<float*>(c.m) + i, m, count, c.stream_states);
   }
   template <bool kTail>
   void StoreV(const UpdateChunk& c, size_t i, F v, size_t count) const {
-    Element<0>::Store<kTail>(c.v, i, v, count);
+    Store<kTail>(static_cast<float*>(c.v) + i, v, count, c.stream_states);
+  }
+
+ private:
+  template <bool kTail>
+  static void Store(float* at, F x, size_t count, bool stream) {
+    if (!kTail && stream) {
+      StreamF(at, x);
+    } else {
+      StoreF<kTail>(at, x, count);
+    }
   }
 };
 template <>
@@ -80,12 +100,20 @@ struct States<1> {
       : key(DrawKey(c.seed)), position(static_cast<uint32_t>(c.first_element)) {}
   template <bool kTail>
   void StoreM(const UpdateChunk& c, size_t i, F m, size_t count) const {
-    Element<1>::Store<kTail>(c.m, i, m, count);
+    if (!kTail && c.stream_states) {
+      StreamBf16(static_cast<uint16_t*>(c.m) + i, m);
+    } else {
+      Element<1>::Store<kTail>(c.m, i, m, count);
+    }
   }
   template <bool kTail>
   void StoreV(const UpdateChunk& c, size_t i, F v, size_t count) const {
     const I draw = Shr<16>(Draw(key, position + static_cast<uint32_t>(i)));
-    Store16<kTail>(static_cast<uint16_t*>(c.v) + i, RoundBf16Stochastic(v, draw), count);
+    if (!kTail && c.stream_states) {
+      Stream16(static_cast<uint16_t*>(c.v) + i, RoundBf16Stochastic(v, draw));
+    } else {
+      Store16<kTail>(static_cast<uint16_t*>(c.v) + i, RoundBf16Stochastic(v, draw), count);
+    }
   }
   uint32_t key, position;
 };
@@ -217,7 +245,7 @@ inline void PrefetchByte(const void* array, size_t byte) {
 
 template <class Opt, int kParam, int kGrad, int kState>
 void Update(const void* step, const UpdateChunk& chunk) {
-  const UpdateChunk c = chunk;  // a local copy: the compiler sees that no store changes a pointer
+  const UpdateChunk c = WithSource(chunk);  // a local copy: the compiler sees that no store changes a pointer
   const Opt opt(*static_cast<const typename Opt::Step*>(step));
   const States<kState> states(c);
   const bool has_m = Opt::kM && c.m != nullptr;  // SGD without momentum has none
@@ -226,20 +254,20 @@ void Update(const void* step, const UpdateChunk& chunk) {
   const size_t ahead = PrefetchDistance(kParam != 0 || kGrad != 0, c.n);
   ForVectors(c.n, [=, &sums]<bool kTail>(size_t i, size_t count) {
     if (!kTail && ahead != 0) {
-      PrefetchByte(c.param, (kParam == 0 ? 4 : 2) * i + ahead);
-      if constexpr (kParam == 1) PrefetchByte(c.master_low, 2 * i + ahead);
+      PrefetchByte(c.from.param, (kParam == 0 ? 4 : 2) * i + ahead);
+      if constexpr (kParam == 1) PrefetchByte(c.from.master_low, 2 * i + ahead);
       PrefetchByte(c.grad, (kGrad == 0 ? 4 : 2) * i + ahead);
-      if constexpr (Opt::kM) PrefetchByte(c.m, (kState == 0 ? 4 : 2) * i + ahead);
-      if constexpr (Opt::kV) PrefetchByte(c.v, (kState == 0 ? 4 : 2) * i + ahead);
+      if constexpr (Opt::kM) PrefetchByte(c.from.m, (kState == 0 ? 4 : 2) * i + ahead);
+      if constexpr (Opt::kV) PrefetchByte(c.from.v, (kState == 0 ? 4 : 2) * i + ahead);
     }
     const F g = Element<kGrad>::template Load<kTail>(c.grad, i, count);
     if (sums_up) AddSquare(&sums, g);
     F p = Param<kParam>::template Load<kTail>(c, i, count);
     F m = Set(0), v = Set(0);
     if constexpr (Opt::kM) {
-      if (has_m) m = Element<kState>::template Load<kTail>(c.m, i, count);
+      if (has_m) m = Element<kState>::template Load<kTail>(c.from.m, i, count);
     }
-    if constexpr (Opt::kV) v = Element<kState>::template Load<kTail>(c.v, i, count);
+    if constexpr (Opt::kV) v = Element<kState>::template Load<kTail>(c.from.v, i, count);
     opt(&p, g, &m, &v);
     Param<kParam>::template Store<kTail>(c, i, p, count);
     if constexpr (Opt::kM) {
@@ -275,7 +303,7 @@ struct LambDirection {
 
 template <int kParam, int kState>
 void LambDirections(const LambStep& step, const UpdateChunk& chunk, float* u, float* p_out) {
-  const UpdateChunk c = chunk;
+  const UpdateChunk c = WithSource(chunk);
   const LambDirection direction(step);
   ForVectors(c.n, [=]<bool kTail>(size_t i, size_t count) {
     const F p = Param<kParam>::template Load<kTail>(c, i, count);
@@ -288,7 +316,7 @@ void LambDirections(const LambStep& step, const UpdateChunk& chunk, float* u, fl
 
 template <int kParam, int kState>
 void LambApply(const LambStep& step, float rate, const UpdateChunk& chunk) {
-  const UpdateChunk c = chunk;
+  const UpdateChunk c = WithSource(chunk);
   const LambDirection direction(step);
   const F rates = Set(-rate);
   ForVectors(c.n, [=]<bool kTail>(size_t i, size_t count) {

@@ -32,6 +32,10 @@ struct UpdateChunk {
   const void* grad;
   void* m;
   void* v;
+  UpdateSource from;  // with `param` null all is read where it is written
+  // Store the parameter, or the states, around the caches: they are aligned to 64 bytes (fp32) or 32, and
+  // `from` is not null. As for the copy, the caller calls stream_fence.
+  bool stream_param, stream_states;
   uint64_t first_element;
   uint64_t seed;
   double* squares;  // where not null: takes the partial sum of this chunk's gradient, n <= kReduceBlock

@@ -78,6 +78,10 @@ inline void Store16Raw(void* p, __m256i x, size_t count) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), x);
   }
 }
+inline void StreamF(float* p, F x) {
+  _mm256_stream_ps(p, x.a);
+  _mm256_stream_ps(p + 8, x.b);
+}
 inline void Stream16Raw(void* p, __m256i x) { _mm256_stream_si256(static_cast<__m256i*>(p), x); }
 inline void StreamFence() { _mm_sfence(); }
 inline I LoadPairs(const void* p) {
@@ -96,12 +100,16 @@ inline I LoadS16(const int16_t* p, size_t count) {
   return {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(raw)),
           _mm256_cvtepi16_epi32(_mm256_extracti128_si256(raw, 1))};
 }
-template <bool kTail>
-inline void Store16(void* p, I x, size_t count) {
+inline __m256i LowHalves(I x) {
   const __m256i low = _mm256_set1_epi32(0xFFFF);
   const __m256i packed = _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
-  Store16Raw<kTail>(p, _mm256_permute4x64_epi64(packed, 0xD8), count);
+  return _mm256_permute4x64_epi64(packed, 0xD8);
 }
+template <bool kTail>
+inline void Store16(void* p, I x, size_t count) {
+  Store16Raw<kTail>(p, LowHalves(x), count);
+}
+inline void Stream16(void* p, I x) { Stream16Raw(p, LowHalves(x)); }
 template <bool kTail>
 inline F LoadHalf(const uint16_t* p, size_t count) {
   const __m256i raw = Load16Raw<kTail>(p, count);
@@ -252,7 +260,7 @@ inline F LoadSplit(const uint16_t* master_high, const int16_t* master_low, size_
           _mm256_castsi256_ps(_mm256_unpackhi_epi16(spread, high))};
 }
 template <bool kTail>
-inline void StoreSplit(uint16_t* master_high, int16_t* master_low, F x, size_t count) {
+inline void StoreSplit(uint16_t* master_high, int16_t* master_low, F x, size_t count, bool stream = false) {
   const __m256i a = _mm256_castps_si256(x.a), b = _mm256_castps_si256(x.b);
   __m256i low = LowerWords(a, b);
   const __m256i cut = UpperWords(a, b);
@@ -261,6 +269,11 @@ inline void StoreSplit(uint16_t* master_high, int16_t* master_low, F x, size_t c
     const __m256i nan = NanWords(x);
     low = _mm256_andnot_si256(nan, low);
     high = _mm256_blendv_epi8(high, _mm256_or_si256(cut, _mm256_set1_epi16(0x40)), nan);
+  }
+  if (!kTail && stream) {
+    Stream16Raw(master_high, high);
+    Stream16Raw(master_low, low);
+    return;
   }
   Store16Raw<kTail>(master_high, high, count);
   Store16Raw<kTail>(master_low, low, count);

@@ -60,6 +60,7 @@ inline void Store16Raw(void* p, __m256i x, size_t count) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), x);
   }
 }
+inline void StreamF(float* p, F x) { _mm512_stream_ps(p, x.v); }
 inline void Stream16Raw(void* p, __m256i x) { _mm256_stream_si256(static_cast<__m256i*>(p), x); }
 inline void StreamFence() { _mm_sfence(); }
 // 16 pairs of 16-bit numbers, the first of each in the low half.
@@ -76,6 +77,7 @@ template <bool kTail>
 inline void Store16(void* p, I x, size_t count) {
   Store16Raw<kTail>(p, _mm512_cvtepi32_epi16(x.v), count);
 }
+inline void Stream16(void* p, I x) { Stream16Raw(p, _mm512_cvtepi32_epi16(x.v)); }
 template <bool kTail>
 inline F LoadHalf(const uint16_t* p, size_t count) {
   return {_mm512_cvtph_ps(Load16Raw<kTail>(p, count))};
@@ -182,7 +184,7 @@ inline F LoadSplit(const uint16_t* master_high, const int16_t* master_low, size_
       _mm512_permutex2var_epi16(_mm512_castsi256_si512(low), Interleave(), _mm512_castsi256_si512(high)))};
 }
 template <bool kTail>
-inline void StoreSplit(uint16_t* master_high, int16_t* master_low, F x, size_t count) {
+inline void StoreSplit(uint16_t* master_high, int16_t* master_low, F x, size_t count, bool stream = false) {
   const __m512i bits = _mm512_castps_si512(x.v);
   __m256i low = Narrow(bits, LowWords());
   __m256i high = _mm256_sub_epi16(Narrow(bits, HighWords()), _mm256_srai_epi16(low, 15));
@@ -191,6 +193,11 @@ inline void StoreSplit(uint16_t* master_high, int16_t* master_low, F x, size_t c
     low = _mm256_mask_mov_epi16(low, nan, _mm256_setzero_si256());
     high =
         _mm256_mask_mov_epi16(high, nan, _mm256_or_si256(Narrow(bits, HighWords()), _mm256_set1_epi16(0x40)));
+  }
+  if (!kTail && stream) {
+    Stream16Raw(master_high, high);
+    Stream16Raw(master_low, low);
+    return;
   }
   Store16Raw<kTail>(master_high, high, count);
   Store16Raw<kTail>(master_low, low, count);

@@ -258,7 +258,10 @@ inline void StoreBf16(uint16_t* p, const F& x, size_t count) {
   }
   StoreArray<kTail>(p, raw, count);
 }
-// Stores around the caches, 32-byte aligned; StreamFence before another thread may look.
+// Stores around the caches, aligned to their own 64 or 32 bytes, as those of StoreSplit with `stream`;
+// StreamFence before another thread may look.
+inline void StreamF(float* p, const F& x) { StoreF<false>(p, x, kLanes); }
+inline void Stream16(void* p, const I& x) { Store16<false>(p, x, kLanes); }
 inline void StreamBf16(uint16_t* p, const F& x) { StoreBf16<false>(p, x, kLanes); }
 inline void StreamHalf(uint16_t* p, const F& x) { StoreHalf<false>(p, x, kLanes); }
 inline void StreamFence() {}
@@ -268,7 +271,7 @@ inline F LoadSplit(const uint16_t* master_high, const int16_t* master_low, size_
   return FromBits(AddI(Shl<16>(LoadU16<kTail>(master_high, count)), LoadS16<kTail>(master_low, count)));
 }
 template <bool kTail>
-inline void StoreSplit(uint16_t* master_high, int16_t* master_low, const F& x, size_t count) {
+inline void StoreSplit(uint16_t* master_high, int16_t* master_low, const F& x, size_t count, bool = false) {
   const I bits = Bits(x);
   uint16_t high[kLanes], low[kLanes];
   for (int k = 0; k < kLanes; ++k) {

@@ -176,7 +176,7 @@ struct Arrays {
 
 struct OptimizerCase {
   const char* name;
-  std::function<void(const Arrays&, SumOfSquares*, ThreadPool*)> apply;
+  std::function<void(const UpdateArrays&, SumOfSquares*, ThreadPool*)> apply;
   // One element; the float reference.
   std::function<void(float*, float, float*, float*)> one;
   std::function<void(Bounded*, Bounded, Bounded*, Bounded*)> oracle;
@@ -186,8 +186,8 @@ struct OptimizerCase {
 template <class Step>
 OptimizerCase MakeCase(const char* name, const Step& step, bool has_m, bool has_v) {
   return {name,
-          [step](const Arrays& a, SumOfSquares* squares, ThreadPool* pool) {
-            ApplyUpdate(step, a.view, squares, pool);
+          [step](const UpdateArrays& arrays, SumOfSquares* squares, ThreadPool* pool) {
+            ApplyUpdate(step, arrays, squares, pool);
           },
           [step](float* p, float g, float* m, float* v) { UpdateOne<float>(step, p, g, m, v); },
           [step](Bounded* p, Bounded g, Bounded* m, Bounded* v) { UpdateOne<Bounded>(step, p, g, m, v); },
@@ -254,9 +254,85 @@ TEST(Optimizer, EveryCombinationGivesTheBitsOfItsReference) {
                            << " n " << n);
               const Arrays before(n, param, grad, state, copies, kind, seed);
               Arrays after(before);
-              c.apply(after, nullptr, nullptr);
+              c.apply(after.view, nullptr, nullptr);
               ExpectUpdated(c, before, after);
               if (HasFatalFailure()) return;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// Bytes [begin, begin + n) of what an update writes, at addresses that are as far from a cache line as
+// `offset` says.
+class Destination {
+ public:
+  Destination(const Arrays& before, size_t offset) : view(before.view) {
+    const auto take = [&](size_t bytes) {
+      const size_t begin = (bytes_.size() + 63) / 64 * 64 + offset;
+      bytes_.resize(begin + bytes);
+      return begin;
+    };
+    const size_t n = before.n;
+    const size_t param = take(4 * n), low = take(2 * n), copy = take(2 * n), m = take(4 * n), v = take(4 * n),
+                 m_scales = take(4 * before.m_scales.size()), v_scales = take(4 * before.v_scales.size());
+    bytes_.assign(bytes_.size() + 64, 0xAB);
+    unsigned char* const first = bytes_.data() + (64 - reinterpret_cast<uintptr_t>(bytes_.data()) % 64) % 64;
+    view.param = first + param;
+    view.master_low = reinterpret_cast<int16_t*>(first + low);
+    if (view.copy_out != nullptr) view.copy_out = reinterpret_cast<uint16_t*>(first + copy);
+    view.m = first + m;
+    view.v = first + v;
+    view.m_scales = reinterpret_cast<float*>(first + m_scales);
+    view.v_scales = reinterpret_cast<float*>(first + v_scales);
+    view.from = {before.view.param, before.view.master_low, before.view.m,
+                 before.view.v,     before.view.m_scales,   before.view.v_scales};
+  }
+
+  UpdateArrays view;
+
+ private:
+  std::vector<unsigned char> bytes_;
+};
+
+TEST(Optimizer, ToAnotherPlaceHasTheBitsOfAnUpdateInPlace) {
+  for (const SimdLevel level : Levels()) {
+    const AtLevel at(level);
+    uint64_t seed = 0;
+    for (const OptimizerCase& c : Cases()) {
+      for (const ParamType param : kParams) {
+        for (const StateType state : kStateTypes) {
+          for (const size_t n : {1, 16, 255, 600}) {
+            for (const size_t offset : {0, 4, 32}) {
+              ++seed;
+              const bool copies = param == ParamType::kFp32 && seed % 3 != 0;
+              const Arrays before(n, param, kTypes[seed % 3], state, copies, Values::kNormal, seed);
+              Arrays in_place(before), source(before);
+              c.apply(in_place.view, nullptr, nullptr);
+              const Destination there(source, offset);
+              c.apply(there.view, nullptr, nullptr);
+              SCOPED_TRACE(::testing::Message()
+                           << c.name << " " << SimdLevelName(level) << " param " << static_cast<int>(param)
+                           << " state " << static_cast<int>(state) << " n " << n << " offset " << offset);
+              const auto same = [&](const void* a, const void* b, size_t bytes) {
+                return std::memcmp(a, b, bytes) == 0;
+              };
+              const UpdateArrays& a = in_place.view;
+              const UpdateArrays& b = there.view;
+              EXPECT_TRUE(same(a.param, b.param, n * (param == ParamType::kFp32 ? 4 : 2)));
+              EXPECT_TRUE(!(param == ParamType::kSplit) || same(a.master_low, b.master_low, 2 * n));
+              EXPECT_TRUE(!copies || same(a.copy_out, b.copy_out, 2 * n));
+              EXPECT_TRUE(!c.has_m || same(a.m, b.m, StateBytes(state, n)));
+              EXPECT_TRUE(!c.has_v || same(a.v, b.v, StateBytes(state, n)));
+              EXPECT_TRUE(!c.has_m || same(a.m_scales, b.m_scales, 4 * StateScales(state, n)));
+              EXPECT_TRUE(!c.has_v || same(a.v_scales, b.v_scales, 4 * StateScales(state, n)));
+              EXPECT_EQ(source.param, before.param);
+              EXPECT_EQ(source.master_low, before.master_low);
+              EXPECT_EQ(source.m, before.m);
+              EXPECT_EQ(source.v, before.v);
+              if (HasFailure()) return;
             }
           }
         }
@@ -274,7 +350,7 @@ TEST(Optimizer, EveryLengthTo257) {
       const Arrays before(n, kParams[n % 4], kTypes[n % 3], kStateTypes[(n / 3) % 3], n % 4 == 0,
                           Values::kNormal, n);
       Arrays after(before);
-      c.apply(after, nullptr, nullptr);
+      c.apply(after.view, nullptr, nullptr);
       ExpectUpdated(c, before, after);
       if (HasFatalFailure()) return;
     }
@@ -289,10 +365,10 @@ TEST(Optimizer, ThreadsCutsAndStatisticsChangeNothing) {
       const ParamType param = state == StateType::kBf16 ? ParamType::kSplit : ParamType::kFp32;
       const Arrays before(kN, param, DType::kBf16, state, param == ParamType::kFp32, Values::kNormal, 6);
       Arrays alone(before), pooled(before), cut(before);
-      c.apply(alone, nullptr, nullptr);
+      c.apply(alone.view, nullptr, nullptr);
       SumOfSquares squares, pieces, expected;
       AddSquares(DType::kBf16, before.view.grad, kN, &expected);
-      c.apply(pooled, &squares, &pool);
+      c.apply(pooled.view, &squares, &pool);
       for (size_t begin = 0; begin < kN;) {
         const size_t n = std::min(kN - begin, kReduceBlock * (1 + begin / kReduceBlock % 3));
         UpdateArrays saved = cut.view;
@@ -308,7 +384,7 @@ TEST(Optimizer, ThreadsCutsAndStatisticsChangeNothing) {
         cut.view.m_scales = saved.m_scales + begin / kStateBlock;
         cut.view.v_scales = saved.v_scales + begin / kStateBlock;
         cut.view.first_element = saved.first_element + begin;
-        c.apply(cut, &pieces, nullptr);
+        c.apply(cut.view, &pieces, nullptr);
         cut.view = saved;
         begin += n;
       }
@@ -361,7 +437,7 @@ TEST(Optimizer, WithinTheErrorBoundOfTheFloat64Oracle) {
     for (const Values kind : {Values::kNormal, Values::kTiny, Values::kHuge, Values::kDenormal}) {
       const Arrays before(5000, ParamType::kFp32, DType::kFp32, StateType::kFp32, false, kind, 21);
       Arrays after(before);
-      c.apply(after, nullptr, nullptr);
+      c.apply(after.view, nullptr, nullptr);
       const std::vector<float> p0 = before.Params(), g0 = before.Grads(), m0 = before.Moments(false),
                                v0 = before.Moments(true), p1 = after.Params(), m1 = after.Moments(false),
                                v1 = after.Moments(true);
@@ -385,11 +461,11 @@ TEST(Optimizer, StatisticsFindWhatIsNotFinite) {
   const OptimizerCase c = Cases()[0];
   Arrays a(10000, ParamType::kSplit, DType::kBf16, StateType::kFp32, false, Values::kNormal, 3);
   SumOfSquares squares;
-  c.apply(a, &squares, nullptr);
+  c.apply(a.view, &squares, nullptr);
   EXPECT_TRUE(squares.Finite());
   const uint16_t infinity = 0x7F80;
   std::memcpy(a.grad.data() + 1 + 2 * 9000, &infinity, 2);
-  c.apply(a, &squares, nullptr);
+  c.apply(a.view, &squares, nullptr);
   EXPECT_FALSE(squares.Finite());
 }
 

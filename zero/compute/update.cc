@@ -146,6 +146,44 @@ void ForNormPieces(const TileFormat& format, const BlockSteps& steps, uint64_t s
   }
 }
 
+// Calls whole(range) and shared(range) in the order of elements for all that is updated of a tile; `shared`
+// is what shares a scale of 8-bit states with another range or with what is not updated.
+template <typename Whole, typename Shared>
+void ForUpdates(const TileFormat& format, const BlockSteps& steps, const tiering::Tile& tile,
+                const Whole& whole, const Shared& shared) {
+  const int64_t unit = format.states == kernels::StateType::k8Bit ? tiering::kScaleBlock : 1;
+  for (const StepRange& range : steps.Ranges()) {
+    auto [step, from, to] = InTile(range, tile);
+    if (from < to && from % unit != 0) {
+      const int64_t next = std::min(to, tiering::AlignUp(from, unit));
+      shared(StepRange{step, from, next});
+      from = next;
+    }
+    const int64_t end = to == tile.elements ? to : to / unit * unit;
+    if (from < end) whole(StepRange{step, from, end});
+    from = std::max(from, end);
+    if (from < to) shared(StepRange{step, from, to});
+  }
+}
+
+// Copies elements [begin, end) of a tile with their states around the caches; with states of 8 bit `begin` is
+// at a scale's first element, and `end` too or the tile's end.
+void CopyElements(const TileFormat& format, const TileMemory& from, const TileMemory& to, int64_t begin,
+                  int64_t end) {
+  const tiering::Precision precision = format.precision();
+  for (size_t s = 0; s < precision.segment_bytes.size(); ++s) {
+    const auto* const source = static_cast<const std::byte*>(s == 0 ? from.weights : from.state[s - 1]);
+    auto* const target = static_cast<std::byte*>(s == 0 ? to.weights : to.state[s - 1]);
+    const int64_t width = precision.segment_bytes[s];
+    kernels::StreamCopy(source + begin * width, target + begin * width,
+                        static_cast<size_t>((end - begin) * width));
+    // The scales behind the codes.
+    const int64_t scales = precision.SegmentBytes(s, end - begin) - (end - begin) * width;
+    const int64_t first = from.elements * width + begin / tiering::kScaleBlock * 4;
+    if (scales > 0) kernels::StreamCopy(source + first, target + first, static_cast<size_t>(scales));
+  }
+}
+
 }  // namespace
 
 std::vector<StepArrays> UpdatesOf(const TileFormat& format, const BlockSteps& steps, uint64_t seed,
@@ -173,65 +211,41 @@ void UpdateTile(const TileFormat& format, const BlockSteps& steps, uint64_t seed
                   });
     return;
   }
-  const int64_t unit = format.states == kernels::StateType::k8Bit ? tiering::kScaleBlock : 1;
-  for (const StepRange& range : steps.Ranges()) {
-    auto [step, from, to] = InTile(range, tile);
-    // What shares a scale with another range, at the beginning, and at the end.
-    if (from < to && from % unit != 0) {
-      const int64_t next = std::min(to, tiering::AlignUp(from, unit));
-      ApplyWithinScale(format, {step, from, next}, seed, tile, memory);
-      from = next;
-    }
-    const int64_t end = to == memory.elements ? to : to / unit * unit;
-    if (from < end) Apply(*step, ArraysAt(format, seed, tile, memory, from, end));
-    from = std::max(from, end);
-    if (from < to) ApplyWithinScale(format, {step, from, to}, seed, tile, memory);
-  }
+  ForUpdates(
+      format, steps, tile,
+      [&](const StepRange& range) {
+        Apply(*range.step, ArraysAt(format, seed, tile, memory, range.from, range.to));
+      },
+      [&](const StepRange& range) { ApplyWithinScale(format, range, seed, tile, memory); });
 }
 
 void UpdateTileInto(const TileFormat& format, const BlockSteps& steps, uint64_t seed,
                     const tiering::Tile& tile, const TileMemory& from, const TileMemory& to) {
   PENSTOCK_CHECK(!steps.uses_lamb(), "an update by LAMB from one place to another");
-  // Of all segments so much stays in a core's cache while it is updated.
-  constexpr int64_t kPiece = 2 * tiering::kElementAlignment;
-  constexpr int64_t kLine = 64;
-  alignas(kLine) std::array<std::byte, 16 * kPiece> piece;
-  const tiering::Precision precision = format.precision();
-  for (int64_t begin = 0; begin < from.elements; begin += kPiece) {
-    const int64_t n = std::min(kPiece, from.elements - begin);
-    TileMemory memory;
-    memory.elements = n;
-    memory.gradient = static_cast<std::byte*>(from.gradient) + begin * precision.gradient_bytes;
-    int64_t room = 0;
-    for (size_t s = 0; s < precision.segment_bytes.size(); ++s) {
-      void* const at = piece.data() + room;
-      room += tiering::AlignUp(precision.SegmentBytes(s, n), kLine);
-      PENSTOCK_CHECK(room <= std::ssize(piece), "a piece of a tile that is larger than its place");
-      (s == 0 ? memory.weights : memory.state.emplace_back()) = at;
-    }
-    const auto for_segments = [&](const TileMemory& whole, const auto& move) {
-      for (size_t s = 0; s < precision.segment_bytes.size(); ++s) {
-        auto* const all = static_cast<std::byte*>(s == 0 ? whole.weights : whole.state[s - 1]);
-        auto* const some = static_cast<std::byte*>(s == 0 ? memory.weights : memory.state[s - 1]);
-        const int64_t width = precision.segment_bytes[s];
-        const int64_t next = begin + kPiece + n <= from.elements ? begin + kPiece : begin;
-        const auto* const source = static_cast<const std::byte*>(s == 0 ? from.weights : from.state[s - 1]);
-        move(all + begin * width, some, n * width, source + next * width);
-        // The scales behind the codes.
-        const int64_t scales = precision.SegmentBytes(s, n) - n * width;
-        if (scales > 0)
-          move(all + from.elements * width + begin / tiering::kScaleBlock * 4, some + n * width, scales,
-               nullptr);
-      }
-    };
-    for_segments(from, [](const std::byte* all, std::byte* some, int64_t bytes, const std::byte*) {
-      std::memcpy(some, all, static_cast<size_t>(bytes));
-    });
-    UpdateTile(format, steps, seed, {tile.offset + begin, n}, memory);
-    for_segments(to, [](std::byte* all, const std::byte* some, int64_t bytes, const std::byte* soon) {
-      kernels::StreamCopy(some, all, static_cast<size_t>(bytes), soon);
-    });
-  }
+  TileMemory there = to;
+  there.gradient = from.gradient;
+  // Elements before this one have their values in `to`.
+  int64_t done = 0;
+  const auto copy_to = [&](int64_t end) {
+    if (done < end) CopyElements(format, from, to, done, end);
+    done = std::max(done, end);
+  };
+  ForUpdates(
+      format, steps, tile,
+      [&](const StepRange& range) {
+        copy_to(range.from);
+        kernels::UpdateArrays arrays = ArraysAt(format, seed, tile, there, range.from, range.to);
+        const kernels::UpdateArrays source = ArraysAt(format, seed, tile, from, range.from, range.to);
+        arrays.from = {source.param, source.master_low, source.m, source.v, source.m_scales, source.v_scales};
+        Apply(*range.step, arrays);
+        done = range.to;
+      },
+      [&](const StepRange& range) {
+        copy_to(std::min(tiering::AlignUp(range.to, tiering::kScaleBlock), tile.elements));
+        kernels::StreamCopyFence();
+        ApplyWithinScale(format, range, seed, tile, there);
+      });
+  copy_to(tile.elements);
   kernels::StreamCopyFence();
 }
 
