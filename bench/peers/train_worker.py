@@ -16,25 +16,7 @@ import numpy
 import torch
 
 import peers
-
-SEED = 1  # of penstock train
-MASK = (1 << 64) - 1
-GOLDEN = 0x9E3779B97F4A7C15
-
-
-def mix(x):
-    """splitmix64's finalizer."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = ((x ^ (x >> shift)) * factor) & MASK
-    return x ^ (x >> 31)
-
-
-def sequence_start(step, row, places):
-    """Where Penstock's row of a step begins (models/data/dataset.h)."""
-    h = mix((SEED + GOLDEN) & MASK)
-    h = mix(h ^ ((step + 2 * GOLDEN) & MASK))
-    h = mix(h ^ ((row + 3 * GOLDEN) & MASK))
-    return (h * places) >> 64
+from sequence_order import SEED, sequence_start
 
 
 def batches(tokens, batch, seq, steps):

@@ -21,13 +21,15 @@ import sys
 import tempfile
 
 OUT = pathlib.Path(__file__).resolve().parent / "deepspeed.json"
+sys.path.insert(0, str(OUT.parents[2] / "bench/peers"))
+from sequence_order import SEED, sequence_start  # noqa: E402
+
 MODEL = {
     "model_type": "gpt2", "n_layer": 1, "n_embd": 12, "n_head": 2, "n_positions": 16, "vocab_size": 29, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
 }  # fmt: skip
-BATCH, SEQ, SEED, TOKENS = 2, 16, 1, 2048
+BATCH, SEQ, TOKENS = 2, 16, 2048
 SAVED, LAST = 4, 8
-MASK, GOLDEN = (1 << 64) - 1, 0x9E3779B97F4A7C15
 # name -> stage, ranks, type, through ds_to_universal
 CASES = {
     "zero1": (1, 2, "fp32", False),
@@ -36,19 +38,6 @@ CASES = {
     "zero2": (2, 2, "fp32", False),
     "universal": (1, 2, "fp32", True),
 }
-
-
-def mix(x):
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = ((x ^ (x >> shift)) * factor) & MASK
-    return x ^ (x >> 31)
-
-
-def sequence_start(step, row, places):
-    h = mix((SEED + GOLDEN) & MASK)
-    h = mix(h ^ ((step + 2 * GOLDEN) & MASK))
-    h = mix(h ^ ((row + 3 * GOLDEN) & MASK))
-    return (h * places) >> 64
 
 
 def text():
