@@ -22,7 +22,8 @@
 #define PENSTOCK_RUN_CONFIG_H_
 
 #include <cstdint>
-#include <nlohmann/json_fwd.hpp>
+#include <map>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
 #include <string>
@@ -155,8 +156,6 @@ struct ZeroConfig {
   std::optional<int64_t> max_reuse_distance_elements;    // bounds between which uses weights stay
   std::optional<int64_t> param_persistence_elements;     // blocks up to this size stay ...
   std::optional<int64_t> model_persistence_elements;     // ... up to so much in all
-  std::optional<bool> quantized_weights;                 // ranks exchange weights in 8 bits ...
-  std::optional<bool> quantized_gradients;               // ... and gradients in 4
 
   bool operator==(const ZeroConfig&) const = default;
 };
@@ -165,8 +164,7 @@ struct AioConfig {
   std::optional<int64_t> block_size_bytes;  // bounds one request
   std::optional<int64_t> queue_depth;       // requests in flight per I/O thread
   std::optional<int64_t>
-      intra_op_parallelism;     // I/O threads, as in DeepSpeed; also thread_count, num_threads
-  std::optional<bool> use_gds;  // weights past host memory, where device and drive can
+      intra_op_parallelism;  // I/O threads, as in DeepSpeed; also thread_count, num_threads
 
   bool operator==(const AioConfig&) const = default;
 };
@@ -230,7 +228,6 @@ struct PenstockConfig {
   std::optional<Prefer> prefer;
   std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
   std::optional<MissingGradients> missing_gradients;
-  std::optional<int64_t> tile_bytes;
   std::optional<SavedActivations> saved_activations;  // where inputs that are kept for backward wait for it
   std::optional<int64_t> update_threads;
   std::optional<ConfigPlacement> placement;
@@ -258,7 +255,6 @@ struct Config {
   std::optional<int64_t> train_batch_size;
   std::optional<int64_t> micro_batch_per_rank;  // train_micro_batch_size_per_gpu
   std::optional<int64_t> gradient_accumulation_steps;
-  std::optional<double> gradient_clipping;  // 0: off
   OptimizerConfig optimizer;
   std::optional<SchedulerConfig> scheduler;
   Fp16Config fp16;
@@ -275,6 +271,8 @@ struct Config {
   WandbConfig wandb;
   std::optional<bool> managed_gradient_accumulation;  // Python's
   PenstockConfig penstock;
+  // Values of the settings that are an option of the engine and nothing else (Setting::option), by name.
+  std::map<std::string, nlohmann::json, std::less<>> plain;
 
   bool operator==(const Config&) const = default;
 };

@@ -191,9 +191,9 @@ std::vector<std::string> FillDefaults(const std::set<std::string>& autos, int64_
   Opener open(autos);
   FillBatch(open, *config);
   for (const Setting& setting : SectionKeys("")) {
-    if (setting.deepspeeds.empty() || !setting.from(*config).is_null()) continue;
+    if (setting.deepspeeds.empty() || !setting.Find(*config).is_null()) continue;
     const nlohmann::json value = ScalarOf(setting.deepspeeds);
-    setting.into(*config, value);
+    setting.Put(*config, value);
     open.Say(std::string(setting.name), absl::StrCat(value.get<double>()));
   }
   FillOptimizer(open, config->optimizer);

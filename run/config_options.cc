@@ -4,21 +4,15 @@
 #include <cstdint>
 
 #include "run/plan_bounds.h"
+#include "run/settings.h"
 #include "zero/compute/tile_format.h"
 
 namespace penstock::run {
 
 void ApplyConfig(const Config& config, zero::EngineOptions* options) {
-  options->optimizer.clip = config.gradient_clipping.value_or(0);
-  options->optimizer.states = zero::ParseStateType(config.penstock.optimizer_states.value_or("fp32"))
-                                  .value_or(kernels::StateType::kFp32);
-  options->optimizer.order = config.penstock.order.value_or(UpdateOrder::kAuto);
-  options->optimizer.prefer = config.penstock.prefer.value_or(Prefer::kWear);
-  options->exchange = {.weights = config.zero.quantized_weights.value_or(false),
-                       .gradients = config.zero.quantized_gradients.value_or(false)};
+  SetOptions(config, options);
   zero::MemoryOptions& memory = options->memory;
   memory.bounds = PlanBoundsOf(config, options->world());
-  memory.tile_bytes = config.penstock.tile_bytes.value_or(0);
   memory.saved_activations = config.penstock.saved_activations.value_or(
       config.cpu_checkpointing.value_or(false) ? SavedActivations::kHost : SavedActivations::kAuto);
   if (config.zero.sub_group_size_elements.value_or(0) > 0) {
@@ -39,7 +33,6 @@ void ApplyConfig(const Config& config, zero::EngineOptions* options) {
     io.max_write_bytes_in_flight = std::min(io.max_write_bytes_in_flight, bytes);
     options->storage.io_depth_is_limit = true;
   }
-  options->storage.gds = config.aio.use_gds.value_or(false);
 }
 
 zero::WatchOptions WatchOf(const PenstockConfig& config, double unasked) {

@@ -7,8 +7,9 @@
 
 namespace penstock::run {
 
-// Sets clipping, the type of the optimizer's states, the order of updates, the tile's bytes, the planner's
-// bounds and the requests in flight. `options` has the type of weights, the algorithm and the ranks.
+// Sets what the rows of the table say (SetOptions), and what is made of several settings: the planner's
+// bounds, the tile's bytes, where saved activations wait, and the requests in flight. `options` has the type
+// of weights, the algorithm and the ranks.
 void ApplyConfig(const Config& config, zero::EngineOptions* options);
 
 // When a stuck operation is reported, and when it ends the run. unasked: seconds after which it is reported

@@ -16,6 +16,8 @@
 #include "base/json.h"
 #include "run/config.h"
 #include "run/config_names.h"
+#include "zero/compute/tile_format.h"
+#include "zero/engine/engine_options.h"
 
 namespace penstock::run {
 namespace {
@@ -107,11 +109,17 @@ void Take(const json& value, std::optional<Enum>& to) {
   }
 }
 
+void Take(const json& value, std::optional<kernels::StateType>& to) {
+  to = zero::ParseStateType(value.get_ref<const std::string&>());
+}
+
 // The value in a place; null: it is empty.
 template <typename T>
 json ValueIn(const std::optional<T>& place) {
   if (!place.has_value()) return nullptr;
-  if constexpr (std::is_enum_v<T>) {
+  if constexpr (std::is_same_v<T, kernels::StateType>) {
+    return std::string(zero::StateTypeName(*place));
+  } else if constexpr (std::is_enum_v<T>) {
     return std::string(zero::NameIn(NamesOf(*place), *place));
   } else {
     return *place;
@@ -124,6 +132,34 @@ template <typename Place>
 constexpr Setting Setting::At(Place) const {
   return Into([](Config& config, const nlohmann::json& value) { Take(value, Place()(config)); },
               [](const Config& config) { return ValueIn(Place()(config)); });
+}
+
+template <typename Place>
+constexpr Setting Setting::Sets(Place) const {
+  Setting made = *this;
+  made.option = [](zero::EngineOptions& options, const json& value) {
+    std::optional taken(Place()(options));
+    Take(value, taken);
+    Place()(options) = *taken;
+  };
+  made.option_of = [](const zero::EngineOptions& options) {
+    return ValueIn(std::optional(Place()(options)));
+  };
+  return made;
+}
+
+void Setting::Put(Config& config, const json& value) const {
+  if (into != nullptr) {
+    into(config, value);
+  } else if (option != nullptr) {
+    config.plain[std::string(name)] = value;
+  }
+}
+
+json Setting::Find(const Config& config) const {
+  if (from != nullptr) return from(config);
+  const auto found = config.plain.find(name);
+  return found == config.plain.end() ? json() : found->second;
 }
 
 namespace {
@@ -171,6 +207,7 @@ constexpr auto kTop = std::to_array<Setting>({
         .Says("Micro-batches in a step", "1")
         .Flag("--accumulate")
         .Keyword("gradient_accumulation_steps")
+        .InPython("engine.train_batch takes all of them at once; a loop may give them one by one.")
         .ByName("accumulate")
         .At([](auto& c) -> auto& { return c.gradient_accumulation_steps; }),
     Number("gradient_clipping", 0)
@@ -182,27 +219,32 @@ constexpr auto kTop = std::to_array<Setting>({
         .Settles("1.0", "0")
         .DeepSpeeds("1.0")
         .Python("0 without a configuration of DeepSpeed's")
-        .At([](auto& c) -> auto& { return c.gradient_clipping; }),
+        .Sets([](auto& o) -> auto& { return o.optimizer.clip; })
+        .Answers("gradient_clipping"),
     Object("optimizer"),
     Object("scheduler"),
     Object("fp16"),
     Object("bf16"),
     OnceCalled(Object("bf16"), "bfloat16"),
     Object("zero_optimization"),
-    Object("aio"),
+    Object("aio").Answers("aio_config", "{}"),
     Object("activation_checkpointing"),
     Object("checkpoint"),
     Object("penstock"),
-    Bool("wall_clock_breakdown").Says("Prints where the time of each step went", "false").At([
-    ](auto& c) -> auto& { return c.wall_clock_breakdown; }),
+    Bool("wall_clock_breakdown")
+        .Says("Prints where the time of each step went", "false")
+        .At([](auto& c) -> auto& { return c.wall_clock_breakdown; })
+        .Answers("wall_clock_breakdown", "false"),
     Object("flops_profiler"),
     Object("comms_logger"),
     Object("elasticity"),
 
-    Needless("steps_per_print", KeyType::kAny, "progress is one live line, and --log has every step"),
+    Needless("steps_per_print", KeyType::kAny, "progress is one live line, and --log has every step")
+        .Answers("steps_per_print", "10"),
     Needless("memory_breakdown", KeyType::kBool,
-             "every report has the peaks, and penstock plan the bytes of each tier"),
-    Needless("dump_state", KeyType::kBool, "penstock inspect shows the state"),
+             "every report has the peaks, and penstock plan the bytes of each tier")
+        .Answers("memory_breakdown", "false"),
+    Needless("dump_state", KeyType::kBool, "penstock inspect shows the state").Answers("dump_state", "false"),
     Needless("log_level", KeyType::kAny, "use --quiet for less"),
     Needless("timers", KeyType::kAny, kOwnReports),
     Needless("comms_config", KeyType::kObject, kOwnReports),
@@ -216,20 +258,25 @@ constexpr auto kTop = std::to_array<Setting>({
         "autotuning", KeyType::kObject,
         "the planner chooses tiles, buffers and order on this machine at every start; penstock plan with the "
         "same flags shows what and why, and what another batch or memory would bring"),
-    Needless("zero_allow_untested_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
-    Needless("zero_force_ds_cpu_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
+    Needless("zero_allow_untested_optimizer", KeyType::kBool, "the optimizer is always Penstock's own")
+        .Answers("zero_allow_untested_optimizer", "false"),
+    Needless("zero_force_ds_cpu_optimizer", KeyType::kBool, "the optimizer is always Penstock's own")
+        .Answers("zero_force_ds_cpu_optimizer", "true"),
     Ignored("communication_data_type", KeyType::kAny, kRankOrderSum),
     Needless("seq_parallel_communication_data_type", KeyType::kAny, "there is no sequence parallelism"),
     AlsoCalled(
         Needless("seq_parallel_communication_data_type", KeyType::kAny, "there is no sequence parallelism"),
         "seq_parallel_comm_data_type"),
     Ignored("prescale_gradients", KeyType::kBool, kRankOrderSum),
-    Ignored("gradient_predivide_factor", KeyType::kNumber, kRankOrderSum),
-    Needless("sparse_gradients", KeyType::kBool, "gradients are dense; the result is the same"),
+    Ignored("gradient_predivide_factor", KeyType::kNumber, kRankOrderSum)
+        .Answers("gradient_predivide_factor", "1.0"),
+    Needless("sparse_gradients", KeyType::kBool, "gradients are dense; the result is the same")
+        .Answers("sparse_gradients_enabled", "false"),
     Needless("disable_allgather", KeyType::kBool, "how blocks are gathered is the planner's choice"),
     Needless("allgather_size", KeyType::kWhole, "how blocks are gathered is the planner's choice"),
     Ignored("data_types", KeyType::kObject, "a block's gradients are accumulated in fp32 and rounded once"),
-    Needless("graph_harvesting", KeyType::kBool, "there are no graphs to harvest"),
+    Needless("graph_harvesting", KeyType::kBool, "there are no graphs to harvest")
+        .Answers("graph_harvesting", "false"),
     Needless("compile", KeyType::kObject, "there is nothing to compile at run time"),
     Needless("use_data_before_expert_parallelism", KeyType::kBool, "all ranks are data-parallel"),
     Bool("managed_gradient_accumulation")
@@ -237,14 +284,15 @@ constexpr auto kTop = std::to_array<Setting>({
         .EachStart()
         .OnCommandLine("the program makes the steps itself")
         .Neutral("true")
-        .At([](auto& c) -> auto& { return c.managed_gradient_accumulation; }),
+        .At([](auto& c) -> auto& { return c.managed_gradient_accumulation; })
+        .Answers("managed_gradient_accumulation", "true"),
     Needless("vocabulary_size", KeyType::kWhole, "the model and --vocab say it"),
     Needless("dataloader_drop_last", KeyType::kBool, "every batch is complete"),
     Needless("nebula", KeyType::kObject, "checkpoints are Penstock's own"),
     Needless("datastates_ckpt", KeyType::kObject, "checkpoints are Penstock's own"),
     Needless("datastates", KeyType::kObject, "checkpoints are Penstock's own"),
 
-    Refused("amp", "Apex's mixed precision is not served; use bf16 or fp16"),
+    Refused("amp", "Apex's mixed precision is not served; use bf16 or fp16").Answers("amp_params", "false"),
     Refused("torch_autocast", "autocast is not served; use bf16 or fp16"),
     Refused("gradient_allreduce_op", "gradients are averaged over ranks", "\"mean\""),
     Refused("pipeline", "there is no pipeline parallelism; all ranks are data-parallel"),
@@ -274,8 +322,8 @@ constexpr auto kOptimizer = std::to_array<Setting>({
         .AsPart()
         .Python("the optimizer of optimizer=, else AdamW")
         .At([](auto& c) -> auto& { return c.optimizer.type; }),
-    Object("params"),
-    Needless("legacy_fusion", KeyType::kBool, kOnePass),
+    Object("params").Answers("optimizer_params", "null"),
+    Needless("legacy_fusion", KeyType::kBool, kOnePass).Answers("optimizer_legacy_fusion", "false"),
 });
 
 constexpr Setting kLr = Number("lr", 0, 1e6).Says("Peak learning rate", "3e-4").Flag("--lr").ByName("lr").At([
@@ -427,8 +475,9 @@ constexpr auto kScheduler = std::to_array<Setting>({
             },
             [](const Config& c) {
               return c.scheduler.has_value() ? json(std::string(Name(c.scheduler->type))) : json();
-            }),
-    Object("params"),
+            })
+        .Answers("scheduler_name", "null"),
+    Object("params").Answers("scheduler_params", "null"),
 });
 
 constexpr Setting kWarmupMinLr =
@@ -573,9 +622,11 @@ constexpr auto kFp16 = std::to_array<Setting>({
         .Says("Least dynamic loss scale", "1")
         .PartOf("loss_scale")
         .At([](auto& c) -> auto& { return c.fp16.min_loss_scale; }),
-    Needless("auto_cast", KeyType::kBool, "inputs are token ids, which have nothing to cast"),
+    Needless("auto_cast", KeyType::kBool, "inputs are token ids, which have nothing to cast")
+        .Answers("fp16_auto_cast", "false"),
     Needless("fused_mode", KeyType::kBool, "the update is always one fused pass"),
-    Refused("fp16_master_weights_and_grads", "masters are fp32: fp16 ones lose small updates"),
+    Refused("fp16_master_weights_and_grads", "masters are fp32: fp16 ones lose small updates")
+        .Answers("fp16_master_weights_and_gradients", "false"),
 });
 
 constexpr auto kBf16 = std::to_array<Setting>({
@@ -585,49 +636,67 @@ constexpr auto kBf16 = std::to_array<Setting>({
     Needless("immediate_grad_update", KeyType::kBool,
              "a block's gradient is consumed as early as the plan allows"),
     Ignored("check_grad_overflow", KeyType::kBool, "gradients are always checked"),
-    Refused("bf16_master_weights_and_grads", "masters are fp32, kept as bf16 and a 16-bit remainder"),
-    Refused("bf16_optimizer_states", "write \"penstock\": {\"optimizer_states\": \"bf16\"}"),
+    Refused("bf16_master_weights_and_grads", "masters are fp32, kept as bf16 and a 16-bit remainder")
+        .Answers("bf16_master_weights_and_gradients", "false"),
+    Refused("bf16_optimizer_states", "write \"penstock\": {\"optimizer_states\": \"bf16\"}")
+        .Answers("bf16_optimizer_states", "false"),
 });
 
 constexpr auto kZero = std::to_array<Setting>({
     Whole("stage", 0, 3).Says("ZeRO stage; 1 and 2 keep weights whole on each of several ranks", "3").At([
     ](auto& c) -> auto& { return c.zero.stage; }),
-    Object("offload_param"),
-    Object("offload_optimizer"),
-    Whole("sub_group_size", 0).Says("Upper bound of a tile, in elements", "the planner's choice").At([
-    ](auto& c) -> auto& { return c.zero.sub_group_size_elements; }),
-    Ignored("reduce_bucket_size", KeyType::kWhole, "a block is reduced as one, in small pieces").AtLeast(0),
-    Ignored("allgather_bucket_size", KeyType::kWhole, "a block is gathered as one").AtLeast(0),
+    Object("offload_param").Answers("zero_offload_param", "null"),
+    Object("offload_optimizer").Answers("zero_offload_optimizer", "null"),
+    Whole("sub_group_size", 0)
+        .Says("Upper bound of a tile, in elements", "the planner's choice")
+        .At([](auto& c) -> auto& { return c.zero.sub_group_size_elements; })
+        .Answers("zero_sub_group_size", "1000000000"),
+    Ignored("reduce_bucket_size", KeyType::kWhole, "a block is reduced as one, in small pieces")
+        .AtLeast(0)
+        .Answers("zero_reduce_bucket_size", "500000000"),
+    Ignored("allgather_bucket_size", KeyType::kWhole, "a block is gathered as one")
+        .AtLeast(0)
+        .Answers("zero_allgather_bucket_size", "500000000"),
     Whole("stage3_prefetch_bucket_size", 0)
         .Says("Upper bound of weights read ahead of their use, in elements", "the planner's choice")
-        .At([](auto& c) -> auto& { return c.zero.prefetch_bucket_size_elements; }),
+        .At([](auto& c) -> auto& { return c.zero.prefetch_bucket_size_elements; })
+        .Answers("zero_prefetch_bucket_size", "50000000"),
     AlsoCalled(Whole("stage3_prefetch_bucket_size", 0), "prefetch_bucket_size"),
     Whole("stage3_max_live_parameters", 0)
         .Says("Upper bound of weights in flight, in elements", "the planner's choice")
-        .At([](auto& c) -> auto& { return c.zero.max_live_parameters_elements; }),
+        .At([](auto& c) -> auto& { return c.zero.max_live_parameters_elements; })
+        .Answers("zero_max_live_parameters", "1000000000"),
     AlsoCalled(Whole("stage3_max_live_parameters", 0), "max_live_parameters"),
     Whole("stage3_max_reuse_distance", 0)
         .Says("Weights stay in memory only where at most this many elements are used between two uses",
               "no bound")
-        .At([](auto& c) -> auto& { return c.zero.max_reuse_distance_elements; }),
+        .At([](auto& c) -> auto& { return c.zero.max_reuse_distance_elements; })
+        .Answers("zero_max_reuse_distance", "1000000000"),
     AlsoCalled(Whole("stage3_max_reuse_distance", 0), "max_reuse_distance"),
     Whole("stage3_param_persistence_threshold", 0)
         .Says("Blocks of at most this many elements stay in memory", "the planner's choice")
-        .At([](auto& c) -> auto& { return c.zero.param_persistence_elements; }),
+        .At([](auto& c) -> auto& { return c.zero.param_persistence_elements; })
+        .Answers("zero_param_persistence_threshold", "100000"),
     AlsoCalled(Whole("stage3_param_persistence_threshold", 0), "param_persistence_threshold"),
     Whole("stage3_model_persistence_threshold", 0, 0x1p63)
         .Says("Upper bound of all blocks that stay by the threshold, in elements", "no bound")
-        .At([](auto& c) -> auto& { return c.zero.model_persistence_elements; }),
+        .At([](auto& c) -> auto& { return c.zero.model_persistence_elements; })
+        .Answers("zero_model_persistence_threshold", "9223372036854775807"),
     AlsoCalled(Whole("stage3_model_persistence_threshold", 0, 0x1p63), "model_persistence_threshold"),
     Bool("cpu_offload").Says("Old name of offload_optimizer with device cpu").EachStart(),
     Bool("cpu_offload_param").Says("Old name of offload_param with device cpu").EachStart(),
 
-    Needless("contiguous_gradients", KeyType::kBool, "a block's gradients are always contiguous"),
-    Needless("reduce_scatter", KeyType::kBool, kRankOrderSum),
-    Needless("use_multi_rank_bucket_allreduce", KeyType::kBool, kRankOrderSum),
-    Needless("allgather_partitions", KeyType::kBool, "a block is gathered as one"),
-    Needless("overlap_comm", KeyType::kBool, "everything that can overlap does"),
-    Needless("load_from_fp32_weights", KeyType::kBool, "masters are always exact"),
+    Needless("contiguous_gradients", KeyType::kBool, "a block's gradients are always contiguous")
+        .Answers("zero_contiguous_gradients", "true"),
+    Needless("reduce_scatter", KeyType::kBool, kRankOrderSum).Answers("zero_reduce_scatter", "true"),
+    Needless("use_multi_rank_bucket_allreduce", KeyType::kBool, kRankOrderSum)
+        .Answers("zero_multi_rank_bucket_allreduce", "true"),
+    Needless("allgather_partitions", KeyType::kBool, "a block is gathered as one")
+        .Answers("zero_allgather_partitions", "true"),
+    Needless("overlap_comm", KeyType::kBool, "everything that can overlap does")
+        .Answers("zero_overlap_comm", "true"),
+    Needless("load_from_fp32_weights", KeyType::kBool, "masters are always exact")
+        .Answers("zero_load_from_fp32_weights", "true"),
     Needless("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
              "penstock export writes whole weights from any state directory"),
     AlsoCalled(Needless("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
@@ -637,7 +706,8 @@ constexpr auto kZero = std::to_array<Setting>({
                         "penstock export writes whole weights from any state directory"),
                "stage3_gather_fp16_weights_on_model_save"),
     Needless("stage3_module_granularity_threshold", KeyType::kWhole,
-             "the unit is a block, given by the model"),
+             "the unit is a block, given by the model")
+        .Answers("zero_module_granularity_threshold", "0"),
     AlsoCalled(Needless("stage3_module_granularity_threshold", KeyType::kWhole,
                         "the unit is a block, given by the model"),
                "module_granularity_threshold"),
@@ -645,7 +715,8 @@ constexpr auto kZero = std::to_array<Setting>({
     AlsoCalled(
         Needless("stage3_use_all_reduce_for_fetch_params", KeyType::kBool, "a block is gathered as one"),
         "use_all_reduce_for_fetch_params"),
-    Needless("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
+    Needless("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one")
+        .Answers("zero_allgather_sequential", "false"),
     AlsoCalled(Needless("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
                "allgather_sequential"),
     Needless("stage3_partition_stream_chunk_size", KeyType::kWhole, "blocks are built one at a time"),
@@ -654,36 +725,46 @@ constexpr auto kZero = std::to_array<Setting>({
         "partition_stream_chunk_size"),
     Needless("cpu_offload_use_pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
     Needless("ignore_unused_parameters", KeyType::kBool,
-             "penstock.missing_gradients says what becomes of a parameter without a gradient"),
-    Needless("legacy_stage1", KeyType::kBool, "there is one implementation"),
-    Needless("round_robin_gradients", KeyType::kBool, "every block is cut evenly over ranks"),
+             "penstock.missing_gradients says what becomes of a parameter without a gradient")
+        .Answers("zero_ignore_unused_parameters", "true"),
+    Needless("legacy_stage1", KeyType::kBool, "there is one implementation")
+        .Answers("zero_legacy_stage1", "false"),
+    Needless("round_robin_gradients", KeyType::kBool, "every block is cut evenly over ranks")
+        .Answers("zero_round_robin_gradients", "false"),
     Needless("memory_efficient_linear", KeyType::kBool,
              "a block's backward always recomputes from its saved input"),
     Needless("pipeline_loading_checkpoint", KeyType::kBool, "checkpoints are always streamed"),
     Needless("override_module_apply", KeyType::kBool, "blocks are initialised by their factories"),
-    Needless("log_trace_cache_warnings", KeyType::kBool, "a miss of the plan is always said once"),
-    Needless("enable_sanity_checks", KeyType::kBool, "checks are always on"),
+    Needless("log_trace_cache_warnings", KeyType::kBool, "a miss of the plan is always said once")
+        .Answers("zero_log_trace_cache_warnings", "false"),
+    Needless("enable_sanity_checks", KeyType::kBool, "checks are always on")
+        .Answers("is_sanity_checks_enabled", "false"),
     Needless("leaf_module", KeyType::kObject, "the unit is a block, given by the model"),
     Needless("compute_grad_norm", KeyType::kBool, "the norm is always computed, as every report has it"),
     Needless("parameter_alignment", KeyType::kBool, "parameters are always aligned"),
-    Needless("save_muon_momentum_buffer_in_memory", KeyType::kBool, "it only concerns Muon"),
+    Needless("save_muon_momentum_buffer_in_memory", KeyType::kBool, "it only concerns Muon")
+        .Answers("zero_save_muon_momentum_buffer_in_memory", "false"),
 
-    Refused("elastic_checkpoint", "DeepSpeed has dropped it; Penstock's checkpoints need no such key"),
+    Refused("elastic_checkpoint", "DeepSpeed has dropped it; Penstock's checkpoints need no such key")
+        .Answers("zero_elastic_checkpoint", "false"),
     Refused(
         "zenflow",
         "it applies most gradients steps after they were made, which changes the result; here updates hide "
-        "behind reads and backward and wait for nothing"),
+        "behind reads and backward and wait for nothing")
+        .Answers("zenflow_config", "null"),
     Bool("zero_quantized_weights")
         .Says("Ranks hand each other weights in 8 bits, with a scale for each 128 (ZeRO++'s qwZ): half the "
               "bytes of bf16, and each weight of another rank is off by up to 0.4% of the largest of its 128",
               "false")
         .Flag("--zero-quantized-weights")
         .Keyword("zero_quantized_weights")
+        .InPython("Losses are then not those of whole exchanges. Recorded with the run.")
         .ByName("zero_quantized_weights")
         .Settles("false")
         .NeedsRanks(kNoOtherRanks)
         .Neutral("false")
-        .At([](auto& c) -> auto& { return c.zero.quantized_weights; }),
+        .Sets([](auto& o) -> auto& { return o.exchange.weights; })
+        .Answers("zero_quantized_weights", "false"),
     Bool("zero_quantized_gradients")
         .Says(
             "Ranks hand each other gradients in 4 bits, with a scale for each 128 (ZeRO++'s qgZ): a quarter "
@@ -692,21 +773,27 @@ constexpr auto kZero = std::to_array<Setting>({
             "false")
         .Flag("--zero-quantized-gradients")
         .Keyword("zero_quantized_gradients")
+        .InPython("Losses are then not those of whole exchanges. Recorded with the run.")
         .ByName("zero_quantized_gradients")
         .Settles("false")
         .NeedsRanks(kNoOtherRanks)
         .Neutral("false")
-        .At([](auto& c) -> auto& { return c.zero.quantized_gradients; }),
+        .Sets([](auto& o) -> auto& { return o.exchange.gradients; })
+        .Answers("zero_quantized_gradients", "false"),
     Refused("zero_hpz_partition_size",
             "a second copy of all weights within each host would take the memory that a streamed model does "
             "not have; weights that stay in memory (stage 2) are gathered once a step",
-            "1"),
-    Refused("zero_quantized_nontrainable_weights", "weights are stored unchanged"),
+            "1")
+        .Answers("zero_hpz_partition_size", "1"),
+    Refused("zero_quantized_nontrainable_weights", "weights are stored unchanged")
+        .Answers("zero_quantized_nontrainable_weights", "false"),
     Refused(
         "zeropp_loco_param",
         "it corrects the error of zero_quantized_gradients by a second copy of all gradients, which is not "
-        "kept"),
-    Refused("mics_shard_size", "state is cut over all ranks, not over groups", "-1"),
+        "kept")
+        .Answers("zeropp_loco_param", "null"),
+    Refused("mics_shard_size", "state is cut over all ranks, not over groups", "-1")
+        .Answers("mics_shard_size", "-1"),
     Refused("mics_hierarchical_params_gather", "state is cut over all ranks, not over groups"),
 });
 
@@ -762,15 +849,18 @@ constexpr auto kOffloadOptimizer = std::to_array<Setting>({
         .Says("Least fraction of the state that the processor updates; a device updates the rest",
               "the planner's choice")
         .NeedsDevice("the processor updates everything")
-        .At([](auto& c) -> auto& { return c.zero.offload_optimizer.ratio; }),
+        .At([](auto& c) -> auto& { return c.zero.offload_optimizer.ratio; })
+        .Answers("zero_partial_offload", "1.0"),
     Ignored(
         "super_offload", KeyType::kBool,
         "DeepSpeed then updates in a process beside backward, and takes an update that overflowed back by "
         "arithmetic; here the planner puts updates beside backward where that is faster, and one that was "
         "wrong is made again from the version before",
-        "false"),
+        "false")
+        .Answers("super_offload", "false"),
     Needless("convert_grad_on_cpu", KeyType::kBool, "the cast is fused into the update"),
-    Needless("cpuadam_cores_perc", KeyType::kNumber, "give penstock.update_threads"),
+    Needless("cpuadam_cores_perc", KeyType::kNumber, "give penstock.update_threads")
+        .Answers("cpuadam_cores_perc", "0.9"),
 });
 
 constexpr auto kAio = std::to_array<Setting>({
@@ -788,7 +878,7 @@ constexpr auto kAio = std::to_array<Setting>({
         .Says("Reads weights from the drive to the device, past host memory (GPUDirect Storage)", "false")
         .NeedsDevice("weights go by way of host memory")
         .Neutral("false")
-        .At([](auto& c) -> auto& { return c.aio.use_gds; }),
+        .Sets([](auto& o) -> auto& { return o.storage.gds; }),
 });
 
 constexpr auto kActivationCheckpointing = std::to_array<Setting>({
@@ -814,9 +904,11 @@ constexpr auto kCheckpoint = std::to_array<Setting>({
      .type = KeyType::kChoice,
      .why = "a checkpoint's tag is its step, which all ranks agree on",
      .choices = "Ignore|Warn|Fail"},
-    Needless("use_node_local_storage", KeyType::kBool, "every rank writes to its own directory"),
+    Needless("use_node_local_storage", KeyType::kBool, "every rank writes to its own directory")
+        .Answers("use_node_local_storage", "false"),
     Needless("parallel_write", KeyType::kObject, "every rank writes its own part"),
-    Needless("checkpoint_serialization", KeyType::kBool, "the format is Penstock's own"),
+    Needless("checkpoint_serialization", KeyType::kBool, "the format is Penstock's own")
+        .Answers("checkpoint_serialization_enabled", "true"),
     Ignored("writer", KeyType::kObject,
             "DeepSpeed then writes through pinned buffers of its own; here checkpoints always go from pinned "
             "memory past the page cache, as the aio block says"),
@@ -824,7 +916,8 @@ constexpr auto kCheckpoint = std::to_array<Setting>({
         "load_universal", KeyType::kBool,
         "a checkpoint of DeepSpeed's is recognised by its files, universal or of ZeRO-1, 2 or 3: penstock "
         "import-checkpoint and, from Python, engine.load_checkpoint read each of them",
-        "false"),
+        "false")
+        .Answers("load_universal_checkpoint", "false"),
 });
 
 constexpr auto kParallelWrite = std::to_array<Setting>({
@@ -884,29 +977,36 @@ constexpr auto kWandb = std::to_array<Setting>({
 });
 
 constexpr auto kFlopsProfiler = std::to_array<Setting>({
-    Bool("enabled").Says("Prints the operations of one step", "false").At([](auto& c) -> auto& {
-      return c.flops_profiler.enabled;
-    }),
-    Whole("profile_step", 1).Says("Step that is profiled", "1").At([](auto& c) -> auto& {
-      return c.flops_profiler.profile_step;
-    }),
+    Bool("enabled")
+        .Says("Prints the operations of one step", "false")
+        .At([](auto& c) -> auto& { return c.flops_profiler.enabled; })
+        .Answers("flops_profiler_enabled", "false"),
+    Whole("profile_step", 1)
+        .Says("Step that is profiled", "1")
+        .At([](auto& c) -> auto& { return c.flops_profiler.profile_step; })
+        .Answers("flops_profiler_profile_step", "1"),
     Whole("module_depth", -1)
         .Says("Depth of the profile; 0 is the model alone", "-1")
         .FromPython("from Python the profile is of the model as one")
-        .At([](auto& c) -> auto& { return c.flops_profiler.module_depth; }),
+        .At([](auto& c) -> auto& { return c.flops_profiler.module_depth; })
+        .Answers("flops_profiler_module_depth", "-1"),
     Whole("top_modules", 0)
         .Says("Blocks that are named as those that take most time", "1")
         .FromPython("from Python the profile is of the model as one")
-        .At([](auto& c) -> auto& { return c.flops_profiler.top_modules; }),
+        .At([](auto& c) -> auto& { return c.flops_profiler.top_modules; })
+        .Answers("flops_profiler_top_modules", "1"),
     Bool("detailed")
         .Says("Prints a line for each block", "true")
         .FromPython("from Python the profile is of the model as one")
-        .At([](auto& c) -> auto& { return c.flops_profiler.detailed; }),
-    Text("output_file").Says("File of the profile", "stderr").At([](auto& c) -> auto& {
-      return c.flops_profiler.output_file;
-    }),
+        .At([](auto& c) -> auto& { return c.flops_profiler.detailed; })
+        .Answers("flops_profiler_detailed", "true"),
+    Text("output_file")
+        .Says("File of the profile", "stderr")
+        .At([](auto& c) -> auto& { return c.flops_profiler.output_file; })
+        .Answers("flops_profiler_output_file", "null"),
     Needless("recompute_fwd_factor", KeyType::kNumber,
-             "every stage is computed once more in backward, and the profile says so"),
+             "every stage is computed once more in backward, and the profile says so")
+        .Answers("flops_profiler_recompute_fwd_factor", "0.0"),
 });
 
 constexpr auto kCommsLogger = std::to_array<Setting>({
@@ -932,8 +1032,11 @@ constexpr std::string_view kNodesOfRanks =
     "version 0.2 counts whole nodes and tensor parallelism; leave it at 1, and every rank counts";
 
 constexpr auto kElasticity = std::to_array<Setting>({
-    Bool("enabled").Says("Chooses a batch that many numbers of ranks can share", "false").PartOf("batch").At([
-    ](auto& c) -> auto& { return c.elasticity.enabled; }),
+    Bool("enabled")
+        .Says("Chooses a batch that many numbers of ranks can share", "false")
+        .PartOf("batch")
+        .At([](auto& c) -> auto& { return c.elasticity.enabled; })
+        .Answers("elasticity_enabled", "false"),
     Whole("max_train_batch_size", 1, 0x1p30)
         .Says("Largest batch, in sequences", "required")
         .PartOf("batch")
@@ -963,13 +1066,19 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Says("Hard host memory budget, such as 512MiB or 4GiB", "half of the free memory")
         .Flag("--host-memory")
         .Keyword("host_memory")
+        .InPython("It holds weights, gradients, states and transfers and, with state on a drive, the inputs "
+                  "that blocks keep for backward, three of each micro-batch apart. What torch takes for "
+                  "activations while a block is computed comes on top.")
         .OfRank()
-        .Python("no bound")
+        .Python("no bound; of a model of which nothing trains, half of what is free")
         .At([](auto& c) -> auto& { return c.penstock.host_memory_budget_bytes; }),
     Size("device_memory", 1)
         .Says("Hard device memory budget", "the free memory of the device")
         .Flag("--device-memory")
         .Keyword("device_memory")
+        .InPython("It holds the engine's blocks and torch's tensors of a step together. Blocks get what a "
+                  "step's tensors, which the first forward finds out, leave of it: weights on their way, "
+                  "those that stay, and blocks that live there with their states and are updated there.")
         .Python("none: weights are copied block by block, and no state is on the device")
         .OfRank()
         .NeedsDevice("state is in host memory and on drives")
@@ -981,6 +1090,7 @@ constexpr auto kPenstock = std::to_array<Setting>({
               "penstock-state")
         .Flag("--state-dir")
         .Keyword("state_dir")
+        .InPython("It is made where it is missing. In the configuration, it takes the place of nvme_path.")
         .OfRank()
         .Python("required with offload to nvme")
         .At([](auto& c) -> auto& { return c.penstock.state_dirs; }),
@@ -999,26 +1109,31 @@ constexpr auto kPenstock = std::to_array<Setting>({
             "When tiles are updated: in backward, which without a drive takes a device with its own memory, "
             "or in the next forward, as Lamb's always are",
             "auto")
-        .At([](auto& c) -> auto& { return c.penstock.order; }),
+        .At([](auto& c) -> auto& { return c.penstock.order; })
+        .Sets([](auto& o) -> auto& { return o.optimizer.order; }),
     Choice("prefer", "wear|time")
         .Says("Whether a clipped step may read more to be shorter (time) or not (wear)", "wear")
-        .At([](auto& c) -> auto& { return c.penstock.prefer; }),
+        .At([](auto& c) -> auto& { return c.penstock.prefer; })
+        .Sets([](auto& o) -> auto& { return o.optimizer.prefer; }),
     Choice("optimizer_states", "fp32|bf16|8bit")
         .Says("Type of the optimizer's moments: fp32, bf16 or 8bit", "fp32")
         .Flag("--optimizer-states")
         .Fixed("optimizer_states")
         .Settles("\"fp32\"")
-        .At([](auto& c) -> auto& { return c.penstock.optimizer_states; }),
+        .At([](auto& c) -> auto& { return c.penstock.optimizer_states; })
+        .Sets([](auto& o) -> auto& { return o.optimizer.states; }),
     Choice("missing_gradients", "zeros|skip")
         .Says("What a step does to a parameter without a gradient: updates it by zeros, as DeepSpeed does, "
               "or leaves it as it is, as torch.optim does",
               "skip; under DeepSpeed's name zeros, but for accelerate and Trainer")
         .Keyword("missing_gradients")
+        .InPython("A gradient is missing if none came in any micro-batch or on any rank. With \"skip\" "
+                  "weights and moments keep their bits, and the count of updates stays as it is.")
         .OnCommandLine("the parameters of its models have a gradient in each step")
         .At([](auto& c) -> auto& { return c.penstock.missing_gradients; }),
     Size("tile_bytes", 65536, 0x1p30)
         .Says("Upper bound of the weights of a tile, in bytes", "the planner's choice")
-        .At([](auto& c) -> auto& { return c.penstock.tile_bytes; }),
+        .Sets([](auto& o) -> auto& { return o.memory.tile_bytes; }),
     Choice("saved_activations", "auto|memory|host|drive")
         .Says("Where the inputs that blocks keep for backward wait for it: in the memory where they are "
               "computed (memory), of a device in host memory (host), on the drive (drive), or as far as the "
@@ -1026,6 +1141,9 @@ constexpr auto kPenstock = std::to_array<Setting>({
               "auto")
         .Flag("--saved-activations")
         .Keyword("saved_activations")
+        .InPython("Losses have the same bits. Inputs that the model's outputs hold as well "
+                  "(output_hidden_states=True) take memory all the same, and so does what several blocks are "
+                  "given (masks, rotary positions).")
         .At([](auto& c) -> auto& { return c.penstock.saved_activations; }),
     Ignored("io_threads", KeyType::kWhole, "one thread drives a device at its full speed").AtLeast(1),
     Whole("update_threads", 1, 4096).Says("Threads that update", "one per core").At([](auto& c) -> auto& {
@@ -1053,12 +1171,15 @@ constexpr auto kPenstock = std::to_array<Setting>({
     Names("blocks")
         .Says("Names of the modules that are fetched as one; [\"\"] is the whole model", "they are found")
         .Keyword("blocks")
+        .InPython("Parameters of none of them stay in memory for a whole pass.")
         .EachStart()
         .OnCommandLine(kPythonsModels)
         .At([](auto& c) -> auto& { return c.penstock.blocks; }),
     Whole("forwards_per_step", 1, 0x1p20)
         .Says("Forwards of the model whose losses a step may use", "one for each micro-batch")
         .Keyword("forwards_per_step")
+        .InPython("A loss may be made of several, as of a pair of answers or two views of an image. More are "
+                  "noticed as they come, and computed twice.")
         .EachStart()
         .OnCommandLine(kPythonsModels)
         .At([](auto& c) -> auto& { return c.penstock.forwards_per_step; }),
@@ -1067,7 +1188,8 @@ constexpr auto kPenstock = std::to_array<Setting>({
               "not contradict",
               "what bf16 and fp16 say")
         .Python("what bf16 and fp16 say, else fp32")
-        .Keyword("dtype")
+        .Keyword("dtype", "Any")
+        .InPython("A torch.dtype, or its name; masters and optimizer states are fp32.")
         .Fixed("")
         .At([](auto& c) -> auto& { return c.penstock.dtype; }),
     Whole("seed", 0, 0x1p62)
@@ -1078,7 +1200,8 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .At([](auto& c) -> auto& { return c.penstock.seed; }),
     Text("device")
         .Says("Device that computes forward and backward: cpu, cuda or cuda:1", "the GPU where torch has one")
-        .Keyword("device")
+        .Keyword("device", "Union[None, str, int, torch.device]")
+        .InPython("With torchrun each process has its own.")
         .EachStart()
         .OfRank()
         .OnCommandLine(kDeviceFlag)
@@ -1103,6 +1226,9 @@ constexpr auto kPenstock = std::to_array<Setting>({
     Whole("logits_chunk_size", 0, 0x1p30)
         .Says("Tokens whose logits are computed at one time, with their loss; 0: those of all tokens", "0")
         .Keyword("logits_chunk_size")
+        .InPython(
+            "The head of the model is an nn.Linear. Losses are the same to rounding. What asks for whole "
+            "logits before backward gets them; a kernel of one's own that takes their address is refused.")
         .EachStart()
         .OnCommandLine(kPythonsModels)
         .At([](auto& c) -> auto& { return c.penstock.logits_chunk_size; }),
@@ -1110,7 +1236,9 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Says("Names or classes of modules that act on each token alone (MLPs), which are computed in chunks "
               "of tokens",
               "none")
-        .Keyword("chunked_modules")
+        .Keyword("chunked_modules", "Optional[Sequence[Union[str, type]]]")
+        .InPython("Names are whole, or their ends (\"mlp\"). Backward goes in chunks as well. A module that "
+                  "needs other tokens is refused by name in the first forwards.")
         .EachStart()
         .OnCommandLine(kPythonsModels)
         .At([](auto& c) -> auto& { return c.penstock.chunked_modules; }),
@@ -1125,6 +1253,10 @@ constexpr auto kPenstock = std::to_array<Setting>({
               "`penstock pack` coded them, which are read where they lie and kept nowhere else",
               "none: the state has them")
         .Keyword("base_weights")
+        .InPython("They are no part of the state, so the model may be built without values "
+                  "(penstock.init_without_values, or frozen parameters on the meta device). With state on a "
+                  "drive, in one process. The run records what the files are: it goes on with these alone, "
+                  "wherever they have been moved to.")
         .EachStart()
         .OnCommandLine(kBaseFlag)
         .At([](auto& c) -> auto& { return c.penstock.base_weights; }),
@@ -1458,6 +1590,48 @@ bool IsFixedInRecord(std::string_view name) {
          }).first != nullptr;
 }
 
+json ValueAt(const Config& config, std::string_view path) {
+  const Setting* const setting = FindKey(path);
+  return setting == nullptr ? json() : setting->Find(config);
+}
+
+json DeepSpeedAnswers() {
+  json answers = json::object();
+  for (const Section& section : kSections) {
+    for (const Setting& setting : section.keys) {
+      if (setting.answers.empty()) continue;
+      json paths = {PathOf(section.path, setting)};
+      for (const Setting& other : section.keys) {
+        if (other.canonical == setting.name)
+          paths.push_back(absl::StrCat(std::string(section.path), ".", std::string(other.name)));
+      }
+      const std::string_view value = setting.answer.empty() ? setting.deepspeeds : setting.answer;
+      answers[std::string(setting.answers)] = {{"paths", paths}, {"default", ScalarOf(value)}};
+    }
+  }
+  return answers;
+}
+
+void SetOptions(const Config& config, zero::EngineOptions* options) {
+  for (const Section& section : kSections) {
+    for (const Setting& setting : section.keys) {
+      if (setting.option == nullptr) continue;
+      if (const json value = setting.Find(config); !value.is_null()) setting.option(*options, value);
+    }
+  }
+}
+
+std::vector<const Setting*> SettingsWithFlags() {
+  std::vector<const Setting*> found;
+  std::set<std::string_view> seen;
+  for (const Section& section : kSections) {
+    for (const Setting& setting : section.keys) {
+      if (!setting.flag.empty() && seen.insert(setting.flag).second) found.push_back(&setting);
+    }
+  }
+  return found;
+}
+
 bool HoldsAsConfigured(std::string_view path) {
   const Setting* const setting = FindKey(path);
   return setting != nullptr && setting->use == KeyUse::kServed &&
@@ -1467,7 +1641,7 @@ bool HoldsAsConfigured(std::string_view path) {
 void Fill(const std::map<std::string, nlohmann::json>& served, Config* config) {
   for (const auto& [path, value] : served) {
     const Setting* const setting = FindKey(path);
-    if (setting != nullptr && setting->into != nullptr) setting->into(*config, value);
+    if (setting != nullptr) setting->Put(*config, value);
   }
 }
 
@@ -1479,7 +1653,7 @@ void VisitRecorded(const Visit& visit) {
   std::set<std::string_view> seen;
   for (const Section& section : kSections) {
     for (const Setting& setting : section.keys) {
-      const bool is_recorded = setting.whole && setting.from != nullptr && !setting.record.empty();
+      const bool is_recorded = setting.whole && setting.HasPlace() && !setting.record.empty();
       if (is_recorded && seen.insert(setting.record).second) visit(setting, SplitBars(setting.record));
     }
   }
@@ -1490,7 +1664,7 @@ void VisitRecorded(const Visit& visit) {
 std::map<std::string, nlohmann::json> SaidByRecord(const Config& config) {
   std::map<std::string, nlohmann::json> said;
   VisitRecorded([&](const Setting& setting, const std::vector<std::string>& names) {
-    const json value = setting.from(config);
+    const json value = setting.Find(config);
     if (value.is_null()) return;
     for (size_t n = 0; n < names.size(); ++n) said[names[n]] = names.size() > 1 ? value[n] : value;
   });
@@ -1500,7 +1674,7 @@ std::map<std::string, nlohmann::json> SaidByRecord(const Config& config) {
 void CopyRecorded(const Config& from, const std::function<bool(const std::string&)>& taken, Config* to) {
   VisitRecorded([&](const Setting& setting, const std::vector<std::string>& names) {
     if (!taken(names.front())) return;
-    if (const json value = setting.from(from); !value.is_null()) setting.into(*to, value);
+    if (const json value = setting.Find(from); !value.is_null()) setting.Put(*to, value);
   });
 }
 
@@ -1511,22 +1685,22 @@ absl::Status Settle(const std::function<absl::StatusOr<json>(const char* name, c
   VisitRecorded([&](const Setting& setting, const std::vector<std::string>& names) {
     if (setting.settled.empty() || !status.ok()) return;
     const absl::StatusOr<json> value =
-        ask(names.front().c_str(), setting.from(*config), ScalarOf(setting.settled));
+        ask(names.front().c_str(), setting.Find(*config), ScalarOf(setting.settled));
     status = value.status();
     if (!status.ok()) return;
     const absl::StatusOr<json> checked =
         CheckValue(setting, absl::StrCat("the run's record: ", names.front()), *value);
     status = checked.status();
-    if (status.ok()) setting.into(*config, *checked);
+    if (status.ok()) setting.Put(*config, *checked);
   });
   return status;
 }
 
 void SettleFromPython(Config* config) {
   VisitRecorded([config](const Setting& setting, const std::vector<std::string>&) {
-    if (setting.settled.empty() || !setting.from(*config).is_null()) return;
+    if (setting.settled.empty() || !setting.Find(*config).is_null()) return;
     const bool differs = !setting.settled_from_python.empty();
-    setting.into(*config, ScalarOf(differs ? setting.settled_from_python : setting.settled));
+    setting.Put(*config, ScalarOf(differs ? setting.settled_from_python : setting.settled));
   });
 }
 
@@ -1534,7 +1708,7 @@ json KeptFromPython(const Config& config) {
   json kept = json::object();
   VisitRecorded([&](const Setting& setting, const std::vector<std::string>&) {
     const bool may_change = setting.on_resume == OnResume::kByName && !setting.keyword.empty();
-    if (may_change) kept[FindKeyword(setting.keyword).second] = setting.from(config);
+    if (may_change) kept[FindKeyword(setting.keyword).second] = setting.Find(config);
   });
   return kept;
 }

@@ -18,6 +18,10 @@
 
 #include "absl/status/statusor.h"
 
+namespace penstock::zero {
+struct EngineOptions;
+}  // namespace penstock::zero
+
 namespace penstock::run {
 
 struct Config;
@@ -79,6 +83,8 @@ struct Setting {
   std::string_view flag = "";         // "--clip"
   Verb verbs = Verb::kTrainAndPlan;   // that have the flag
   std::string_view keyword = "";      // of penstock.initialize
+  std::string_view python_type = "";  // of the keyword, where it takes more than a configuration can write
+  std::string_view in_python = "";    // what the keyword's documentation says beyond `help`: whole sentences
   OnResume on_resume = OnResume::kAsConfigured;
   std::string_view record = "";                // its names in a run's record, separated by |; "": it has none
   std::string_view called = "";                // how messages name the key, where its path is not all of it
@@ -91,13 +97,24 @@ struct Setting {
   bool whole = true;
   std::string_view deepspeeds =
       "";  // a JSON number: DeepSpeed's value of an absent key, and the Trainer's of "auto"
+  std::string_view answers = "";  // the call of DeepSpeed's engine that gives what the configuration has here
+  std::string_view answer = "";   // JSON: what it gives where the configuration has nothing; "": `deepspeeds`
   // JSON scalars, of what each run records as a whole: the value of a new run that nobody gives it to, and
   // that from Python, where it differs.
   std::string_view settled = "", settled_from_python = "";
-  // Puts a checked value into its place, and finds it there, null where the place is empty. Null: what checks
-  // configurations has turned it into another key.
+  // Puts a checked value into its place in Config, and finds it there, null where the place is empty. Null:
+  // `option` alone has it or, without one, what checks configurations has turned it into another key.
   void (*into)(Config& config, const nlohmann::json& value) = nullptr;
   nlohmann::json (*from)(const Config& config) = nullptr;
+  // The engine's option that a checked value is, as it is: puts it there, and finds it there. Null: there is
+  // none, or its value is made of several settings (run/config_options.h).
+  void (*option)(zero::EngineOptions& options, const nlohmann::json& value) = nullptr;
+  nlohmann::json (*option_of)(const zero::EngineOptions& options) = nullptr;
+
+  // Whether a configuration has a place for its value, and the value there, null where it is empty.
+  bool HasPlace() const { return into != nullptr || option != nullptr; }
+  void Put(Config& config, const nlohmann::json& value) const;
+  nlohmann::json Find(const Config& config) const;
 
  private:
   // First, since constant expressions below need their bodies.
@@ -121,7 +138,12 @@ struct Setting {
   constexpr Setting InfinityIs(std::string_view value) const { return With(&Setting::infinite, value); }
   constexpr Setting Flag(std::string_view spelling) const { return With(&Setting::flag, spelling); }
   constexpr Setting Of(Verb which) const { return With(&Setting::verbs, which); }
-  constexpr Setting Keyword(std::string_view spelling) const { return With(&Setting::keyword, spelling); }
+  constexpr Setting Keyword(std::string_view spelling, std::string_view annotation = "") const {
+    return With(&Setting::keyword, spelling).With(&Setting::python_type, annotation);
+  }
+  constexpr Setting InPython(std::string_view sentences) const {
+    return With(&Setting::in_python, sentences);
+  }
   constexpr Setting Python(std::string_view otherwise) const {
     return With(&Setting::from_python, otherwise);
   }
@@ -130,6 +152,9 @@ struct Setting {
   constexpr Setting AsPart() const { return With(&Setting::whole, false); }
   constexpr Setting PartOf(std::string_view names) const { return ByName(names).AsPart(); }
   constexpr Setting DeepSpeeds(std::string_view value) const { return With(&Setting::deepspeeds, value); }
+  constexpr Setting Answers(std::string_view call, std::string_view otherwise = "") const {
+    return With(&Setting::answers, call).With(&Setting::answer, otherwise);
+  }
   constexpr Setting Settles(std::string_view value, std::string_view otherwise = "") const {
     return With(&Setting::settled, value).With(&Setting::settled_from_python, otherwise);
   }
@@ -157,6 +182,9 @@ struct Setting {
   // The value is in the optional that `Place()(config)` is.
   template <typename Place>
   constexpr Setting At(Place place) const;
+  // The value is the engine's option that `Place()(options)` is.
+  template <typename Place>
+  constexpr Setting Sets(Place place) const;
 };
 
 // The value that a row's JSON scalar is (Setting::neutral, infinite, deepspeeds, settled).
@@ -210,6 +238,20 @@ std::string InKeywords(std::string_view message);
 
 // Whether a run's state is made of what has this name in its record.
 bool IsFixedInRecord(std::string_view name);
+
+// What a configuration has at a canonical path; null: nothing.
+nlohmann::json ValueAt(const Config& config, std::string_view path);
+
+// What DeepSpeed's engine answers of its configuration, by call: the "paths" of the key there, in all
+// spellings, and the "default" where there is none.
+nlohmann::json DeepSpeedAnswers();
+
+// Gives the engine what a configuration says of its options (Setting::option). Of what it does not say, they
+// stay as they are.
+void SetOptions(const Config& config, zero::EngineOptions* options);
+
+// The settings with a key that are flags of `penstock train`, in the order of the table.
+std::vector<const Setting*> SettingsWithFlags();
 
 // Whether a key holds on resume as the last configuration said (OnResume::kAsConfigured).
 bool HoldsAsConfigured(std::string_view path);

@@ -1,6 +1,7 @@
 #include "run/settings_page.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <set>
 #include <string>
@@ -10,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
 #include "run/config.h"
 #include "run/config_names.h"
 #include "run/settings.h"
@@ -184,6 +186,8 @@ std::string Entry(const Row& row) {
                     "- without effect from Python, which a line says: ", std::string(setting.python_ignores),
                     "\n");
   }
+  if (!setting.in_python.empty())
+    absl::StrAppend(&text, "- in Python: ", std::string(setting.in_python), "\n");
   return text;
 }
 
@@ -233,7 +237,95 @@ std::string TableOf(KeyUse use) {
   return text;
 }
 
+// The type of a keyword, as Python annotates it.
+std::string PythonTypeOf(const Setting& setting) {
+  if (!setting.python_type.empty()) return std::string(setting.python_type);
+  switch (setting.type) {
+    case KeyType::kBool:
+      return "Optional[bool]";
+    case KeyType::kWhole:
+      return "Optional[int]";
+    case KeyType::kNumber:
+      return "Optional[float]";
+    case KeyType::kText:
+    case KeyType::kChoice:
+      return "Optional[str]";
+    case KeyType::kPath:
+      return "Optional[PathLike]";
+    case KeyType::kSize:
+      return "Union[None, int, str]";
+    case KeyType::kPaths:
+      return "Union[None, PathLike, Sequence[PathLike]]";
+    case KeyType::kNames:
+      return "Optional[Sequence[str]]";
+    default:
+      return "Any";
+  }
+}
+
+// Lines of at most 150 characters, of which all but the first are further in.
+std::string Wrapped(std::string_view text, std::string_view indent) {
+  constexpr size_t kColumns = 150;
+  std::string wrapped(indent);
+  size_t begin = 0;  // of the line
+  for (const absl::string_view word : absl::StrSplit(absl::string_view(text.data(), text.size()), ' ')) {
+    const size_t length = wrapped.size() - begin;
+    if (length + 1 + word.size() > kColumns) {
+      wrapped += '\n';
+      begin = wrapped.size();
+      absl::StrAppend(&wrapped, std::string(indent), "    ");
+    } else if (length > indent.size()) {
+      wrapped += ' ';
+    }
+    absl::StrAppend(&wrapped, word);
+  }
+  return wrapped + "\n";
+}
+
+std::string MeaningInPython(const Setting& setting) {
+  std::string text = absl::StrCat(std::string(setting.keyword), ": ", std::string(setting.help), ".");
+  if (!setting.in_python.empty()) absl::StrAppend(&text, " ", std::string(setting.in_python));
+  const std::string_view fallback = setting.from_python.empty() ? setting.fallback : setting.from_python;
+  if (!fallback.empty()) absl::StrAppend(&text, " Default: ", std::string(fallback), ".");
+  return text;
+}
+
+// A TypedDict of the keywords that `are_in` it.
+template <typename AreIn>
+std::string KeywordsClass(std::string_view heading, std::string_view what, const AreIn& are_in) {
+  std::string meanings, types;
+  for (const Row& row : ServedRows()) {
+    const std::string_view keyword = row.setting->keyword;
+    if (keyword.empty() || row.path.empty() || !are_in(keyword)) continue;
+    absl::StrAppend(&meanings, Wrapped(MeaningInPython(*row.setting), "    "));
+    absl::StrAppend(&types, "    ", std::string(keyword), ": ", PythonTypeOf(*row.setting), "\n");
+  }
+  return absl::StrCat("\n\nclass ", std::string(heading), ":\n    \"\"\"", std::string(what), "\n\n",
+                      meanings, "    \"\"\"\n\n", types);
+}
+
 }  // namespace
+
+std::string KeywordsModule() {
+  // Of one start or one process: initialize's alone, or in the signature of plan.
+  static constexpr auto kOfAStart = std::to_array<std::string_view>(
+      {"state_dir", "host_memory", "device_memory", "seed", "device", "progress", "rank_timeout"});
+  const auto is_of_a_start = [](std::string_view keyword) {
+    return std::find(kOfAStart.begin(), kOfAStart.end(), keyword) != kOfAStart.end();
+  };
+  return absl::StrCat(
+      "\"\"\"The keywords of ``penstock.initialize`` and ``penstock.plan`` that are settings.\n\n"
+      "This file is printed from the table in run/settings.cc by ``penstock settings --python``.\n\"\"\"\n\n"
+      "from __future__ import annotations\n\n"
+      "from typing import TYPE_CHECKING, Any, Optional, Sequence, TypedDict, Union\n\n"
+      "if TYPE_CHECKING:\n    import torch\n\n    from ._settings import PathLike\n",
+      KeywordsClass("Keywords(TypedDict, total=False)", "Of ``penstock.initialize`` and ``penstock.plan``.",
+                    [&](std::string_view keyword) { return !is_of_a_start(keyword); }),
+      KeywordsClass(
+          "StartKeywords(Keywords, total=False)",
+          "Of ``penstock.initialize``: those of every training, and those of a start and of a process.",
+          is_of_a_start));
+}
 
 std::string SettingsPage() {
   std::string text =

@@ -13,6 +13,10 @@ namespace penstock::run {
 // refused. `penstock settings > docs/settings.md` writes it anew.
 std::string SettingsPage();
 
+// python/penstock/_engine/_keywords.py: names, types and meanings of the settings that penstock.initialize
+// and penstock.plan take as keywords. `penstock settings --python` prints it.
+std::string KeywordsModule();
+
 // The settings that have this spelling: a path of a configuration ("penstock.order") or its last part
 // ("order"), a flag with or without its dashes, a keyword of penstock.initialize. kInvalidArgument, with the
 // nearest one, where there is none.

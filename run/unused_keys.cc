@@ -17,8 +17,8 @@ std::vector<std::string> Lines(const Config& config, std::string_view Setting::*
   for (const std::string_view section : SectionPaths()) {
     if (section == "flops_profiler" && !config.flops_profiler.on()) continue;
     for (const Setting& setting : SectionKeys(section)) {
-      if ((setting.*why).empty() || setting.from == nullptr || !setting.canonical.empty()) continue;
-      const nlohmann::json value = setting.from(config);
+      if ((setting.*why).empty() || !setting.HasPlace() || !setting.canonical.empty()) continue;
+      const nlohmann::json value = setting.Find(config);
       const bool is_neutral = !setting.neutral.empty() && value == ScalarOf(setting.neutral);
       if (value.is_null() || is_neutral) continue;
       const std::string flag(setting.flag);

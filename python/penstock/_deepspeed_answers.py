@@ -2,76 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional
 
-_ZERO = "zero_optimization"
+from . import _core
+
+#: Where DeepSpeed's users bound the norm of gradients.
+CLIPPING = "gradient_clipping in the configuration"
+
 #: Calls without arguments: where the configuration has the answer, and DeepSpeed's default. What Penstock makes of a key is another matter.
-_CONFIGURED: Dict[str, Tuple[str, Any]] = {
-    "gradient_clipping": ("gradient_clipping", 0.0),
-    "steps_per_print": ("steps_per_print", 10),
-    "wall_clock_breakdown": ("wall_clock_breakdown", False),
-    "memory_breakdown": ("memory_breakdown", False),
-    "dump_state": ("dump_state", False),
-    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
-    "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
-    "sparse_gradients_enabled": ("sparse_gradients", False),
-    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
-    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
-    "graph_harvesting": ("graph_harvesting", False),
-    "optimizer_params": ("optimizer.params", None),
-    "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
-    "scheduler_name": ("scheduler.type", None),
-    "scheduler_params": ("scheduler.params", None),
-    "aio_config": ("aio", {}),
-    "amp_params": ("amp", False),
-    "elasticity_enabled": ("elasticity.enabled", False),
-    "flops_profiler_enabled": ("flops_profiler.enabled", False),
-    "flops_profiler_profile_step": ("flops_profiler.profile_step", 1),
-    "flops_profiler_module_depth": ("flops_profiler.module_depth", -1),
-    "flops_profiler_top_modules": ("flops_profiler.top_modules", 1),
-    "flops_profiler_detailed": ("flops_profiler.detailed", True),
-    "flops_profiler_output_file": ("flops_profiler.output_file", None),
-    "flops_profiler_recompute_fwd_factor": ("flops_profiler.recompute_fwd_factor", 0.0),
-    "fp16_auto_cast": ("fp16.auto_cast", False),
-    "fp16_master_weights_and_gradients": ("fp16.fp16_master_weights_and_grads", False),
-    "bf16_master_weights_and_gradients": ("bf16.bf16_master_weights_and_grads", False),
-    "bf16_optimizer_states": ("bf16.bf16_optimizer_states", False),
-    "torch_autocast_enabled": ("torch_autocast.enabled", False),
-    "load_universal_checkpoint": ("checkpoint.load_universal", False),
-    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
-    "checkpoint_serialization_enabled": ("checkpoint.checkpoint_serialization", True),
-    "zero_offload_param": (f"{_ZERO}.offload_param", None),
-    "zero_offload_optimizer": (f"{_ZERO}.offload_optimizer", None),
-    "zero_partial_offload": (f"{_ZERO}.offload_optimizer.ratio", 1.0),
-    "super_offload": (f"{_ZERO}.offload_optimizer.super_offload", False),
-    "cpuadam_cores_perc": (f"{_ZERO}.offload_optimizer.cpuadam_cores_perc", 0.9),
-    "zenflow_config": (f"{_ZERO}.zenflow", None),
-    "mics_shard_size": (f"{_ZERO}.mics_shard_size", -1),
-    "is_sanity_checks_enabled": (f"{_ZERO}.enable_sanity_checks", False),
-    "zeropp_loco_param": (f"{_ZERO}.zeropp_loco_param", None),
-    "zero_multi_rank_bucket_allreduce": (f"{_ZERO}.use_multi_rank_bucket_allreduce", True),
-    "zero_hpz_partition_size": (f"{_ZERO}.zero_hpz_partition_size", 1),
-    "zero_quantized_weights": (f"{_ZERO}.zero_quantized_weights", False),
-    "zero_quantized_nontrainable_weights": (f"{_ZERO}.zero_quantized_nontrainable_weights", False),
-    "zero_quantized_gradients": (f"{_ZERO}.zero_quantized_gradients", False),
-    **{
-        f"zero_{name}": (f"{_ZERO}.{name}", default)
-        for name, default in {
-            "reduce_scatter": True, "overlap_comm": True, "sub_group_size": 1_000_000_000, "reduce_bucket_size": 500_000_000,
-            "allgather_bucket_size": 500_000_000, "contiguous_gradients": True, "load_from_fp32_weights": True, "elastic_checkpoint": False,
-            "grad_hooks": True, "legacy_stage1": False, "ignore_unused_parameters": True, "save_muon_momentum_buffer_in_memory": False,
-            "allgather_partitions": True, "round_robin_gradients": False, "log_trace_cache_warnings": False, "allgather_sequential": False,
-        }.items()
-    },
-    **{
-        f"zero_{name}": (f"{_ZERO}.stage3_{name}", default)
-        for name, default in {
-            "max_live_parameters": 1_000_000_000, "max_reuse_distance": 1_000_000_000, "prefetch_bucket_size": 50_000_000,
-            "module_granularity_threshold": 0, "param_persistence_threshold": 100_000, "model_persistence_threshold": sys.maxsize,
-        }.items()
-    },
-}  # fmt: skip
+_CONFIGURED: Dict[str, Dict[str, Any]] = _core.deepspeed_answers()
 
 #: Calls without arguments whose answer is always the same here: what is not served is off.
 _ALWAYS: Dict[str, Any] = {
@@ -79,10 +18,10 @@ _ALWAYS: Dict[str, Any] = {
         "amp_enabled autotuning_enabled autotuning_profile_model_info compile_autosp compile_autotp compile_zero_optimization_stage "
         "curriculum_enabled_legacy curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled eigenvalue_enabled is_deepcompile_active "
         "is_deepcompile_enabled is_elastic_model_parallel_supported pld_enabled quantize_training random_ltd_enabled "
-        "torch_autocast_z0_gradscaler uses_parallelization_pass_only zero_cpu_offload zero_use_cpu_optimizer".split(),
+        "torch_autocast_enabled torch_autocast_z0_gradscaler uses_parallelization_pass_only zero_cpu_offload zero_use_cpu_optimizer".split(),
         False,
     ),
-    **dict.fromkeys(("zero_optimization_partition_gradients", "zero_optimization_partition_weights", "checkpoint_tag_validation_enabled"), True),
+    **dict.fromkeys(("zero_optimization_partition_gradients", "zero_optimization_partition_weights", "zero_grad_hooks", "checkpoint_tag_validation_enabled"), True),
     "checkpoint_tag_validation_fail": False,
     "swap_tensor_config": None,
     "get_model_parallel_rank": 0,
@@ -176,7 +115,11 @@ def answers(name: str) -> bool:
 
 def answer_of(config: Mapping[str, Any], name: str) -> Any:
     """Of a call of this name, without arguments."""
-    return _ALWAYS[name] if name in _ALWAYS else found_in(config, *_CONFIGURED[name])
+    if name in _ALWAYS:
+        return _ALWAYS[name]
+    answer = _CONFIGURED[name]
+    given = [found_in(config, path, None) for path in answer["paths"]]
+    return next((each for each in given if each is not None), answer["default"])
 
 
 def instead_of(name: str) -> Optional[str]:

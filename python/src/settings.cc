@@ -172,6 +172,10 @@ void BindSettings(nb::module_& module) {
       nb::arg("config"), nb::arg("world") = 0,
       nb::sig("def elastic_batch(config: object, world: int = 0) -> dict[str, typing.Any]"),
       "What a configuration's elasticity chooses: train_batch, ranks, and micro_batch of a world.");
+  module.def(
+      "deepspeed_answers", [] { return ToPython(Json(run::DeepSpeedAnswers())); },
+      nb::sig("def deepspeed_answers() -> dict[str, dict[str, typing.Any]]"),
+      "What DeepSpeed's engine answers of its configuration, by call: the paths of the key, and a default.");
   using Self = const PySettings&;
   nb::class_<PySettings>(
       module, "Settings",

@@ -3,7 +3,9 @@
 import functools
 import importlib
 import inspect
+import json
 import logging
+import os
 import types
 
 import pytest
@@ -274,6 +276,19 @@ def test_the_engine_answers_for_its_configuration(tmp_path):
             getattr(engine, name)
         assert "\n" not in str(raised.value)
     engine.destroy()
+
+
+def test_the_answers_of_a_configuration_are_deepspeeds_and_know_all_spellings():
+    from penstock._deepspeed_answers import answer_of
+
+    golden = os.path.join(os.path.dirname(__file__), "../../tests/golden/configs.json")
+    with open(golden, encoding="utf-8") as file:
+        nothing = next(each for each in json.load(file)["cases"] if each["name"] == "nothing")
+    assert answer_of(json.loads(nothing["text"]), "gradient_clipping") == nothing["answer"]["gradient_clipping"] == 1.0
+    for spelling in ("stage3_max_live_parameters", "max_live_parameters"):
+        assert answer_of({"zero_optimization": {spelling: 5}}, "zero_max_live_parameters") == 5
+    assert answer_of({}, "zero_max_live_parameters") == 1_000_000_000 and answer_of({}, "aio_config") == {}
+    assert answer_of({"checkpoint": {"load_universal": True}}, "load_universal_checkpoint") is True
 
 
 def test_each_name_of_the_objects_is_served_or_refused_in_one_line(tmp_path):

@@ -127,6 +127,7 @@ SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRange
 # Of those that take any name and must refuse it themselves: arguments that are right.
 ARGUMENTS = {
     "penstock.initialize": lambda _: (nn.Linear(2, 2),),
+    "penstock.plan": lambda _: (nn.Linear(2, 2),),
     "penstock.save": lambda directory: (1, directory / "new.pt"),
     "penstock.load": lambda directory: (directory / "there.pt",),
     "penstock.LLM": lambda directory: (directory,),

@@ -70,7 +70,7 @@ TEST(ConfigGolden, WhatIsLeftOpenIsAsInDeepSpeed) {
     EXPECT_EQ(batch->train_batch, answer["train_batch_size"]);
     EXPECT_EQ(batch->micro_batch, answer["micro_batch"]);
     EXPECT_EQ(batch->accumulation, answer["accumulation"]);
-    EXPECT_EQ(config.gradient_clipping, answer["gradient_clipping"].get<double>());
+    EXPECT_EQ(ValueAt(config, "gradient_clipping"), answer["gradient_clipping"]);
     EXPECT_EQ(DtypeOf(config), answer["dtype"].get<std::string>());
     EXPECT_EQ(config.zero.stage.value_or(0), answer["stage"]);
     const auto device = [](const std::optional<OffloadDevice>& d) {

@@ -7,7 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "run/config.h"
+#include "run/given_values.h"
 #include "run/settings.h"
 #include "zero/config/config_json.h"
 
@@ -142,6 +145,72 @@ TEST(ConfigTable, ServedKeysRefuseEveryOtherType) {
       EXPECT_EQ(accepted, takes_one ? 1 : 0) << section << "." << spec.name;
     }
   }
+}
+
+// Values beyond the bounds of a setting, each with the bound as messages write it.
+std::vector<std::pair<Json, std::string>> Beyond(const Setting& spec) {
+  std::vector<std::pair<Json, std::string>> beyond;
+  const auto add = [&](double value, double bound) {
+    Json wrong = value;
+    if (spec.type != KeyType::kNumber) wrong = static_cast<int64_t>(value);
+    beyond.emplace_back(std::move(wrong), absl::StrFormat("%.10g", bound));
+  };
+  if (spec.type == KeyType::kChoice) beyond.emplace_back("zebra", ChoicesOf(spec));
+  if (spec.type != KeyType::kWhole && spec.type != KeyType::kNumber) return beyond;
+  if (spec.least > -0x1p62) add(spec.least - 1, spec.least);
+  if (spec.most < 0x1p62) add(spec.most * 2, spec.most);
+  return beyond;
+}
+
+TEST(ConfigTable, AValueOutOfBoundsIsNamedWithItsBoundAtEveryDoor) {
+  int by_key = 0, by_other = 0;
+  for (const std::string_view section : SectionPaths()) {
+    for (const Setting& spec : SectionKeys(section)) {
+      if (spec.use != KeyUse::kServed) continue;
+      for (const auto& [value, bound] : Beyond(spec)) {
+        const auto expect = [&](const absl::Status& status, const std::string& spelling) {
+          const std::string told(status.message());
+          EXPECT_TRUE(told.starts_with(spelling + ": ")) << spelling << ": " << status;
+          EXPECT_NE(told.find(bound), std::string::npos) << bound << ": " << status;
+          EXPECT_NE(told.find(zero::ShowValue(value)), std::string::npos) << value << ": " << status;
+        };
+        std::string path(section.substr(0, section.find('/')));
+        path += absl::StrCat(path.empty() ? "" : ".", std::string(spec.name));
+        const bool is_optimizer = path == "optimizer.type";  // of which others are named with their reason
+        if (!is_optimizer) {
+          expect(ParseConfig(Around(std::string(section), std::string(spec.name), value).dump()).status(),
+                 path);
+          ++by_key;
+        }
+        for (const std::string& spelling : {std::string(spec.flag), std::string(spec.keyword)}) {
+          if (spelling.empty()) continue;
+          Config config;
+          expect(TakeGiven({{spelling, value}}, &config), spelling);
+          ++by_other;
+        }
+      }
+    }
+  }
+  EXPECT_GT(by_key, 90);
+  EXPECT_GT(by_other, 15);
+}
+
+TEST(ConfigTable, AMisspeltKeyIsToldTheNearestOne) {
+  int slips = 0;
+  for (const std::string_view section : SectionPaths()) {
+    for (const Setting& spec : SectionKeys(section)) {
+      std::string slip(spec.name);
+      if (spec.use == KeyUse::kRefused || slip.size() < 6) continue;
+      slip.erase(slip.size() / 2, 1);
+      const auto parsed = ParseConfig(Around(std::string(section), slip, Example(spec)).dump());
+      ASSERT_FALSE(parsed.ok()) << section << "." << slip;
+      EXPECT_NE(std::string(parsed.status().message()).find(": no such key (did you mean \""),
+                std::string::npos)
+          << parsed.status();
+      ++slips;
+    }
+  }
+  EXPECT_GT(slips, 150);
 }
 
 // ---- Mutations.

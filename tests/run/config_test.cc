@@ -11,6 +11,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "run/settings.h"
 
 namespace penstock::run {
 
@@ -67,7 +68,7 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_EQ(c.train_batch_size, 64);
   EXPECT_EQ(c.micro_batch_per_rank, 4);
   EXPECT_EQ(c.gradient_accumulation_steps, 2);
-  EXPECT_EQ(c.gradient_clipping, 1.0);
+  EXPECT_EQ(ValueAt(c, "gradient_clipping"), 1.0);
   EXPECT_EQ(c.optimizer.type, OptimizerType::kAdamW);
   EXPECT_EQ(c.optimizer.lr, 3e-4);
   EXPECT_EQ(c.optimizer.beta1, 0.9);
@@ -105,7 +106,7 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_EQ(c.penstock.sync, SyncMode::kPower);
   EXPECT_EQ(c.penstock.versions, 2);
   EXPECT_EQ(c.penstock.order, UpdateOrder::kInNextForward);
-  EXPECT_EQ(c.penstock.tile_bytes, 16 << 20);
+  EXPECT_EQ(ValueAt(c, "penstock.tile_bytes"), 16 << 20);
   EXPECT_EQ(c.penstock.update_threads, 4);
   EXPECT_EQ(CombinedOffload(c.zero), OffloadDevice::kNvme);
   EXPECT_THAT(NvmePaths(c.zero), ElementsAre("/local_nvme"));
@@ -257,8 +258,9 @@ TEST(ParseConfig, AutoAndNullAreNotGiven) {
                              "scheduler": null, "zero_optimization": {"offload_param": {"device": "auto"}},
                              "aio": {"thread_count": null, "num_threads": 3}, "penstock": {"host_memory": "auto"}})")
           .config;
-  EXPECT_FALSE(c.train_batch_size || c.gradient_clipping || c.bf16 || c.optimizer.lr || c.optimizer.beta1 ||
-               c.scheduler || c.zero.offload_param.device || c.penstock.host_memory_budget_bytes);
+  EXPECT_TRUE(ValueAt(c, "gradient_clipping").is_null());
+  EXPECT_FALSE(c.train_batch_size || c.bf16 || c.optimizer.lr || c.optimizer.beta1 || c.scheduler ||
+               c.zero.offload_param.device || c.penstock.host_memory_budget_bytes);
   EXPECT_EQ(c.aio.intra_op_parallelism, 3);
   EXPECT_FALSE(c.penstock.prefer.has_value());
   EXPECT_EQ(Parse(R"({"penstock": {"prefer": "time"}})").config.penstock.prefer, Prefer::kTime);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "run/config.h"
+#include "run/settings.h"
 
 namespace penstock::run {
 namespace {
@@ -52,7 +53,7 @@ void ExpectTrainersDefaults(const Answer& answer) {
   EXPECT_EQ(c.optimizer.type, OptimizerType::kAdamW);
   EXPECT_EQ(c.optimizer.lr, 5e-5);
   EXPECT_EQ(c.optimizer.weight_decay, 0.0);
-  EXPECT_EQ(c.gradient_clipping, 1.0);
+  EXPECT_EQ(ValueAt(c, "gradient_clipping"), 1.0);
   EXPECT_EQ(c.micro_batch_per_rank, 8);
   EXPECT_EQ(c.bf16, false);
   EXPECT_FALSE(c.fp16.enabled.value_or(false));

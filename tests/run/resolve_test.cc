@@ -22,35 +22,24 @@ using testing::HasSubstr;
 using testing::Not;
 using testing::StartsWith;
 
-// All that follows from a resolved training, as far as settings have keywords.
+// All that follows from a resolved training, as far as settings have keywords: what Resolve makes of several
+// of them, and the values of all.
 ordered_json Outcome(const absl::StatusOr<Resolved>& resolved) {
   EXPECT_TRUE(resolved.ok()) << resolved.status();
   if (!resolved.ok()) return nullptr;
-  const PenstockConfig& own = resolved->config.penstock;
-  return {{"host_memory", own.host_memory_budget_bytes.value_or(0)},
-          {"device_memory", own.device_memory_budget_bytes.value_or(0)},
-          {"blocks", own.blocks.value_or(std::vector<std::string>())},
-          {"clip", resolved->config.gradient_clipping.value_or(-1)},
-          {"zero_quantized_weights", resolved->config.zero.quantized_weights.value_or(false)},
-          {"zero_quantized_gradients", resolved->config.zero.quantized_gradients.value_or(false)},
-          {"dtype", static_cast<int>(resolved->dtype)},
-          {"offload", static_cast<int>(resolved->offload)},
-          {"state_dirs", resolved->directories.paths},
-          {"weights", resolved->directories.weights},
-          {"micro_batches", resolved->micro_batches},
-          {"forwards", resolved->forwards},
-          {"missing_gradients",
-           own.missing_gradients.has_value() ? static_cast<int>(*own.missing_gradients) : -1},
-          {"saved_activations",
-           own.saved_activations.has_value() ? static_cast<int>(*own.saved_activations) : -1},
-          {"logits_chunk_size", own.logits_chunk_size.value_or(-1)},
-          {"chunked_modules", own.chunked_modules.value_or(std::vector<std::string>())},
-          {"chunk_size", own.chunk_size.value_or(0)},
-          {"base_weights", own.base_weights.value_or("")},
-          {"seed", own.seed.value_or(-1)},
-          {"device", own.device.value_or("")},
-          {"progress", own.progress.has_value() ? static_cast<int>(*own.progress) : -1},
-          {"rank_timeout", own.rank_timeout.value_or(0)}};
+  ordered_json outcome = {
+      {"dtype", static_cast<int>(resolved->dtype)}, {"offload", static_cast<int>(resolved->offload)},
+      {"state_dirs", resolved->directories.paths},  {"weights", resolved->directories.weights},
+      {"micro_batches", resolved->micro_batches},   {"forwards", resolved->forwards}};
+  for (const std::string_view section : SectionPaths()) {
+    for (const Setting& setting : SectionKeys(section)) {
+      const std::string path = PathOf(section, setting);
+      // What these come to is there already.
+      const bool is_there = setting.keyword == "dtype" || setting.keyword == "offload";
+      if (!setting.keyword.empty() && !is_there) outcome[path] = setting.Find(resolved->config);
+    }
+  }
+  return outcome;
 }
 
 ordered_json ValueOf(const Setting& setting) {
@@ -124,7 +113,7 @@ TEST(Resolve, KeywordsWinOverTheConfiguration) {
       &config, {{"gradient_clipping", 0.5}, {"dtype", "fp16"}, {"host_memory", 1 << 20}, {"offload", "cpu"}},
       1, true);
   ASSERT_TRUE(made.ok()) << made.status();
-  EXPECT_EQ(made->config.gradient_clipping, 0.5);
+  EXPECT_EQ(ValueAt(made->config, "gradient_clipping"), 0.5);
   EXPECT_EQ(made->dtype, kernels::DType::kFp16);
   EXPECT_EQ(made->config.penstock.host_memory_budget_bytes, 1 << 20);
   EXPECT_EQ(made->offload, OffloadDevice::kCpu);
@@ -139,7 +128,7 @@ TEST(Resolve, KeywordsWinOverTheConfiguration) {
 TEST(Resolve, WithoutAConfigurationNothingIsClippedAndStateIsOnADrive) {
   const auto made = Resolve(nullptr, {{"state_dir", "here"}}, 1, true);
   ASSERT_TRUE(made.ok()) << made.status();
-  EXPECT_EQ(made->config.gradient_clipping, 0);
+  EXPECT_EQ(ValueAt(made->config, "gradient_clipping"), 0);
   EXPECT_EQ(made->offload, OffloadDevice::kNvme);
   EXPECT_EQ(made->dtype, kernels::DType::kFp32);
   EXPECT_TRUE(made->notes.empty());
@@ -150,7 +139,7 @@ TEST(Resolve, WithoutAConfigurationNothingIsClippedAndStateIsOnADrive) {
   // DeepSpeed's answer to a configuration without offload, and Penstock's own keys clip nothing.
   const ordered_json own = {{"penstock", {{"sync", "power"}}}};
   EXPECT_EQ(Resolve(&own, {}, 1, true)->offload, OffloadDevice::kNone);
-  EXPECT_EQ(Resolve(&own, {}, 1, true)->config.gradient_clipping, 0);
+  EXPECT_EQ(ValueAt(Resolve(&own, {}, 1, true)->config, "gradient_clipping"), 0);
   // A keyword wins over the key of its name.
   const ordered_json half = {{"penstock", {{"dtype", "bf16"}, {"seed", 7}}}};
   EXPECT_EQ(Resolve(&half, {}, 1, true)->dtype, kernels::DType::kBf16);
@@ -158,7 +147,7 @@ TEST(Resolve, WithoutAConfigurationNothingIsClippedAndStateIsOnADrive) {
   EXPECT_EQ(Resolve(&half, {}, 1, true)->config.penstock.seed, 7);
   EXPECT_EQ(Resolve(&half, {{"seed", 3}}, 1, true)->config.penstock.seed, 3);
   const ordered_json empty = ordered_json::object();
-  EXPECT_EQ(Resolve(&empty, {}, 1, true)->config.gradient_clipping, 1);
+  EXPECT_EQ(ValueAt(Resolve(&empty, {}, 1, true)->config, "gradient_clipping"), 1);
 }
 
 TEST(Resolve, WhatIsWrongIsNamedAsItsCallerSpeltIt) {
@@ -187,9 +176,10 @@ TEST(Resolve, WhatIsWrongIsNamedAsItsCallerSpeltIt) {
                 AllOf(StartsWith(told), Not(HasSubstr("\n"))));
   }
   // torch's clip_grad_norm_ takes it for no bound.
-  EXPECT_EQ(Resolve(nullptr, {{"offload", "none"}, {"gradient_clipping", kInfinite}}, 1, true)
-                ->config.gradient_clipping,
-            0);
+  EXPECT_EQ(
+      ValueAt(Resolve(nullptr, {{"offload", "none"}, {"gradient_clipping", kInfinite}}, 1, true)->config,
+              "gradient_clipping"),
+      0);
   const ordered_json config = {{"train_batch_size", 8}, {"train_micro_batch_size_per_gpu", 4}};
   EXPECT_EQ(Resolve(&config, {}, 2, true)->micro_batches, 1);
   EXPECT_THAT(Resolve(&config, {{"gradient_accumulation_steps", 4}}, 1, true).status().message(),

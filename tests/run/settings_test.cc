@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "run/config.h"
+#include "run/config_options.h"
 #include "run/settings_page.h"
 #include "run/unused_keys.h"
 
@@ -68,14 +69,14 @@ TEST(Settings, EachSaysWhatItIsAndChangesTheConfiguration) {
       EXPECT_EQ(FindKey(path)->name, setting.name);
       EXPECT_EQ(setting.on_resume == OnResume::kByName && setting.record.empty(), false);
       if (path.starts_with("zero_optimization.cpu_offload")) {
-        EXPECT_EQ(setting.into, nullptr) << "an old name, which the check turns into the new one";
+        EXPECT_FALSE(setting.HasPlace()) << "an old name, which the check turns into the new one";
         continue;
       }
       Config config;
       Fill({{path, ValueOf(setting)}}, &config);
       EXPECT_FALSE(config == Config()) << "a value that is read and goes nowhere";
-      EXPECT_TRUE(setting.from(Config()).is_null());
-      EXPECT_EQ(setting.from(config), ValueOf(setting)) << "what was put there is found there";
+      EXPECT_TRUE(setting.Find(Config()).is_null());
+      EXPECT_EQ(setting.Find(config), ValueOf(setting)) << "what was put there is found there";
     }
   }
   EXPECT_GT(settings, 100);
@@ -84,6 +85,38 @@ TEST(Settings, EachSaysWhatItIsAndChangesTheConfiguration) {
     EXPECT_TRUE(setting.flag.empty() ? !setting.keyword.empty() : setting.flag.starts_with("--"))
         << setting.flag;
   }
+}
+
+// A value that is not what the engine does anyhow.
+json OtherThan(const json& unasked, const Setting& setting) {
+  if (setting.type == KeyType::kChoice) {
+    const std::string_view last = setting.choices.substr(setting.choices.rfind('|') + 1);
+    if (unasked != last) return std::string(last);
+  }
+  if (setting.type == KeyType::kBool) return unasked != true;
+  return ValueOf(setting);
+}
+
+TEST(Settings, AnOptionOfTheEngineIsWhatTheConfigurationSays) {
+  std::set<std::string_view> names;
+  for (const std::string_view section : SectionPaths()) {
+    for (const Setting& setting : SectionKeys(section)) {
+      if (setting.option == nullptr) continue;
+      const std::string path = PathOf(section, setting);
+      SCOPED_TRACE(path);
+      EXPECT_TRUE(names.insert(setting.name).second) << "Config finds these by name";
+      const json unasked = setting.option_of(zero::EngineOptions()), value = OtherThan(unasked, setting);
+      ASSERT_NE(value, unasked) << "a test that cannot fail";
+      Config config;
+      Fill({{path, value}}, &config);
+      zero::EngineOptions options, untouched;
+      ApplyConfig(config, &options);
+      EXPECT_EQ(setting.option_of(options), value);
+      ApplyConfig(Config(), &untouched);
+      EXPECT_EQ(setting.option_of(untouched), unasked);
+    }
+  }
+  EXPECT_GE(names.size(), 8U);
 }
 
 TEST(Settings, NoTwoRowsHaveOneFlagOrOneKeyword) {
@@ -164,7 +197,7 @@ TEST(Settings, ARecordHasWhatTheConfigurationSaysByName) {
 
 TEST(Settings, ARunSettlesWhatIsRecordedWithItAsAWhole) {
   Config config;
-  config.gradient_clipping = 0.5;
+  Fill({{"gradient_clipping", 0.5}}, &config);
   std::map<std::string, json> asked;
   ASSERT_TRUE(Settle(
                   [&](const char* name, const json& given, const json& otherwise) -> absl::StatusOr<json> {
@@ -177,7 +210,7 @@ TEST(Settings, ARunSettlesWhatIsRecordedWithItAsAWhole) {
                                {"optimizer_states", {nullptr, "fp32"}},
                                {"zero_quantized_weights", {nullptr, false}},
                                {"zero_quantized_gradients", {nullptr, false}}}));
-  EXPECT_EQ(config.gradient_clipping, 0.25);
+  EXPECT_EQ(ValueAt(config, "gradient_clipping"), 0.25);
   EXPECT_EQ(config.penstock.optimizer_states, "fp32");
   const auto damaged = [&](const json& value) {
     return Settle([&](const char*, const json&, const json&) { return absl::StatusOr<json>(value); },
@@ -271,16 +304,22 @@ TEST(Settings, OneIsDescribedByAnyOfItsSpellings) {
   EXPECT_FALSE(DescribeSetting("").ok());
 }
 
-// Written anew by `penstock settings > docs/settings.md`.
-TEST(Settings, TheCommittedPageIsThatOfTheTable) {
-  std::ifstream committed(std::string(PENSTOCK_DOCS) + "/settings.md");
-  std::istringstream printed(SettingsPage());
+void ExpectIs(const std::string& path, const std::string& text) {
+  std::ifstream committed(std::string(PENSTOCK_DOCS) + "/" + path);
+  std::istringstream printed(text);
   std::string there, wanted;
   while (std::getline(printed, wanted)) {
-    ASSERT_TRUE(std::getline(committed, there)) << "the page ends before: " << wanted;
-    ASSERT_EQ(there, wanted);
+    ASSERT_TRUE(std::getline(committed, there)) << path << " ends before: " << wanted;
+    ASSERT_EQ(there, wanted) << path;
   }
-  EXPECT_FALSE(std::getline(committed, there)) << there;
+  EXPECT_FALSE(std::getline(committed, there)) << path << ": " << there;
+}
+
+// Written anew by `penstock settings > docs/settings.md` and, for Python's keywords,
+// `penstock settings --python > python/penstock/_engine/_keywords.py`.
+TEST(Settings, TheCommittedPagesAreThoseOfTheTable) {
+  ExpectIs("settings.md", SettingsPage());
+  ExpectIs("../python/penstock/_engine/_keywords.py", KeywordsModule());
 }
 
 }  // namespace

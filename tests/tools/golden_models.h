@@ -120,7 +120,7 @@ inline TrainOptions GoldenFlags(const nlohmann::json& golden, const std::string&
   flags.batch = golden["batch"].get<int64_t>();
   flags.seq = golden["length"].get<int64_t>();
   flags.lr = 0.002;
-  flags.weight_decay = 0.1;
+  flags.others["--weight-decay"] = 0.1;
   flags.warmup = 0;
   return flags;
 }

@@ -40,13 +40,13 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
     testing_support::WriteModel(directory, c["config"]);
     TrainOptions flags;
     flags.init_from = directory;
-    flags.offload = "none";
+    flags.others["--offload"] = "none";
     flags.dtype = "fp32";
     flags.threads = 1;
     flags.batch = c["batch"].get<int64_t>();
     flags.seq = c["length"].get<int64_t>();
     flags.lr = 0.01;
-    flags.weight_decay = 0.1;
+    flags.others["--weight-decay"] = 0.1;
     flags.warmup = 0;
     auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
     ASSERT_TRUE(settings.ok()) << settings.status();

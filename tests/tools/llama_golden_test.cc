@@ -106,7 +106,7 @@ TEST_F(LlamaGoldenTest, TrainsAsTransformers) {
                                 /*files=*/number % 3 == 0 ? 3 : 1);
     ++number;
     TrainOptions flags = testing_support::GoldenFlags(c, directory);
-    flags.offload = "none";
+    flags.others["--offload"] = "none";
     const std::unique_ptr<zero::Engine> engine = testing_support::GoldenEngine(flags);
     ASSERT_NE(engine, nullptr);
     testing_support::ExpectTrainsAs(c, *engine);

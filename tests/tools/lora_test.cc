@@ -93,7 +93,7 @@ class LoraGoldenTest : public testing_support::ProgramTest {
   TrainOptions FlagsFor(const json& c, const std::string& model, const std::string& adapter) const {
     TrainOptions flags = testing_support::GoldenFlags(c, model);
     flags.init_from = adapter;
-    flags.offload = "nvme";
+    flags.others["--offload"] = "nvme";
     flags.state_dirs = {dir_ + "/state"};
     flags.overwrite = true;
     return flags;

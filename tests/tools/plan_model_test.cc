@@ -30,7 +30,7 @@ class PlanModelTest : public ProgramTest {
     flags.threads = 1;
     flags.vocabulary_tiles = tiles;
     flags.state_dirs = {dir_ + "/state"};
-    flags.host_memory = "512MiB";
+    flags.others["--host-memory"] = "512MiB";
     auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
     ASSERT_TRUE(settings.ok()) << settings.status();
     const auto plan = PlanModel(*settings, settings->engine, /*most_seconds=*/0);

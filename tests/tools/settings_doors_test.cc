@@ -70,16 +70,16 @@ class SettingsDoorsTest : public testing_support::ProgramTest {
     const zero::EngineOptions& engine = settings->engine;
     json outcome = {{"batch", settings->batch},
                     {"accumulate", settings->accumulate},
-                    {"clip", engine.optimizer.clip},
                     {"optimizer", settings->to_record},
                     {"schedule", engine.optimizer.schedule->ToJson()},
-                    {"states", static_cast<int>(engine.optimizer.states)},
                     {"host_memory", engine.memory.host_memory_budget_bytes},
                     {"device_memory", engine.memory.device_memory_budget_bytes},
                     {"offload", std::string(zero::Name(engine.storage.offload))},
                     {"saved_activations", static_cast<int>(engine.memory.saved_activations)},
-                    {"exchange", {engine.exchange.weights, engine.exchange.gradients}},
                     {"state_dirs", engine.storage.state_dirs}};
+    for (const run::Setting* setting : run::SettingsWithFlags()) {
+      if (setting->option != nullptr) outcome[std::string(setting->flag)] = setting->option_of(engine);
+    }
     outcome["optimizer"].erase("config_kept");
     return outcome;
   }

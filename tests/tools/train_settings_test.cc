@@ -78,9 +78,9 @@ TEST_F(TrainSettingsTest, AWarmUpOfAutoStepsFitsTheRun) {
   TrainOptions flags;
   flags.lr = 0.25;
   flags.warmup = 40;
-  flags.weight_decay = 0.5;
+  flags.others["--weight-decay"] = 0.5;
   flags.batch = 3;
-  flags.clip = 0;
+  flags.others["--clip"] = 0;
   flags.dtype = "fp16";
   const TrainSettings flagged = Resolve(config, flags);
   EXPECT_EQ(flagged.engine.optimizer.schedule->name(), "WarmupLR");
@@ -131,7 +131,7 @@ TEST_F(TrainSettingsTest, WithoutOffloadThereIsNoneButForAStateDir) {
   flags.state_dirs = {dir_ + "/state"};
   EXPECT_EQ(Resolve(config, flags).engine.storage.offload, zero::OffloadDevice::kNvme);
   flags.state_dirs.clear();
-  flags.offload = "cpu";
+  flags.others["--offload"] = "cpu";
   EXPECT_EQ(Resolve(config, flags).engine.storage.offload, zero::OffloadDevice::kCpu);
   EXPECT_THAT(Open(Resolve(config, flags)), Not(HasSubstr("offload")));
 }

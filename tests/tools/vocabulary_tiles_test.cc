@@ -403,7 +403,7 @@ TEST_F(VocabularyTilesTest, TrainAsTransformers) {
     WriteModel(model, c["config"]);
     TrainOptions flags = testing_support::GoldenFlags(c, model);
     flags.vocabulary_tiles = absl::StrCat(2 + number);
-    flags.offload = "nvme";
+    flags.others["--offload"] = "nvme";
     flags.state_dirs = {dir_ + "/state"};
     flags.overwrite = true;
     const std::unique_ptr<zero::Engine> engine = testing_support::GoldenEngine(flags);

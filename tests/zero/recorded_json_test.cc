@@ -179,7 +179,7 @@ void Read(const std::string& directory, const std::string& scratch, const testin
   tools::TrainOptions flags;
   flags.resume = true;
   flags.state_dirs = {directory};
-  flags.host_memory = "64MiB";
+  flags.others["--host-memory"] = "64MiB";
   (void)tools::ResolveTrainOptions(flags, /*needs_data=*/false).status();
   EngineOptions to;
   to.storage.state_dirs = {scratch + "/restored"};

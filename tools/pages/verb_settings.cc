@@ -14,8 +14,10 @@ int RunSettings(int argc, const char* const* argv, std::ostream& out, std::ostre
   constexpr const char* kName = "penstock settings";
   CLI::App app("The settings of a training, as a page; with a name, one of them", kName);
   std::optional<std::string> name;
+  bool python = false;
   app.add_option("name", name,
                  "Path in the JSON (penstock.order), flag (clip) or keyword of penstock.initialize");
+  app.add_flag("--python", python, "Print the keywords of penstock.initialize, as a module of Python");
   // A setting's flag is a name here.
   const bool is_name = argc == 2 && run::FindFlag(argv[1]).first != nullptr;
   if (is_name) {
@@ -24,7 +26,7 @@ int RunSettings(int argc, const char* const* argv, std::ostream& out, std::ostre
     return *code;
   }
   if (!name.has_value()) {
-    out << run::SettingsPage() << std::flush;
+    out << (python ? run::KeywordsModule() : run::SettingsPage()) << std::flush;
     return kExitOk;
   }
   const absl::StatusOr<std::string> described = run::DescribeSetting(*name);

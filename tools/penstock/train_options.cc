@@ -1,6 +1,7 @@
 #include "tools/penstock/train_options.h"
 
 #include <CLI/CLI.hpp>
+#include <set>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -15,9 +16,10 @@ namespace {
 
 enum class Of { kPlan, kTrain };
 
-// Calls visit(name, value) for each flag of a verb, in the order of its help.
-template <typename Options, typename Visit>
-void VisitFlags(Of verb, Options& flags, const Visit& visit) {
+// Calls visit(name, value) for each flag of a verb that has a member, in the order of its help; `others`
+// where those of TrainOptions::others come.
+template <typename Options, typename Visit, typename Others>
+void VisitFlags(Of verb, Options& flags, const Visit& visit, const Others& others) {
   visit("--model", flags.model);
   visit("--lora-rank", flags.lora_rank);
   visit("--lora-alpha", flags.lora_alpha);
@@ -36,9 +38,7 @@ void VisitFlags(Of verb, Options& flags, const Visit& visit) {
   visit("--vocab", flags.vocab);
   visit("--config", flags.config);
   visit("--state-dir", flags.state_dirs);
-  visit("--offload", flags.offload);
-  visit("--host-memory", flags.host_memory);
-  visit("--device-memory", flags.device_memory);
+  others();
   visit("--device", flags.device);
   visit("--dtype", flags.dtype);
   visit("--steps", flags.steps);
@@ -47,13 +47,7 @@ void VisitFlags(Of verb, Options& flags, const Visit& visit) {
   visit("--seq", flags.seq);
   visit("--lr", flags.lr);
   visit("--warmup", flags.warmup);
-  visit("--clip", flags.clip);
-  visit("--weight-decay", flags.weight_decay);
   visit("--optimizer", flags.optimizer);
-  visit("--optimizer-states", flags.optimizer_states);
-  visit("--saved-activations", flags.saved_activations);
-  visit("--zero-quantized-weights", flags.zero_quantized_weights);
-  visit("--zero-quantized-gradients", flags.zero_quantized_gradients);
   visit("--seed", flags.seed);
   visit("--threads", flags.threads);
   visit("--resume", flags.resume);
@@ -85,10 +79,27 @@ bool IsGiven(const std::vector<T>& values) {
   return !values.empty();
 }
 
+// The value of a flag is of the setting's type where that is a number, and else text.
+void DeclareOther(const run::Setting& setting, CLI::App& app, run::GivenValues& values) {
+  const std::string flag(setting.flag), help = run::HelpOf(flag);
+  const auto take = [&values, flag](const auto& value) { values[flag] = value; };
+  if (setting.type == run::KeyType::kBool) {
+    // "--flag=false" is -1.
+    app.add_flag_function(
+        flag, [take](int64_t count) { take(count > 0); }, help);
+  } else if (setting.type == run::KeyType::kWhole) {
+    app.add_option_function<int64_t>(flag, take, help);
+  } else if (setting.type == run::KeyType::kNumber) {
+    app.add_option_function<double>(flag, take, help);
+  } else {
+    app.add_option_function<std::string>(flag, take, help);
+  }
+}
+
 }  // namespace
 
 run::GivenValues GivenFlags(const TrainOptions& flags) {
-  run::GivenValues given;
+  run::GivenValues given = flags.others;
   const auto add = [&given]<typename T>(const char* name, const T& value) {
     if (!IsGiven(value)) return;
     if constexpr (requires { value.value(); }) {
@@ -97,22 +108,28 @@ run::GivenValues GivenFlags(const TrainOptions& flags) {
       given[name] = value;
     }
   };
-  VisitFlags(Of::kTrain, flags, add);
+  VisitFlags(Of::kTrain, flags, add, [] {});
   return given;
 }
 
 void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
   // A flag given twice means its last value, so that scripts can be given further flags.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
-  VisitFlags(plans ? Of::kPlan : Of::kTrain, flags, [&app]<typename T>(const char* name, T& to) {
-    if constexpr (std::is_same_v<T, std::optional<bool>>) {
-      // Empty where it is not given; "--flag=false" is -1.
-      app.add_flag_function(
-          name, [&to](int64_t count) { to = count > 0; }, run::HelpOf(name));
-    } else if constexpr (std::is_same_v<T, bool>) {
+  const auto declare = [&app]<typename T>(const char* name, T& to) {
+    if constexpr (std::is_same_v<T, bool>) {
       app.add_flag(name, to, run::HelpOf(name));
     } else {
       app.add_option(name, to, run::HelpOf(name));
+    }
+  };
+  std::set<std::string> members;
+  const auto remember = [&members](const char* name, const auto&) { members.insert(name); };
+  VisitFlags(Of::kPlan, flags, remember, [] {});
+  VisitFlags(plans ? Of::kPlan : Of::kTrain, flags, declare, [&] {
+    const run::Verb other_verb = plans ? run::Verb::kTrain : run::Verb::kPlan;
+    for (const run::Setting* const setting : run::SettingsWithFlags()) {
+      if (setting->verbs != other_verb && !members.contains(std::string(setting->flag)))
+        DeclareOther(*setting, app, flags.others);
     }
   });
   for (const char* const repeated : {"--data", "--state-dir"})

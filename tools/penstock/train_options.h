@@ -21,19 +21,19 @@ inline constexpr const char* kDefaultStateDir = "penstock-state";
 // Empty: not given.
 struct TrainOptions {
   std::vector<std::string> data;
-  std::optional<std::string> model, eval_data, config, offload, host_memory, device_memory, device, dtype,
-      tokenizer, chat_template;
+  std::optional<std::string> model, eval_data, config, device, dtype, tokenizer, chat_template;
   std::vector<std::string> state_dirs;
   std::vector<double> state_dir_weights;  // of --state-dir DIR=WEIGHT; empty: none was given
   std::optional<int64_t> eval_every, eval_windows, steps, batch, accumulate, seq, vocab, warmup, seed,
       threads, checkpoint_every, checkpoint_keep, lora_rank;
-  std::optional<bool> zero_quantized_weights, zero_quantized_gradients;
   std::vector<double> data_weights;
-  std::optional<double> lr, clip, weight_decay, rank_timeout, eval_split, lora_alpha, lora_dropout;
-  std::optional<std::string> optimizer, optimizer_states, saved_activations, lora_targets, vocabulary_tiles;
+  std::optional<double> lr, rank_timeout, eval_split, lora_alpha, lora_dropout;
+  std::optional<std::string> optimizer, lora_targets, vocabulary_tiles;
   std::optional<std::string> init_from, checkpoint_dir, report, log, trace, prometheus;
   bool resume = false, overwrite = false, check = false, quiet = false, json = false,
        skip_broken_lines = false;
+  // Of all other flags that the table of settings has: what they say is the table's to check and to use.
+  run::GivenValues others;
 };
 
 // The values of those that have one, by their names ("--lr"). Directories are without their weights.

@@ -135,7 +135,7 @@ absl::StatusOr<TrainSettings> Settings(const ImportCheckpointFlags& flags,
     RETURN_IF_ERROR(file.Write(TheirConfig(progress, &notes)));
     train.config = file.path();
   }
-  train.offload = "nvme";
+  train.others["--offload"] = "nvme";
   train.steps = std::max(train.steps.value_or(100), progress.step);
   absl::StatusOr<TrainSettings> settings = ResolveTrainOptions(train, /*needs_data=*/false);
   const auto named = [&](const std::string& text) {

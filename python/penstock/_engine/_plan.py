@@ -9,7 +9,7 @@ import json
 import os
 import traceback
 from html import escape
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -22,13 +22,17 @@ from . import _base_weights
 from ._blocks import Block, find_blocks
 from ._handed_over import check_types, described_blocks, described_stages, options_of, resident_bytes
 from ._device import choose_devices, tell_of_unused_settings
+from ._keywords import Keywords
 from ._optimizer import describe, optimizer_of
 from ._pieces import Pieces
-from ._settings import DTYPES, PathLike, Settings, keywords_of
+from ._settings import DTYPES, PathLike, Settings, check_names, takes
 from ._tensor_memory import StepTensors
 from ._trace import Traced, Use, settled, trace, with_other_modes
 from ._tree import counted, map_tensors
 from ._watch import product_rate
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _META = torch.device("meta")
 
@@ -97,6 +101,7 @@ class Plan:
         return f'<iframe srcdoc="{escape(self.html(), quote=True)}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
+@takes(Keywords)
 def plan(
     model_or_config: Any,
     batch: Optional[int] = None,
@@ -108,21 +113,8 @@ def plan(
     *,
     optimizer: Any = None,
     example: Any = None,
-    dtype: Any = None,
-    offload: Optional[str] = None,
-    gradient_accumulation_steps: Optional[int] = None,
-    forwards_per_step: Optional[int] = None,
-    gradient_clipping: Optional[float] = None,
-    blocks: Optional[Sequence[str]] = None,
-    logits_chunk_size: Optional[int] = None,
-    chunked_modules: Optional[Sequence[Union[str, type]]] = None,
-    chunk_size: Optional[int] = None,
-    missing_gradients: Optional[str] = None,
-    saved_activations: Optional[str] = None,
-    base_weights: Optional[PathLike] = None,
-    zero_quantized_weights: Optional[bool] = None,
-    zero_quantized_gradients: Optional[bool] = None,
     device: Union[None, str, int, torch.device] = None,
+    **keywords: Unpack[Keywords],
 ) -> Plan:
     """What ``penstock.initialize`` would do with a model, before anything is made: where every byte lives, bytes moved, seconds a step.
 
@@ -132,9 +124,8 @@ def plan(
         a language model, 1,024 or what it has at most by default.
     example: a batch in their place, of tensors as the model takes it (``model(**example)``, ``model(*example)``, ``model(example)``); their
         values do not matter.
-    host_memory, config, optimizer, dtype, offload, gradient_accumulation_steps, forwards_per_step, gradient_clipping, blocks,
-        logits_chunk_size, chunked_modules, chunk_size, missing_gradients, saved_activations, base_weights, zero_quantized_weights,
-        zero_quantized_gradients: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of parameters.
+    host_memory, config: as for ``initialize``. optimizer: a torch optimizer, whose parameters do not matter, or a function that makes one of
+        parameters.
     state_dir: as for ``initialize``; its drive is measured for a second, with a file that goes again, unless ds_nvme_tune has stored its
         profile. Where nothing says where state is, it is on a drive whose rates are assumed, and the plan says so.
     device_memory: as for ``initialize``, of a GPU that is here. What a step's tensors take of it is found out on the meta device.
@@ -148,14 +139,15 @@ def plan(
     ``notes`` say so, and what ``initialize`` warns of in the configuration. TypeError, ValueError: it cannot be planned; names what and the way out. RuntimeError: host_memory is too small, with
     the least that would do.
     """
-    keywords = keywords_of(locals())
+    given: Dict[str, Any] = {**keywords, "host_memory": host_memory, "device_memory": device_memory, "state_dir": state_dir}
+    check_names(plan, given)
     if example is not None and not (batch is None and seq is None):
         raise ValueError("example= says how many samples and tokens there are: leave out batch= and seq=, or example=")
-    given, title = _model_of(model_or_config)
-    if getattr(given, "_penstock_engine", "") == "open":
+    described, title = _model_of(model_or_config)
+    if getattr(described, "_penstock_engine", "") == "open":
         raise ValueError("this model has an engine: engine.plan() says what that has planned")
-    model = _without_values(given)
-    settings = Settings(config, keywords, needs_place=False)
+    model = _without_values(described)
+    settings = Settings(config, given, needs_place=False)
     settings.device, settings.engine_device = choose_devices(settings.chosen_device if device is None else device, settings.device_memory)
     check_types(model)
     if next(model.parameters(), None) is None:
@@ -174,7 +166,7 @@ def plan(
     for use in uses:
         use.seconds = 2.0 * _matrices(use.module) * (tokens or samples) / rate
     groups = {id(parameter): number for number, group in enumerate(made.param_groups) for parameter in group["params"]}
-    described, marks, _ = described_blocks(model, found, groups, settings, lambda parameter: None)
+    told, marks, _ = described_blocks(model, found, groups, settings, lambda parameter: None)
     options = options_of(settings, describe(made), trains=True, resident_bytes=resident_bytes(found, settings, True))
     if settings.base_weights:
         _base_weights.check(settings)
@@ -187,7 +179,7 @@ def plan(
         f"{_count(rate)}FLOP/s, of a product of matrices measured just now"
     ]
     threads = torch.get_num_threads() if settings.device.type == "cpu" else 0
-    core = _core.Plan(described, described_stages(uses), settings, json.dumps(options), threads, bool(settings.state_dirs) and settings.offload == "nvme", sources)
+    core = _core.Plan(told, described_stages(uses), settings, json.dumps(options), threads, bool(settings.state_dirs) and settings.offload == "nvme", sources)
     shape = f"{tokens} tokens" if tokens else f"{samples} samples"
     return Plan(core, f"{title}, {shape} in a micro-batch", notes)
 

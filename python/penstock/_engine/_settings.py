@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import inspect
 import os
-from typing import Any, Dict, Mapping, Optional, Union
+from typing import Any, Callable, Dict, Mapping, Optional, TypeVar, Union
 
 import torch
 
@@ -17,43 +19,44 @@ PathLike = Union[str, "os.PathLike[str]"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-# What ``initialize`` and ``plan`` take by these names, and Settings resolves.
-_KEYWORDS = (
-    "state_dir",
-    "host_memory",
-    "device_memory",
-    "dtype",
-    "offload",
-    "gradient_accumulation_steps",
-    "forwards_per_step",
-    "gradient_clipping",
-    "blocks",
-    "logits_chunk_size",
-    "chunked_modules",
-    "chunk_size",
-    "missing_gradients",
-    "saved_activations",
-    "base_weights",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def keywords_of(arguments: Mapping[str, Any]) -> Dict[str, Any]:
-    """Of a function's arguments (its ``locals()``), those that Settings takes."""
-    return {name: arguments[name] for name in _KEYWORDS}
+def takes(*keywords: type) -> Callable[[_Function], _Function]:
+    """A decorator of a function that takes what classes of _keywords.py name, as ``**keywords``: its signature and its docstring have each of them."""
+
+    def with_names(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        for name, kind in {name: kind for each in keywords for name, kind in each.__annotations__.items()}.items():
+            annotation = getattr(kind, "__forward_arg__", kind)
+            named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+        function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+        meanings = [str(each.__doc__).split("\n\n", 1)[1].rstrip() for each in keywords]
+        function.__doc__ = "\n".join([str(function.__doc__).rstrip(), "", "    Settings:", "", *meanings, ""])
+        return function
+
+    return with_names
+
+
+def check_names(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """TypeError: the function has no argument of a name that is given; the nearest one is in the message."""
+    names = inspect.signature(function).parameters
+    for name in sorted(set(given) - set(names)):
+        near = difflib.get_close_matches(name, names, 1)
+        raise TypeError(f"{function.__name__} has no argument {name!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
 
 
 class Settings(_core.Settings):
     """Resolved (run/resolve.h), and what only Python knows.
 
     config: what DeepSpeed takes for one: a dictionary, the path of a file, or its text in base64; None: there is none.
-    keywords: of ``initialize``, which win over it (``keywords_of``); None is not given.
+    keywords: of _keywords.py, which win over it; None is not given.
     needs_place: False: where nothing says where state is, it is on a drive without a directory.
     ValueError: what is wrong, contradictory or missing, by the name that its caller gave it. FileNotFoundError, TypeError: config is none.
     """
 
-    def __init__(self, config: Any, keywords: Dict[str, Any], world: int = 1, needs_place: bool = True) -> None:
+    def __init__(self, config: Any, keywords: Mapping[str, Any], world: int = 1, needs_place: bool = True) -> None:
         super().__init__(config, _with_names(keywords), world, needs_place)
         self.world = world  # processes that train together
         self.device = torch.device("cpu")  # that computes forward and backward
@@ -62,8 +65,8 @@ class Settings(_core.Settings):
         self.asks_for_host = False  # what blocks keep for backward, as transformers' checkpointing with offload=True does
         self.nothing_trains = False  # no parameter required a gradient when initialize was called
         self.has_no_optimizer = False  # nor is to have one: the engine evaluates, whatever requires a gradient
-        self.progress: Optional[bool] = None  # whether a line is drawn; None: where somebody sees it
-        self.rank_timeout = 30.0  # seconds without a sign of life of another rank
+        self.progress: Optional[bool] = self.draws_progress  # whether a line is drawn; None: where somebody sees it
+        self.rank_timeout: float = 30.0 if self.chosen_rank_timeout is None else self.chosen_rank_timeout  # seconds without a sign of life of another rank
         if self.wandb is not None and importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 "wandb.enabled: wandb is not installed (pip install wandb), or switch on csv_monitor or tensorboard, which need nothing"
@@ -77,10 +80,10 @@ class Settings(_core.Settings):
 
 
 # A class is named by its name, as a configuration does it.
-def _with_names(keywords: Dict[str, Any]) -> Dict[str, Any]:
+def _with_names(keywords: Mapping[str, Any]) -> Dict[str, Any]:
     given = keywords.get("chunked_modules")
     if not isinstance(given, (list, tuple)):
-        return keywords
+        return dict(keywords)
     return {**keywords, "chunked_modules": [each.__name__ if isinstance(each, type) else each for each in given]}
 
 

@@ -13,6 +13,7 @@ import types
 from typing import Any, Callable, Optional, Sequence
 
 from penstock._deepspeed import absent
+from penstock._deepspeed_answers import CLIPPING
 
 _BATCHES = "there is no parallelism but that of batches"
 #: What stands for each, with all that is below it.
@@ -100,7 +101,7 @@ INSTEAD = {
 _CONFIG = "the configuration is a dictionary, or a file: `penstock train --config FILE --check` says what becomes of each key"
 _ENGINE = "deepspeed.initialize makes the engine, and its optimizer"
 _SCHEDULE = "scheduler in the configuration, or a scheduler of deepspeed.runtime.lr_schedules"
-GRADIENTS = "the gradients are the engine's, which clips them: gradient_clipping in the configuration, engine.get_global_grad_norm()"
+GRADIENTS = f"the gradients are the engine's, which clips them: {CLIPPING}, engine.get_global_grad_norm()"
 _MEMORY = "torch.cuda tells of a device's memory, engine.report() of the engine's"
 _COLLECTIVES = "torch.distributed exchanges tensors, deepspeed.comm by the same names"
 #: Single names of modules that are here: imported as what refuses to be called, with what to do instead.

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from ..._buffers import truth
+from ..._deepspeed_answers import CLIPPING
 from ..._tensors import check_betas, not_negative
 
 __all__ = ["FusedLamb"]
@@ -48,7 +49,7 @@ class FusedLamb(torch.optim.Optimizer):
         if eps_inside_sqrt:
             raise ValueError("FusedLamb with eps_inside_sqrt=True is not served: eps is added to the root")
         if max_grad_norm:
-            raise ValueError("FusedLamb with a max_grad_norm is not served: gradient_clipping of the engine, or torch.nn.utils.clip_grad_norm_")
+            raise ValueError(f"FusedLamb with a max_grad_norm is not served: {CLIPPING}, or torch.nn.utils.clip_grad_norm_")
         not_negative(lr, "learning rate")
         not_negative(eps, "epsilon value")
         not_negative(weight_decay, "weight_decay value")

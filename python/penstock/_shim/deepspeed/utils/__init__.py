@@ -8,6 +8,7 @@ from penstock._deepspeed import safe_get_full_grad as safe_get_full_grad
 from penstock._deepspeed import safe_get_full_optimizer_state as safe_get_full_optimizer_state
 from penstock._deepspeed import safe_set_full_fp32_param as safe_set_full_fp32_param
 from penstock._deepspeed import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+from penstock._deepspeed_answers import CLIPPING
 
 from .._refused import attributes_of
 from ..comm import get_rank
@@ -22,7 +23,7 @@ from .z3_leaf_module import z3_leaf_module as z3_leaf_module
 from .z3_leaf_module import z3_leaf_parameter as z3_leaf_parameter
 
 OnDevice = absent("deepspeed.utils.OnDevice", "penstock.init_on_disk builds a model that does not fit into memory")
-safe_set_full_grad = absent("deepspeed.utils.safe_set_full_grad", "gradients are the engine's: clip them by gradient_clipping, scale the loss")
+safe_set_full_grad = absent("deepspeed.utils.safe_set_full_grad", f"gradients are the engine's: clip them by {CLIPPING}, scale the loss")
 _FULL = "each process reads and writes whole values: the safe_get_full_ and safe_set_full_ of the same name"
 safe_get_local_fp32_param = absent("deepspeed.utils.safe_get_local_fp32_param", _FULL)
 safe_get_local_grad = absent("deepspeed.utils.safe_get_local_grad", _FULL)
