@@ -15,6 +15,7 @@ void Attend(const AttentionRecords& records, const void* queries, size_t heads, 
                                                        .scale = scale,
                                                        .cap = records.cap,
                                                        .sinks = records.sinks,
+                                                       .value_depth = records.value_depth,
                                                        .first = first,
                                                        .end = end,
                                                        .out = out});

@@ -3,8 +3,9 @@
 //
 //   out[h] = sum over p of softmax(scale q[h] . key[p])[p] * value[p],   p < positions
 //
-// Definition. A record has the keys of all key heads and then their values; all is widened to fp32, exactly.
-// Query head h looks at key head h / (heads / key_heads). For each query head, in fp32:
+// Definition. A record has the keys of all key heads and then their values, or keys alone, whose last
+// value_depth elements are the values; all is widened to fp32, exactly. Query head h looks at key head
+// h / (heads / key_heads). For each query head, in fp32:
 //   scores   s[p] = scale * (q . key[p]), the product row by row as kernels/product.h has it; with a cap
 //            s[p] = cap * tanh(s[p] / cap), as SoftCap of kernels/layer.h has it
 //   blocks   of 64 positions, in order; m is the largest score so far, and a the factor
@@ -34,16 +35,18 @@ namespace penstock::kernels {
 
 struct AttentionRecords {
   DType type;        // of queries as well
-  const void* data;  // the record of position 0; each has 2 * key_heads * depth elements
+  const void* data;  // the record of position 0; each has 2 * key_heads * depth elements, or half as many
   size_t positions;  // at least one
   size_t key_heads, depth;
   float cap = 0;  // of scores (soft-capping); 0: none
   // A score of each query head that has no value (Xiao et al. 2023, "attention sinks"); null: none has one.
   const float* sinks = nullptr;
+  // Above 0: a record is keys alone, and so many of a key's last elements are its value.
+  size_t value_depth = 0;
 };
 
 // `queries`: [heads, depth], of which those that look at key heads [first, end) are computed, into the same
-// places of `out`, [heads, depth] in fp32. `heads` is a multiple of key_heads.
+// places of `out`, [heads, depth of a value] in fp32. `heads` is a multiple of key_heads.
 void Attend(const AttentionRecords& records, const void* queries, size_t heads, float scale, size_t first,
             size_t end, float* out);
 

@@ -58,11 +58,14 @@ template <int kType>
 inline void AttendHead(const AttentionArguments& a, size_t head) {
   constexpr size_t kWidth = kType == 0 ? 4 : 2;
   const size_t key_head = head / (a.heads / a.key_heads);
-  const size_t record_bytes = 2 * a.key_heads * a.depth * kWidth;
+  const bool apart = a.value_depth == 0;  // values lie behind all keys
+  const size_t value_depth = apart ? a.depth : a.value_depth;
+  const size_t record_bytes = (apart ? 2 : 1) * a.key_heads * a.depth * kWidth;
+  const size_t value_at = (apart ? a.key_heads * a.depth : a.depth - value_depth) * kWidth;
   const auto* const query = static_cast<const unsigned char*>(a.queries) + head * a.depth * kWidth;
   const auto* keys = static_cast<const unsigned char*>(a.records) + key_head * a.depth * kWidth;
-  float* const out = a.out + head * a.depth;
-  __builtin_memset(out, 0, a.depth * sizeof(float));
+  float* const out = a.out + head * value_depth;
+  __builtin_memset(out, 0, value_depth * sizeof(float));
   alignas(64) float powers[kScoreBlock];
   float most = 0, sum = 0;
   for (size_t first = 0; first < a.positions; first += kScoreBlock, keys += kScoreBlock * record_bytes) {
@@ -90,8 +93,8 @@ inline void AttendHead(const AttentionArguments& a, size_t head) {
       lanes = Add(lanes, LoadF<kTail>(powers + i, n));  // without what is beyond the last
     });
     sum = __builtin_fmaf(sum, factor, SumOfLanes(lanes));
-    const unsigned char* const values = keys + a.key_heads * a.depth * kWidth;
-    ForVectors(a.depth, [&]<bool kTail>(size_t d, size_t n) {
+    const unsigned char* const values = keys + value_at;
+    ForVectors(value_depth, [&]<bool kTail>(size_t d, size_t n) {
       F mixed = Mul(LoadF<kTail>(out + d, n), Set(factor));
       for (size_t i = 0; i < count; ++i) {
         const F value = Element<kType>::template Load<kTail>(values + i * record_bytes, d, n);
@@ -109,7 +112,7 @@ inline void AttendHead(const AttentionArguments& a, size_t head) {
     factor = factors[0];
     sum = __builtin_fmaf(sum, factor, power[0]);
   }
-  ForVectors(a.depth, [&]<bool kTail>(size_t d, size_t n) {
+  ForVectors(value_depth, [&]<bool kTail>(size_t d, size_t n) {
     const F mixed = Mul(LoadF<kTail>(out + d, n), Set(factor));
     StoreF<kTail>(out + d, Div(mixed, Set(sum)), n);
   });

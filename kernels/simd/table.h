@@ -89,6 +89,7 @@ struct AttentionArguments {
   size_t positions, key_heads, depth;
   float scale, cap;
   const float* sinks;
+  size_t value_depth;
   size_t first, end;
   float* out;
 };

@@ -16,6 +16,12 @@ struct Case {
   Values kind = Values::kNormal;
   float cap = 0;
   std::vector<float> sinks = {};  // of the heads
+  size_t value_depth = 0;
+
+  size_t of_value() const { return value_depth > 0 ? value_depth : depth; }
+  size_t record() const { return (value_depth > 0 ? 1 : 2) * key_heads * depth; }
+  // Where values begin behind their keys.
+  size_t value_at() const { return value_depth > 0 ? depth - value_depth : key_heads * depth; }
 };
 
 // What an element of `type` holds after `value` was put there, and its bytes.
@@ -37,7 +43,7 @@ std::vector<uint8_t> Store(DType type, std::vector<float>* values) {
 struct Input {
   explicit Input(const Case& c)
       : queries(Random(c.heads * c.depth, c.kind, c.positions)),
-        records(Random(c.positions * 2 * c.key_heads * c.depth, c.kind, c.depth + 7)),
+        records(Random(c.positions * c.record(), c.kind, c.depth + 7)),
         query_bytes(Store(c.type, &queries)),
         record_bytes(Store(c.type, &records)) {}
   std::vector<float> queries, records;
@@ -66,11 +72,11 @@ float Exp(float x) {
 
 // The definition, word by word.
 std::vector<float> Definition(const Case& c, const Input& in) {
-  std::vector<float> out(c.heads * c.depth, 0);
+  std::vector<float> out(c.heads * c.of_value(), 0);
   for (size_t h = 0; h < c.heads; ++h) {
     const size_t g = h / (c.heads / c.key_heads);
-    const auto key = [&](size_t p) { return &in.records[(p * 2 * c.key_heads + g) * c.depth]; };
-    float* const of_head = &out[h * c.depth];
+    const auto key = [&](size_t p) { return &in.records[p * c.record() + g * c.depth]; };
+    float* const of_head = &out[h * c.of_value()];
     float most = 0, sum = 0;
     for (size_t first = 0; first < c.positions; first += 64) {
       const size_t count = std::min<size_t>(64, c.positions - first);
@@ -95,18 +101,18 @@ std::vector<float> Definition(const Case& c, const Input& in) {
         lanes[p % 16] += e[p];
       }
       sum = std::fmaf(sum, factor, SumOfSixteen(lanes));
-      for (size_t d = 0; d < c.depth; ++d) {
+      for (size_t d = 0; d < c.of_value(); ++d) {
         of_head[d] *= factor;
         for (size_t p = 0; p < count; ++p)
-          of_head[d] = std::fmaf(e[p], key(first + p)[c.key_heads * c.depth + d], of_head[d]);
+          of_head[d] = std::fmaf(e[p], key(first + p)[c.value_at() + d], of_head[d]);
       }
     }
     if (!c.sinks.empty()) {
       const float top = c.sinks[h] > most ? c.sinks[h] : most, factor = Exp(most - top);
       sum = std::fmaf(sum, factor, Exp(c.sinks[h] - top));
-      for (size_t d = 0; d < c.depth; ++d) of_head[d] *= factor;
+      for (size_t d = 0; d < c.of_value(); ++d) of_head[d] *= factor;
     }
-    for (size_t d = 0; d < c.depth; ++d) of_head[d] /= sum;
+    for (size_t d = 0; d < c.of_value(); ++d) of_head[d] /= sum;
   }
   return out;
 }
@@ -121,7 +127,7 @@ void ExpectDefinition(const Case& c) {
     for (size_t head = 0; head < c.key_heads; ++head) {  // each by itself, the last first
       const size_t first = c.key_heads - 1 - head;
       Attend({c.type, records.data(), c.positions, c.key_heads, c.depth, c.cap,
-              c.sinks.empty() ? nullptr : c.sinks.data()},
+              c.sinks.empty() ? nullptr : c.sinks.data(), c.value_depth},
              queries.data(), c.heads, c.scale, first, first + 1, out.data());
     }
     ASSERT_TRUE(out.GuardsIntact());
@@ -141,6 +147,10 @@ TEST(AttentionTest, EveryLevelHasTheBitsOfTheDefinition) {
         ExpectDefinition({type, 4, 2, depth, positions, 2.0f, Values::kNormal, 5.0f});
         ExpectDefinition(
             {type, 4, 2, depth, positions, 0.5f, Values::kNormal, 0, {-40.0f, 0.3f, 2.5f, 60.0f}});
+        for (const size_t of_value : {depth, depth - depth / 3}) {
+          ExpectDefinition({type, 4, 1, depth, positions, 0.3f, Values::kNormal, 0, {}, of_value});
+          ExpectDefinition({type, 4, 2, depth, positions, 0.3f, Values::kNormal, 3.0f, {}, of_value});
+        }
       }
     }
     for (const Values kind : AllValues()) ExpectDefinition({type, 2, 1, 20, 70, 0.5f, kind});
