@@ -99,9 +99,9 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
   sizes.decoder = decoder.shape;
   const DType type = ComputeType(source, order.all);
   sizes.element_bytes = type == DType::kFp32 ? 4 : 2;
-  sizes.cache = {.layers = sizes.decoder.layers,
-                 .record_bytes = static_cast<uint64_t>(2 * sizes.decoder.key_heads * sizes.decoder.depth *
-                                                       sizes.element_bytes)};
+  sizes.cache = {
+      .layers = sizes.decoder.layers,
+      .record_bytes = static_cast<uint64_t>(sizes.decoder.record_elements() * sizes.element_bytes)};
   const std::vector<int64_t>& windows = decoder.function.windows;
   if (std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; }))
     sizes.cache.windows = windows;

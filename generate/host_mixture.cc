@@ -45,14 +45,27 @@ void HostMixture::AddKept(int tensor, HostRows* y) {
 }
 
 absl::StatusOr<Routes> HostMixture::RoutesOf(int64_t layer, const HostRows& x, int64_t single) {
-  ASSIGN_OR_RETURN(const HostRows scores, KeptProduct(layer, f_.mixture.router, x, single));
+  const models::MixtureFunction& m = f_.mixture;
+  HostRows wide;
+  if (m.wide && x.type() != DType::kFp32) {
+    ASSIGN_OR_RETURN(wide, scratch_.Converted(x, DType::kFp32));
+  }
+  ASSIGN_OR_RETURN(const HostRows scores, KeptProduct(layer, m.router, wide.rows() > 0 ? wide : x, single));
   const models::ModelLayout& layout = *parts_.layout;
-  const int router = parts_.kept->matrix(static_cast<int>(layer) + 1, f_.mixture.router);
-  return Route(scores,
-               {.chosen = shape_.chosen,
-                .normalizes = f_.mixture.normalizes,
-                .rounds_weights = f_.mixture.rounds_weights},
-               layout.tensors[static_cast<size_t>(router)].name);
+  const int block = static_cast<int>(layer) + 1, router = parts_.kept->matrix(block, m.router);
+  RoutingOptions options = {.chosen = shape_.chosen,
+                            .normalizes = m.normalizes,
+                            .rounds_weights = m.rounds_weights,
+                            .sigmoid = m.sigmoid,
+                            .groups = m.groups,
+                            .chosen_groups = m.chosen_groups,
+                            .sums_two = m.sums_two,
+                            .scaling = m.scaling};
+  if (!m.correction.empty()) {
+    const HostRows& correction = parts_.kept->vector(parts_.kept->tensor(block, m.correction));
+    options.correction = {correction.floats(), correction.elements()};
+  }
+  return Route(scores, options, layout.tensors[static_cast<size_t>(router)].name);
 }
 
 absl::Status HostMixture::Choose(int64_t layer, const HostRows& x, int64_t single) {

@@ -9,6 +9,7 @@
 #include "base/check.h"
 #include "base/status_macros.h"
 #include "generate/expert_cache.h"
+#include "generate/host_latent.h"
 #include "generate/host_mixture.h"
 #include "generate/matrix_product.h"
 #include "kernels/attention.h"
@@ -47,6 +48,7 @@ class HostPass : public PassRunner {
   HostPass(const PassParts& parts, int threads)
       : PassRunner(parts), f_(parts.decoder->function), shape_(parts.decoder->shape), scratch_(threads) {
     if (parts.experts != nullptr) mixture_.emplace(parts, &scratch_);
+    if (shape_.latent.rank > 0) latent_.emplace(*parts.decoder, &scratch_);
   }
 
   int64_t RowsOf(int64_t tokens) const override { return tokens; }
@@ -159,6 +161,9 @@ class HostPass : public PassRunner {
   // NAME.weight and NAME.bias of the block; `out` may be `x`. Rows of x are taken in pieces of so many
   // elements.
   absl::Status Normalize(const std::string& name, const HostRows& x, HostRows* out) {
+    return Normalize(name, x, f_.epsilon, out);
+  }
+  absl::Status Normalize(const std::string& name, const HostRows& x, double epsilon, HostRows* out) {
     KeptTensors& kept = *parts_.kept;
     const int weight = kept.tensor(block_, name + ".weight"), bias = kept.tensor(block_, name + ".bias");
     PENSTOCK_CHECK(weight >= 0, "a norm has a weight");
@@ -171,7 +176,7 @@ class HostPass : public PassRunner {
                                     .columns = static_cast<size_t>(width),
                                     .weight = kept.vector(weight).data(),
                                     .bias = bias >= 0 ? kept.vector(bias).data() : nullptr,
-                                    .epsilon = static_cast<float>(f_.epsilon),
+                                    .epsilon = static_cast<float>(epsilon),
                                     .from_one = f_.norms_from_one,
                                     .rounds_normal = f_.rounds_normal};
       if (f_.norm == models::DecoderFunction::Norm::kLayer) {
@@ -243,7 +248,9 @@ class HostPass : public PassRunner {
     ASSIGN_OR_RETURN(HostRows normal, HostRows::Of(x->type(), x->rows(), x->columns()));
     RETURN_IF_ERROR(NormalizeOrCopy(f_.attention_norm, *x, &normal));
     HostRows mixed;
-    {
+    if (latent_.has_value()) {
+      ASSIGN_OR_RETURN(mixed, AttendToLatents(layer, shares, rows, normal));
+    } else {
       HostRows q, k, v;
       const size_t width = kernels::BytesPerElement(x->type());
       Columns queries{}, keys{}, values{};
@@ -267,6 +274,9 @@ class HostPass : public PassRunner {
         values = {&v, 0};
       }
       ASSIGN_OR_RETURN(mixed, Attend(layer, shares, rows, queries, keys, values));
+      if (x->type() != mixed.type()) {
+        ASSIGN_OR_RETURN(mixed, scratch_.Converted(mixed, x->type()));
+      }
     }
     {
       ASSIGN_OR_RETURN(HostRows y, Linear(f_.output, mixed, rows.single));
@@ -281,6 +291,43 @@ class HostPass : public PassRunner {
       ASSIGN_OR_RETURN(y, ComputeInner({f_.gate, f_.up, f_.down}, rows, &normal));
     }
     return AddResult(f_.inner_result_norm, &y, x);
+  }
+
+  // [rows, heads * value].
+  absl::StatusOr<HostRows> AttendToLatents(int64_t layer, const std::vector<Share>& shares,
+                                           const PassRows& rows, const HostRows& normal) {
+    const models::LatentFunction& of = f_.latent;
+    HostRows queries, records;
+    {
+      HostRows q;
+      if (!of.query_down.empty()) {
+        ASSIGN_OR_RETURN(q, Linear(of.query_down, normal, rows.single));
+        RETURN_IF_ERROR(Normalize(of.query_norm, q, of.epsilon, &q));
+      }
+      ASSIGN_OR_RETURN(q, Linear(of.query, of.query_down.empty() ? normal : q, rows.single));
+      {
+        ASSIGN_OR_RETURN(const HostRows down, Linear(of.down, normal, rows.single));
+        ASSIGN_OR_RETURN(HostRows latents, latent_->LatentsOf(down));
+        RETURN_IF_ERROR(Normalize(of.norm, latents, of.epsilon, &latents));
+        ASSIGN_OR_RETURN(records, latent_->Records(down, latents));
+      }
+      const int up = parts_.kept->matrix(block_, of.up);
+      const StoredMatrix matrix = StoredAs(*parts_.source, *parts_.layout, up);
+      RETURN_IF_ERROR(latent_->Begin(normal.type()));
+      RETURN_IF_ERROR(ForParts(up, matrix, [&](const std::byte* memory, int64_t first, int64_t elements) {
+        latent_->Add(matrix, memory, first, elements);
+        return absl::OkStatus();
+      }));
+      ASSIGN_OR_RETURN(queries, latent_->Queries(q));
+    }
+    Rotate(layer, 1, &records);
+    Rotate(layer, shape_.heads, &queries);
+    ASSIGN_OR_RETURN(const HostRows mixed,
+                     Attend(layer, shares, rows, {&queries, 0}, {&records, 0}, {&records, 0}));
+    queries = {};
+    ASSIGN_OR_RETURN(HostRows values, latent_->Values(mixed));
+    latent_->End();
+    return values;
   }
 
   // The matrices between the widths of a layer; gate may be empty.
@@ -318,10 +365,11 @@ class HostPass : public PassRunner {
     RETURN_IF_ERROR(GuessNext(layer + 1, rows, x));
     const models::MixtureFunction& mixture = f_.mixture;
     HostRows shared;
-    if (!mixture.shared_router.empty()) {  // while experts are read
+    if (!mixture.shared_up.empty()) {  // while experts are read
       ASSIGN_OR_RETURN(shared, ComputeInner({mixture.shared_gate, mixture.shared_up, mixture.shared_down},
                                             rows, &normal, /*keeps=*/true));
-      RETURN_IF_ERROR(mixture_->ScaleShared(layer, normal, rows.single, &shared));
+      if (!mixture.shared_router.empty())
+        RETURN_IF_ERROR(mixture_->ScaleShared(layer, normal, rows.single, &shared));
     }
     ASSIGN_OR_RETURN(HostRows y, mixture_->Compute(normal, rows.single));
     if (shared.rows() > 0) AddTo(&y, shared);
@@ -359,14 +407,16 @@ class HostPass : public PassRunner {
     int64_t positions;
   };
 
-  // Keeps keys and values with what is there of their sequences, and attends: [rows, heads * depth].
+  // Keeps keys and values with what is there of their sequences, and attends: fp32 [rows, heads * depth], of
+  // latents [rows, heads * rank].
   absl::StatusOr<HostRows> Attend(int64_t layer, const std::vector<Share>& shares, const PassRows& rows,
                                   const Columns& q, const Columns& k, const Columns& v) {
     const DType type = q.of->type();
-    const int64_t width = shape_.heads * shape_.depth;
-    ASSIGN_OR_RETURN(HostRows mixed, HostRows::Of(DType::kFp32, rows.all, width));
+    ASSIGN_OR_RETURN(HostRows mixed, HostRows::Of(DType::kFp32, rows.all, shape_.heads * ValueDepth()));
     const size_t kept_bytes =
         static_cast<size_t>(shape_.key_heads * shape_.depth) * kernels::BytesPerElement(type);
+    // A record of latents is its key.
+    const size_t record_bytes = latent_.has_value() ? kept_bytes : 2 * kept_bytes;
     const bool on_drive = parts_.cache->on_drive();
     std::vector<Query> queries;
     for (size_t i = 0; i < shares.size(); ++i) {
@@ -376,11 +426,11 @@ class HostPass : public PassRunner {
         const int64_t row = rows.first[i] + static_cast<int64_t>(t);
         const int64_t position = share.past + static_cast<int64_t>(t);
         const auto record_of = [&](int64_t of) {
-          return records.memory + static_cast<size_t>(of - records.first) * 2 * kept_bytes;
+          return records.memory + static_cast<size_t>(of - records.first) * record_bytes;
         };
         std::byte* const record = record_of(position);
         std::memcpy(record, k.row(row), kept_bytes);
-        std::memcpy(record + kept_bytes, v.row(row), kept_bytes);
+        if (!latent_.has_value()) std::memcpy(record + kept_bytes, v.row(row), kept_bytes);
         const int64_t window = f_.Window(layer);
         const int64_t from = window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0;
         queries.push_back({row, record_of(from), position + 1 - from});
@@ -391,36 +441,45 @@ class HostPass : public PassRunner {
       RETURN_IF_ERROR(KeepRecords(records));
     }
     AttendAll(layer, queries, q, &mixed);
-    if (type == DType::kFp32) return mixed;
-    ASSIGN_OR_RETURN(HostRows rounded, HostRows::Of(type, rows.all, width));
-    scratch_.ForRows(rows.all, width, [&](size_t begin, size_t end) {
-      const auto first = static_cast<int64_t>(begin);
-      kernels::Convert(DType::kFp32, mixed.row(first), type, rounded.row(first),
-                       (end - begin) * static_cast<size_t>(width));
-    });
-    return rounded;
+    return mixed;
   }
+
+  // Elements of a head of what attention gives.
+  int64_t ValueDepth() const { return latent_.has_value() ? shape_.latent.rank : shape_.depth; }
 
   void AttendAll(int64_t layer, const std::vector<Query>& queries, const Columns& q, HostRows* mixed) {
     if (queries.empty()) return;
     const auto heads = static_cast<size_t>(shape_.heads), key_heads = static_cast<size_t>(shape_.key_heads);
-    const auto depth = static_cast<size_t>(shape_.depth);
+    const auto depth = static_cast<size_t>(shape_.depth), value_depth = static_cast<size_t>(ValueDepth());
+    const auto scale = static_cast<float>(f_.scales[static_cast<size_t>(layer)]);
     constexpr size_t kLeastTerms = 64 << 10;  // for which another thread is worth waking
-    const size_t terms = 2 * static_cast<size_t>(queries.back().positions) * depth * (heads / key_heads);
+    // What threads share: key heads with all that look at them, or, where all look at one, heads.
+    const size_t pieces = latent_.has_value() ? heads : key_heads, in_piece = heads / pieces;
+    const size_t terms = 2 * static_cast<size_t>(queries.back().positions) * depth * in_piece;
     const float* const sinks = SinksOf();
     // A head's keys and values are used by one query after the other.
     scratch_.pool.ParallelFor(
-        key_heads * queries.size(), std::max<size_t>(1, kLeastTerms / terms), [&](size_t begin, size_t end) {
+        pieces * queries.size(), std::max<size_t>(1, kLeastTerms / terms), [&](size_t begin, size_t end) {
           for (size_t i = begin; i < end; ++i) {
             const size_t head = i / queries.size();
             const Query& query = queries[i % queries.size()];
+            float* const out = mixed->floats() + query.row * mixed->columns();
+            if (latent_.has_value()) {
+              const size_t at = head * depth * kernels::BytesPerElement(q.of->type());
+              const kernels::AttentionRecords seen = {.type = q.of->type(),
+                                                      .data = query.records,
+                                                      .positions = static_cast<size_t>(query.positions),
+                                                      .key_heads = 1,
+                                                      .depth = depth,
+                                                      .value_depth = value_depth};
+              kernels::Attend(seen, q.row(query.row) + at, 1, scale, 0, 1, out + head * value_depth);
+              continue;
+            }
             const kernels::AttentionRecords seen = {
                 q.of->type(), query.records, static_cast<size_t>(query.positions),
                 key_heads,    depth,         static_cast<float>(f_.score_cap),
                 sinks};
-            kernels::Attend(seen, q.row(query.row), heads,
-                            static_cast<float>(f_.scales[static_cast<size_t>(layer)]), head, head + 1,
-                            mixed->floats() + query.row * mixed->columns());
+            kernels::Attend(seen, q.row(query.row), heads, scale, head, head + 1, out);
           }
         });
   }
@@ -438,6 +497,7 @@ class HostPass : public PassRunner {
   const models::DecoderShape& shape_;
   ProductScratch scratch_;
   std::optional<HostMixture> mixture_;
+  std::optional<HostLatent> latent_;
   std::vector<Angles> angles_;  // by rotation
   HostRows logits_;
   std::vector<float> sinks_;

@@ -2,9 +2,9 @@
 // memory or on a drive.
 //
 // A sequence has a *slot*, and in it for each layer its *records*: one for each position, the keys of all
-// key heads, then the values, in the compute type. On a drive, records go to the file in *pages* of a few
-// tens of KiB; the positions behind the last whole page, the tail, stay in memory. Attention sees the same
-// run of records wherever they live, so that it has the same bits.
+// key heads, then the values, in the compute type; or a latent (models/families/decoder.h). On a drive,
+// records go to the file in *pages* of a few tens of KiB; the positions behind the last whole page, the tail,
+// stay in memory. Attention sees the same run of records wherever they live, so that it has the same bits.
 //
 // A layer that looks back over a window needs no records behind it: in host memory it has room for the window
 // twice, and what is in it moves up when that is full; from the drive the pages of the window are read.
@@ -40,7 +40,7 @@ inline constexpr int64_t kMostPassPositions = 512;
 
 struct CacheGeometry {
   int64_t layers = 0;
-  uint64_t record_bytes = 0;  // of one position in one layer: 2 * key heads * depth * size of an element
+  uint64_t record_bytes = 0;          // of one position in one layer (DecoderShape::record_elements)
   std::vector<int64_t> windows = {};  // by layer: positions that it looks at; 0: all; empty: all
 
   int64_t page_records() const;  // in one page, whose bytes are a multiple of 4096

@@ -110,6 +110,16 @@ void ProductScratch::AddToRows(const HostRows& vector, HostRows* y) {
   });
 }
 
+absl::StatusOr<HostRows> ProductScratch::Converted(const HostRows& x, DType type) {
+  ASSIGN_OR_RETURN(HostRows converted, HostRows::Of(type, x.rows(), x.columns()));
+  ForRows(x.rows(), x.columns(), [&](size_t begin, size_t end) {
+    const auto first = static_cast<int64_t>(begin);
+    kernels::Convert(x.type(), x.row(first), type, converted.row(first),
+                     (end - begin) * static_cast<size_t>(x.columns()));
+  });
+  return converted;
+}
+
 bool MultipliesAllPacked(DType x, const StoredMatrix& matrix) {
   return x == DType::kBf16 && TakesPackedRows(matrix) && kernels::HasPackedProduct();
 }

@@ -43,6 +43,8 @@ struct ProductScratch {
   void ForRows(int64_t rows, int64_t columns, absl::FunctionRef<void(size_t, size_t)> work);
   // Adds a vector, of y's type and columns, to each row.
   void AddToRows(const HostRows& vector, HostRows* y);
+  // The same rows in another type.
+  absl::StatusOr<HostRows> Converted(const HostRows& x, kernels::DType type);
 
   kernels::ThreadPool pool;
   zero::HostBuffer many;     // of kernels/many_rows.h

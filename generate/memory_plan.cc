@@ -37,20 +37,35 @@ uint64_t RowBytes(const GenerationSizes& s) {
   const uint64_t e = U(s.element_bytes);
   const uint64_t mixed = U(d.heads * d.depth), kept = U(d.key_heads * d.depth);
   const uint64_t norm = 3 * e * U(d.width) + 12 * U(d.width);
-  const uint64_t attend = e * (4 * U(d.width) + 5 * mixed + 6 * kept) + 4 * (mixed + U(d.width));
+  // To latents: queries as they come and of records, in both types, or what is mixed and values.
+  const models::LatentShape& l = d.latent;
+  const uint64_t attend =
+      l.rank > 0 ? (e + 4) * U(d.heads) * U(std::max(l.query_depth(), l.value) + d.depth) +
+                       e * (4 * U(d.width) + 2 * U(l.query_rank) + 3 * U(d.depth)) + 4 * U(d.width)
+                 : e * (4 * U(d.width) + 5 * mixed + 6 * kept) + 4 * (mixed + U(d.width));
   const uint64_t inner = e * 5 * (U(d.width) + U(d.inner));  // in one matrix or in two
   // What a row's experts give, and of one of them what is in between; the scores, and what is chosen.
   const models::MixtureShape& m = d.mixture;
   const uint64_t mixture = m.experts == 0
                                ? 0
                                : e * (U(m.chosen + 7) * U(d.width) + (m.paired ? 7 : 5) * U(m.inner)) +
-                                     (e + 8) * U(m.experts) + 48 * U(m.chosen);
+                                     (e + 8) * U(m.experts) + 48 * U(m.chosen) +
+                                     (l.rank > 0 ? 4 * U(d.width + m.experts) : 0);  // its router is in fp32
   return 2 * e * U(d.width) + std::max({norm, attend, inner + mixture});
+}
+// The matrix that makes keys and values of latents, which a layer keeps while it attends.
+uint64_t LatentMatrixBytes(const GenerationSizes& s) {
+  const models::LatentShape& l = s.decoder.latent;
+  return U(s.element_bytes) * U(s.decoder.heads * (l.plain + l.value)) * U(l.rank);
 }
 uint64_t WidestRow(const GenerationSizes& s) {
   const models::DecoderShape& d = s.decoder;
+  const models::LatentShape& l = d.latent;
+  const int64_t attention =
+      l.rank > 0 ? std::max({d.heads * l.query_depth(), d.heads * l.value, l.query_rank, d.depth})
+                 : d.heads * d.depth + 2 * d.key_heads * d.depth;
   return U(std::max({d.width, d.inner, d.inner_rows, (d.mixture.paired ? 2 : 1) * d.mixture.inner,
-                     d.mixture.experts, d.heads * d.depth + 2 * d.key_heads * d.depth}));
+                     d.mixture.experts, attention}));
 }
 uint64_t LogitsBytes(const GenerationSizes& s, int64_t decoded) {
   const models::DecoderShape& d = s.decoder;
@@ -77,7 +92,7 @@ uint64_t TensorBytes(const GenerationSizes& s, int64_t decoded, int64_t prompted
   const uint64_t product = 8 * U(decoded) * widest + packed + turned;
   const uint64_t angles = 4 * U(decoded + prompted) * U(s.decoder.depth) * U(s.decoder.rotations);
   return (U(decoded + prompted) * RowBytes(s) + product + angles + LogitsBytes(s, decoded)) * 9 / 8 +
-         s.kept_bytes + kTensorSlack;
+         LatentMatrixBytes(s) + s.kept_bytes + kTensorSlack;
 }
 
 // The same of LibTorch's tensors, where it computes.

@@ -94,13 +94,13 @@ bool IsKept(const models::Decoder& decoder, size_t block, const models::Paramete
 
 template <typename Visit>
 void ForKept(const models::Decoder& decoder, DType type, uint64_t table_bytes, Visit visit) {
-  const uint64_t width = type == DType::kFp32 ? 4 : 2;
   int number = 0;
   size_t block_number = 0;
   for (const models::BlockDescription& block : decoder.blocks) {
     for (const models::ParameterDescription& parameter : block.parameters) {
+      const DType own = decoder.function.mixture.IsWide(parameter.name) ? DType::kFp32 : type;
       visit(static_cast<int>(block_number), parameter, number++,
-            IsKept(decoder, block_number, parameter, width, table_bytes), width);
+            IsKept(decoder, block_number, parameter, kernels::BytesPerElement(own), table_bytes), own);
     }
     ++block_number;
   }
@@ -112,13 +112,13 @@ KeptTensors::Sizes KeptTensors::SizesOf(const models::Decoder& decoder, const We
                                         DType type, uint64_t table_bytes) {
   Sizes sizes;
   ForKept(decoder, type, table_bytes,
-          [&](int, const models::ParameterDescription& parameter, int number, bool kept, uint64_t width) {
+          [&](int, const models::ParameterDescription& parameter, int number, bool kept, DType own) {
             if (!kept) return;
             // An allocation is rounded to whole cache lines.
             const auto elements = static_cast<uint64_t>(parameter.elements());
-            sizes.kept_bytes += (elements * width + 127) / 64 * 64;
+            sizes.kept_bytes += (elements * kernels::BytesPerElement(own) + 127) / 64 * 64;
             uint64_t raw =
-                source.type(number) == type ? 0 : elements * kernels::BytesPerElement(source.type(number));
+                source.type(number) == own ? 0 : elements * kernels::BytesPerElement(source.type(number));
             if (const auto& code = source.code(number); code.has_value())
               raw = static_cast<uint64_t>(parameter.rows) *
                     code->row_bytes(static_cast<size_t>(parameter.columns));
@@ -141,13 +141,13 @@ absl::StatusOr<std::unique_ptr<KeptTensors>> KeptTensors::Load(const models::Dec
   result->scratch_ = scratch;
   absl::Status status;
   ForKept(decoder, type, table_bytes,
-          [&](int block, const models::ParameterDescription& parameter, int number, bool kept, uint64_t) {
+          [&](int block, const models::ParameterDescription& parameter, int number, bool kept, DType own) {
             result->numbers_.emplace(std::pair(block, parameter.name), number);
             if (!kept || !status.ok()) return;
             std::vector<int64_t> rows(IsMatrix(parameter) ? static_cast<size_t>(parameter.rows) : 1);
             std::iota(rows.begin(), rows.end(), int64_t{0});
             absl::StatusOr<HostRows> read =
-                result->Read(number, rows, IsMatrix(parameter) ? parameter.columns : parameter.rows);
+                result->Read(number, rows, IsMatrix(parameter) ? parameter.columns : parameter.rows, own);
             status = read.status();
             if (status.ok()) result->kept_.emplace(number, *std::move(read));
           });
@@ -167,13 +167,14 @@ int KeptTensors::matrix(int block, std::string_view name) const {
   return number;
 }
 
-absl::StatusOr<HostRows> KeptTensors::Read(int tensor, std::span<const int64_t> rows, int64_t columns) {
+absl::StatusOr<HostRows> KeptTensors::Read(int tensor, std::span<const int64_t> rows, int64_t columns,
+                                           DType type) {
   const DType stored = source_->type(tensor);
   const auto count = static_cast<int64_t>(rows.size());
-  ASSIGN_OR_RETURN(HostRows result, HostRows::Of(type_, count, columns));
+  ASSIGN_OR_RETURN(HostRows result, HostRows::Of(type, count, columns));
   const std::optional<kernels::WeightCode>& code = source_->code(tensor);
   const models::ScaledMatrix* const scaled = source_->scaled(tensor).get();
-  if (!code.has_value() && scaled == nullptr && stored == type_) {
+  if (!code.has_value() && scaled == nullptr && stored == type) {
     RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, result.data()));
     return result;
   }
@@ -185,14 +186,14 @@ absl::StatusOr<HostRows> KeptTensors::Read(int tensor, std::span<const int64_t> 
                                                                     "generate: rows of a table"));
   RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, raw.data()));
   if (code.has_value()) {
-    DecodeRows(*code, raw.data(), count, columns, type_, result.data());
+    DecodeRows(*code, raw.data(), count, columns, type, result.data());
   } else if (scaled != nullptr) {
     for (int64_t i = 0; i < count; ++i) {
-      scaled->Decode(rows[static_cast<size_t>(i)], raw.data() + static_cast<size_t>(i) * row_bytes, type_,
+      scaled->Decode(rows[static_cast<size_t>(i)], raw.data() + static_cast<size_t>(i) * row_bytes, type,
                      result.row(i));
     }
   } else {
-    kernels::Convert(stored, raw.data(), type_, result.data(), result.elements());
+    kernels::Convert(stored, raw.data(), type, result.data(), result.elements());
   }
   return result;
 }
@@ -207,7 +208,7 @@ absl::StatusOr<HostRows> KeptTensors::Rows(int table, std::span<const int64_t> r
     std::vector<int64_t> unique = at;
     std::sort(unique.begin(), unique.end());
     unique.erase(std::unique(unique.begin(), unique.end()), unique.end());
-    ASSIGN_OR_RETURN(read, Read(table, unique, columns));
+    ASSIGN_OR_RETURN(read, Read(table, unique, columns, type_));
     for (int64_t& row : at) row = std::lower_bound(unique.begin(), unique.end(), row) - unique.begin();
   }
   const HostRows& from = kept == kept_.end() ? read : kept->second;

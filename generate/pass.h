@@ -68,7 +68,7 @@ StoredMatrix StoredAs(const WeightSource& source, const models::ModelLayout& lay
 kernels::DType ComputeType(const WeightSource& source, std::span<const int> uses);
 
 // What stays in host memory besides the resident units: vectors, routers and small tables, in the compute
-// type.
+// type, or in fp32 (MixtureFunction::IsWide).
 class KeptTensors {
  public:
   // Tables of at most `table_bytes` are kept. `scratch`: source->scratch_bytes(), used here and in Rows. All
@@ -96,7 +96,8 @@ class KeptTensors {
   absl::StatusOr<HostRows> Rows(int table, std::span<const int64_t> rows);
 
  private:
-  absl::StatusOr<HostRows> Read(int tensor, std::span<const int64_t> rows, int64_t columns);
+  absl::StatusOr<HostRows> Read(int tensor, std::span<const int64_t> rows, int64_t columns,
+                                kernels::DType type);
 
   std::map<std::pair<int, std::string>, int, std::less<>> numbers_;  // of (block, name)
   std::map<int, HostRows> kept_;

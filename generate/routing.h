@@ -7,6 +7,7 @@
 #define PENSTOCK_GENERATE_ROUTING_H_
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -27,10 +28,16 @@ struct Routes {
   std::vector<int64_t> likeliest;            // the same experts, those that most rows take first
 };
 
+// As MixtureFunction has them.
 struct RoutingOptions {
   int64_t chosen = 1;
   bool normalizes = false;
   bool rounds_weights = true;  // to the type of the scores
+  bool sigmoid = false;
+  std::span<const float> correction = {};  // of each expert; empty: none
+  int64_t groups = 1, chosen_groups = 1;   // groups of as many experts each
+  bool sums_two = false;
+  double scaling = 1;
 };
 
 // `scores`: [rows, experts], what the router gives. `where`: the words that name the layer. kDataLoss: a

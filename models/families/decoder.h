@@ -15,11 +15,15 @@
 // included. A layer may have a mixture of experts for its inner network (Shazeer et al. 2017): a router
 // scores the experts for each row, and a row's result is
 //
-//   scores = softmax(router n), in fp32; the `chosen` highest of them are the row's experts
+//   scores = softmax(router n), or its sigmoid, in fp32; the `chosen` highest of them are the row's experts
 //   sum over these, in the order of their numbers, of weight * down_e (activation(gate_e n) * up_e n)
 //     + sigmoid(shared_router n) * the same of an expert that all rows share, where there is one
 //
-// where a weight is the expert's score, divided by the sum of the chosen ones' where the mixture normalizes.
+// where a weight is the expert's score, divided by the sum of the chosen ones' where the mixture normalizes,
+// times a factor. A correction, where there is one, is added to the scores for the choice alone. Experts may
+// be in groups, and the choice among some of these: those whose highest score, or sum of the two highest, is
+// the highest (DeepSeek).
+//
 // With a pair limit l (gpt-oss) rows of the matrix up are a gate's and up's in turns, and of a pair (g, u) of
 // up_e n comes min(g, l) sigmoid(1.702 min(g, l)) (u within [-l, l], + 1).
 //
@@ -44,6 +48,31 @@ struct Rotation {
   double scale = 1;  // of cosine and sine
 };
 
+// Attention to latents: of each position one vector of `rank` elements is kept, from which keys and values of
+// all heads are made, and one of `turned` that its position has turned, which all heads' keys have in common.
+//
+//   q = query (norm(query_down n)), or query n; of each head `plain` elements, then `turned` that turn
+//   c, r = down n; c = norm(c), r is turned
+//   of each head the keys are (up_k c, r), the values up_v c, `value` elements
+//
+// where `up` has for each head the rows of up_k and then those of up_v. A record of the cache is (r, c): the
+// scores are r . q_turned + c . (up_k^T q_plain), and of the latents that attention sums up_v makes a head's
+// result. So neither keys nor values of any head exist.
+struct LatentShape {
+  int64_t rank = 0;        // 0: attention has keys and values of its own
+  int64_t query_rank = 0;  // 0: queries have no latent
+  int64_t plain = 0, turned = 0, value = 0;
+
+  int64_t query_depth() const { return plain + turned; }
+};
+
+struct LatentFunction {
+  std::string query_down, query_norm;  // empty: none
+  std::string query, down, norm, up;
+  double epsilon = 1e-6;         // of these norms
+  bool turns_neighbours = true;  // positions turn elements 2 j and 2 j + 1, else j and j + turned / 2
+};
+
 // How large the mixtures of a decoder's layers are; all of them are alike.
 struct MixtureShape {
   int64_t experts = 0, chosen = 0;  // of a layer, and of those for each row; 0: no layer has a mixture
@@ -59,13 +88,17 @@ struct DecoderShape {
   int64_t vocab = 0;
   int64_t inner_rows = 0;  // of the matrix before `inner`: twice as many where it is two in one
   int64_t rotations = 1;   // DecoderFunction::rotations, at least 1
-  int64_t heads = 0, key_heads = 0, depth = 0;  // of attention
+  int64_t heads = 0, key_heads = 0, depth = 0;  // of attention; with latents one key head, of a record's size
   std::string token_table;                      // in block 0; a row for each token
   std::string position_table;                   // in block 0; empty: the model has none
   int64_t matrices_before_attention = 0;        // of a layer, in the order of its description
   int head_block = 0;                           // of the matrix that makes logits
   std::string head;                             // its name there
   MixtureShape mixture = {};
+  LatentShape latent = {};
+
+  // Elements that the cache keeps of a position in a layer.
+  int64_t record_elements() const { return latent.rank > 0 ? depth : 2 * key_heads * depth; }
 };
 
 // The parameters of a mixture, by name in the layer's block. Those of expert e are EXPERTS.e.GATE.weight and
@@ -77,7 +110,13 @@ struct MixtureFunction {
   double pair_limit = 0;                // 0: none
   bool normalizes = false;
   bool rounds_weights = true;  // to the compute type, before they multiply
-  // Of the expert that all rows share; empty: there is none.
+  bool sigmoid = false;        // of scores, instead of softmax
+  bool wide = false;           // router and correction are kept in fp32, and scores are made in it
+  std::string correction;      // a vector, whole; empty: none
+  int64_t groups = 1, chosen_groups = 1;
+  bool sums_two = false;  // a group's score is the sum of its two highest
+  double scaling = 1;     // of weights
+  // Of the expert that all rows share; empty: there is none. The router may be missing alone.
   std::string shared_router, shared_gate, shared_up, shared_down;
 
   bool Has(int64_t layer) const { return !layers.empty() && layers[static_cast<size_t>(layer)]; }
@@ -88,6 +127,10 @@ struct MixtureFunction {
   // Whether a matrix of this name is small, and used before a layer's other matrices: it stays in memory.
   bool IsRouter(const std::string& name) const {
     return !layers.empty() && (name == router + ".weight" || name == shared_router + ".weight");
+  }
+  // Whether a parameter of this name is kept in fp32, whatever the compute type.
+  bool IsWide(const std::string& name) const {
+    return wide && (name == router + ".weight" || name == correction);
   }
 };
 
@@ -110,6 +153,7 @@ struct DecoderFunction {
   std::string gate;   // empty: none
   std::string up, down;
   MixtureFunction mixture;  // instead of gate, up and down, in the layers that have one
+  LatentFunction latent;    // instead of query, key and value, where DecoderShape::latent has a rank
   bool gate_in_up = false;  // the first half of what `up` gives is the gate
   kernels::Activation activation = kernels::Activation::kGelu;
   std::vector<double> scales;    // of the scores, by layer

@@ -73,7 +73,8 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohman
     return absl::InvalidArgumentError(absl::StrCat(
         "model: model_type is ", zero::ShowValue(type),
         ", none of gpt2, llama, mistral, qwen2, qwen3, smollm3, granite, olmo2, phi3, "
-        "gemma2, gemma3, gemma3_text, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, gpt_oss"));
+        "gemma2, gemma3, gemma3_text, mixtral, qwen2_moe, qwen3_moe, olmoe, granitemoe, gpt_oss, "
+        "deepseek_v2, deepseek_v3"));
   }
   ASSIGN_OR_RETURN(const GptConfig config, GptConfigFromJson(json, notes));
   return DescribeGpt(config);

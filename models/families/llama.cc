@@ -20,6 +20,8 @@ constexpr int64_t kUsualLength = 1024;
 
 double LlamaConfig::AttentionScale() const {
   if (attention_multiplier > 0) return attention_multiplier;
+  if (const LatentShape& l = latent.shape; l.rank > 0)
+    return rope.AllDimensionsScale(positions) / std::sqrt(static_cast<double>(l.query_depth()));
   return 1.0 / std::sqrt(query_scalar > 0 ? query_scalar : static_cast<double>(depth));
 }
 
@@ -86,14 +88,16 @@ std::vector<BlockDescription> BlocksOfLlama(const LlamaConfig& c) {
                       .parameters = {}});
     if (c.norms_inputs) add_norm("input_layernorm", c.width);
     if (c.sinks) add("self_attn.sinks", c.heads, 0, 0);
-    if (c.joined) {
+    if (c.latent.shape.rank > 0) {
+      ForLatentParameters(c.latent.shape, c.width, c.heads, c.qkv_bias, add_linear, add_norm);
+    } else if (c.joined) {
       add_linear("self_attn.qkv_proj", c.width, (c.heads + 2 * c.key_heads) * c.depth, c.qkv_bias);
     } else {
       add_linear("self_attn.q_proj", c.width, c.heads * c.depth, c.qkv_bias);
       add_linear("self_attn.k_proj", c.width, c.key_heads * c.depth, c.qkv_bias);
       add_linear("self_attn.v_proj", c.width, c.key_heads * c.depth, c.qkv_bias);
     }
-    add_linear("self_attn.o_proj", c.heads * c.depth, c.width, c.output_bias);
+    add_linear("self_attn.o_proj", c.heads * c.ValueDepth(), c.width, c.output_bias);
     if (c.qk_norm != QkNorm::kNone) {
       const bool of_all = c.qk_norm == QkNorm::kOfAll;
       add_norm("self_attn.q_norm", of_all ? c.heads * c.depth : c.depth);
@@ -161,7 +165,13 @@ Decoder DecoderOf(const LlamaConfig& c) {
       .matrices_before_attention = c.joined ? 1 : 3,
       .head_block = c.tied ? 0 : static_cast<int>(c.layers) + 1,
       .head = c.tied ? "embed_tokens.weight" : "lm_head.weight",
-      .mixture = {.experts = m.experts, .chosen = m.chosen, .inner = m.inner, .paired = m.pair_limit > 0}};
+      .mixture = {.experts = m.experts, .chosen = m.chosen, .inner = m.inner, .paired = m.pair_limit > 0},
+      .latent = c.latent.shape};
+  if (const LatentShape& l = c.latent.shape; l.rank > 0) {
+    decoder.shape.key_heads = 1;
+    decoder.shape.depth = l.turned + l.rank;
+    decoder.shape.matrices_before_attention = l.query_rank > 0 ? 4 : 3;
+  }
   DecoderFunction& f = decoder.function;
   f.norm = DecoderFunction::Norm::kRootMeanSquare;
   f.epsilon = c.epsilon;
@@ -183,7 +193,9 @@ Decoder DecoderOf(const LlamaConfig& c) {
   f.logits_divisor = c.logits_scaling;
   f.score_cap = c.score_cap;
   f.logit_cap = c.logit_cap;
-  if (c.joined) {
+  if (c.latent.shape.rank > 0) {
+    f.latent = LatentFunctionOf(c.latent);
+  } else if (c.joined) {
     f.joined = "self_attn.qkv_proj";
   } else {
     f.query = "self_attn.q_proj";
@@ -214,7 +226,7 @@ Decoder DecoderOf(const LlamaConfig& c) {
 // Parameters of a mixture that a row is multiplied with.
 int64_t ActiveInMixture(const LlamaConfig& c) {
   const MixtureConfig& m = c.mixture;
-  const int64_t shared = m.shared_inner > 0 ? 3 * m.shared_inner + 1 : 0;
+  const int64_t shared = 3 * m.shared_inner + (m.shared_inner > 0 && c.latent.shape.rank == 0 ? 1 : 0);
   return c.width * (m.experts + 3 * m.chosen * m.inner + shared);
 }
 
@@ -261,6 +273,8 @@ class Llama : public LanguageModel {
       layout.wrapped_prefixes = {"language_model.model.", "model.language_model.", "language_model."};
       layout.other_parts = {"vision_tower.", "multi_modal_projector."};
     }
+    for (int64_t i = 0; i < config_.passed_layers; ++i)
+      layout.other_parts.push_back(absl::StrCat("layers.", config_.layers + i, "."));
     return layout;
   }
 
@@ -272,12 +286,16 @@ class Llama : public LanguageModel {
     for (int tile = 0; tile < cut.tiles(); ++tile)
       products.push_back({.stage = cut.StageOf("embed", tile), .block = tile});
     for (int64_t i = 0; i < c.layers; ++i) {
-      const int64_t in_attention = 2 * c.width * (c.heads + c.key_heads) * c.depth,
+      const LatentShape& l = c.latent.shape;
+      const int64_t in_attention = l.rank > 0
+                                       ? LatentParameters(l, c.width, c.heads) + c.heads * l.value * c.width
+                                       : 2 * c.width * (c.heads + c.key_heads) * c.depth,
+                    of_head = l.rank > 0 ? (l.query_depth() + l.value) / 2 : c.depth,
                     in_between = c.mixture.Has(i) ? ActiveInMixture(c) : 3 * c.width * c.inner;
       products.push_back({.stage = absl::StrCat("layers.", i),
                           .block = blocks.layer + static_cast<int>(i),
                           .parameters = in_attention + in_between,
-                          .attention_width = c.heads * c.depth});
+                          .attention_width = c.heads * of_head});
     }
     if (cut.tiles() > 1) products.push_back({.stage = "norm", .block = blocks.norm});
     for (int tile = 0; tile < cut.tiles(); ++tile) {

@@ -1,10 +1,11 @@
 // The family of Llama: Llama 2 and 3, Mistral, Qwen 2 and 3, SmolLM 1 to 3, Granite, OLMo 2, Phi 3 and 4,
-// Gemma 2 and 3 (Touvron et al. 2023), gpt-oss; and those of them whose inner networks are mixtures of
-// experts (models/families/mixture.h), which generate and do not train. RMSNorm before each half of a layer,
-// behind it (OLMo 2) or both (Gemma); rotary positions of all kinds (models/families/rope.h), in some layers
-// none (SmolLM 3); grouped queries, windows in all layers or in some, SwiGLU or GeGLU; biases, norms of
-// queries and keys, multipliers, soft caps, matrices that are several in one (Phi), and one embedding for
-// input and output where a model has them.
+// Gemma 2 and 3 (Touvron et al. 2023), gpt-oss, DeepSeek V2 and V3; and those of them whose inner networks
+// are mixtures of experts (models/families/mixture.h), which generate and do not train. RMSNorm before each
+// half of a layer, behind it (OLMo 2) or both (Gemma); rotary positions of all kinds
+// (models/families/rope.h), in some layers none (SmolLM 3); grouped queries, windows in all layers or in
+// some, SwiGLU or GeGLU; biases, norms of queries and keys, attention to latents
+// (models/families/latent_attention.h), multipliers, soft caps, matrices that are several in one (Phi), and
+// one embedding for input and output where a model has them.
 //
 // Block 0 is the embedding, blocks 1..L are the layers. With a head of its own (untied) the last block is the
 // last norm and the head; else block 0 has the norm, and is the first stage and the last. With a vocabulary
@@ -24,6 +25,7 @@
 
 #include "absl/status/statusor.h"
 #include "models/families/family.h"
+#include "models/families/latent_attention.h"
 #include "models/families/mixture.h"
 #include "models/families/rope.h"
 
@@ -58,6 +60,9 @@ struct LlamaConfig {
   int64_t tile_rows = 0;    // of the vocabulary's blocks; 0: one has all of it
   Rope rope;
   MixtureConfig mixture;
+  LatentConfig
+      latent;  // with a rank, `depth` is what positions turn, and there are as many key heads as heads
+  int64_t passed_layers = 0;        // behind the last, which files may have and generation does not use
   std::optional<Rope> window_rope;  // of layers with a window, where theirs is another
   // As given, for those who read what is exported: tokens, and which layers look back how far.
   nlohmann::json kept = nlohmann::json::object();
@@ -67,6 +72,8 @@ struct LlamaConfig {
   // Of what is looked up, in fp32: the compute type may round it.
   double EmbeddingScale() const;
   bool Slides(int64_t layer) const { return !slides.empty() && slides[static_cast<size_t>(layer)]; }
+  // Elements of a head of what attention gives.
+  int64_t ValueDepth() const { return latent.shape.rank > 0 ? latent.shape.value : depth; }
   // Positions that a layer looks at; 0: all before it.
   int64_t Window(int64_t layer) const { return Slides(layer) ? window : 0; }
   bool Turns(int64_t layer) const { return turns.empty() || turns[static_cast<size_t>(layer)]; }

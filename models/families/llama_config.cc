@@ -123,6 +123,11 @@ constexpr auto kTypes = std::to_array<TypeDefaults>(
       .sinks = true,
       .theta = 150000,
       .epsilon = 1e-5},
+     {.type = "deepseek_v2", .architecture = "DeepseekV2ForCausalLM", .attention_bias = true},
+     {.type = "deepseek_v3",
+      .architecture = "DeepseekV3ForCausalLM",
+      .positions = 4096,
+      .attention_bias = true},
      {.type = "smollm3",
       .architecture = "SmolLM3ForCausalLM",
       .key_heads = 4,
@@ -183,6 +188,7 @@ constexpr auto kTypes = std::to_array<TypeDefaults>(
       .padding = 0}});
 constexpr const char* kGemma3 = "gemma3_text";  // whose layers with a window have positions of their own
 constexpr double kLocalTheta = 10000;           // of these
+constexpr const char* kPredictsFurther = "deepseek_v3";  // in layers behind the last (multi-token prediction)
 
 const TypeDefaults* DefaultsOf(std::string_view type) {
   const auto found =
@@ -214,6 +220,23 @@ const std::vector<std::string_view>& FunctionKeys() {
                                                                "decoder_sparse_step",
                                                                "mlp_only_layers",
                                                                "clip_qkv",
+                                                               "n_routed_experts",
+                                                               "n_shared_experts",
+                                                               "n_group",
+                                                               "topk_group",
+                                                               "topk_method",
+                                                               "scoring_func",
+                                                               "routed_scaling_factor",
+                                                               "moe_layer_freq",
+                                                               "first_k_dense_replace",
+                                                               "num_nextn_predict_layers",
+                                                               "num_mtp_layers",
+                                                               "kv_lora_rank",
+                                                               "q_lora_rank",
+                                                               "qk_nope_head_dim",
+                                                               "qk_rope_head_dim",
+                                                               "v_head_dim",
+                                                               "rope_interleave",
                                                                "swiglu_limit",
                                                                "swiglu_alpha",
                                                                "qkv_bias",
@@ -311,6 +334,24 @@ void ReadTurns(ModelKeys* keys, LlamaConfig* c) {
       return keys->Wrong("no_rope_layers", "not a list with a number for each layer");
     c->turns.push_back(each.is_boolean() ? each.get<bool>() : each.get<int64_t>() != 0);
   }
+}
+
+// DeepSeek's attention, and the layers behind the last that predict further tokens.
+void ReadLatents(const json& config, ModelKeys* keys, LlamaConfig* c) {
+  ReadLatent(c->type, config, keys, &c->latent);
+  if (c->type == kPredictsFurther) {
+    c->passed_layers = 1;
+    for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers"})
+      keys->Whole(key, &c->passed_layers);
+  }
+  if (c->passed_layers < 0 || c->passed_layers > 1000)
+    keys->Fail(absl::StrCat("model: num_nextn_predict_layers is ", c->passed_layers, ", not from 0 to 1000"));
+  if (!IsLatentType(c->type)) return;
+  // What files have as head_dim is the same, or of no effect.
+  c->depth = c->latent.shape.turned;
+  if (c->key_heads != c->heads)
+    keys->Wrong("num_key_value_heads",
+                absl::StrCat("and a ", c->type, " has as many as num_attention_heads ", c->heads));
 }
 
 // What transformers takes for a gpt_oss whose config.json says nothing of positions.
@@ -425,6 +466,7 @@ void ReadTypesOwn(const TypeDefaults& defaults, ModelKeys* keys, LlamaConfig* c)
 }
 
 absl::Status Validate(const LlamaConfig& c) {
+  if (IsLatentType(c.type)) RETURN_IF_ERROR(CheckLatent(c.latent));
   for (const absl::Status& status :
        {CheckSize("num_hidden_layers", c.layers, 10'000), CheckSize("hidden_size", c.width, 1 << 20),
         CheckSize("num_attention_heads", c.heads, 1 << 16),
@@ -517,6 +559,8 @@ nlohmann::ordered_json LlamaConfig::ToPublished() const {
     json["logits_scaling"] = logits_scaling;
   }
   WriteMixture(type, mixture, &json);
+  WriteLatent(type, latent, &json);
+  if (type == kPredictsFurther) json["num_nextn_predict_layers"] = passed_layers;
   if (!turns.empty()) {
     json["no_rope_layers"] = nlohmann::ordered_json::array();
     for (const bool each : turns) json["no_rope_layers"].push_back(each ? 1 : 0);
@@ -532,11 +576,12 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   const TypeDefaults* defaults =
       type != nullptr && type->is_string() ? DefaultsOf(type->get<std::string>()) : nullptr;
   if (defaults == nullptr) return absl::InvalidArgumentError("model: model_type is none of Llama's family");
-  keys.LookAtUnknown(FunctionKeys(),
-                     {"pretraining_tp", "is_llama_config", "transformers.js_config", "cache_implementation",
-                      "router_aux_loss_coef", "router_jitter_noise", "output_router_logits",
-                      "experts_per_token", "initial_context_length"},
-                     kMeant, notes);
+  keys.LookAtUnknown(
+      FunctionKeys(),
+      {"pretraining_tp", "is_llama_config", "transformers.js_config", "cache_implementation",
+       "router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "experts_per_token",
+       "initial_context_length", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"},
+      kMeant, notes);
   keys.RefuseOtherForms();
   LlamaConfig c;
   c.type = defaults->type;
@@ -583,6 +628,7 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
     if (given != c.qkv_bias) keys.Wrong("qkv_bias", absl::StrCat("which no ", c.type, " has"));
   }
   keys.Switch("mlp_bias", &c.mlp_bias);
+  if (c.mlp_bias && IsLatentType(c.type)) keys.Wrong("mlp_bias", "which is not computed");
   if (c.mlp_bias && !defaults->mlp_bias) keys.Wrong("mlp_bias", absl::StrCat("which no ", c.type, " has"));
   c.qk_norm = defaults->qk_norm;
   c.norms_inputs = defaults->norms_inputs;
@@ -602,6 +648,7 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   ReadMultipliers(&keys, &c);
   ReadTurns(&keys, &c);
   ReadMixture(c.type, c.layers, c.inner, &keys, &c.mixture);
+  ReadLatents(json, &keys, &c);
   ReadTileRows(c.vocab, &keys, &c.tile_rows);
   bool interleaved = false;
   keys.Switch("rope_interleaved", &interleaved);

@@ -24,6 +24,8 @@ struct Spelling {
   const char *router, *experts_name, *gate, *up, *down;
   const char *other_router, *fused_gate_up, *fused_down;  // as transformers 5 may write them
   double pair_limit = 0;                                  // of swiglu_limit; 0: gate and up are apart
+  int deepseek = 0;                                       // 2, 3: groups, and layers from one on
+  int64_t shared = 0;  // of n_shared_experts, as one of so many times inner
 };
 constexpr auto kSpellings = std::to_array<Spelling>({{.type = "mixtral",
                                                       .experts_key = "num_local_experts",
@@ -109,10 +111,49 @@ constexpr auto kSpellings = std::to_array<Spelling>({{.type = "mixtral",
                                                       .other_router = nullptr,
                                                       .fused_gate_up = "mlp.experts.gate_up_proj",
                                                       .fused_down = "mlp.experts.down_proj",
-                                                      .pair_limit = 7}});
+                                                      .pair_limit = 7},
+                                                     {.type = "deepseek_v2",
+                                                      .experts_key = "n_routed_experts",
+                                                      .experts = 64,
+                                                      .inner = 1407,
+                                                      .rounds_weights = false,
+                                                      .router = "mlp.gate",
+                                                      .experts_name = "mlp.experts",
+                                                      .gate = "gate_proj",
+                                                      .up = "up_proj",
+                                                      .down = "down_proj",
+                                                      .other_router = nullptr,
+                                                      .fused_gate_up = "mlp.experts.gate_up_proj",
+                                                      .fused_down = "mlp.experts.down_proj",
+                                                      .deepseek = 2,
+                                                      .shared = 2},
+                                                     {.type = "deepseek_v3",
+                                                      .experts_key = "n_routed_experts",
+                                                      .experts = 256,
+                                                      .chosen = 8,
+                                                      .inner = 2048,
+                                                      .normalizes = true,
+                                                      .has_normalizes_key = true,
+                                                      .rounds_weights = false,
+                                                      .router = "mlp.gate",
+                                                      .experts_name = "mlp.experts",
+                                                      .gate = "gate_proj",
+                                                      .up = "up_proj",
+                                                      .down = "down_proj",
+                                                      .other_router = nullptr,
+                                                      .fused_gate_up = "mlp.experts.gate_up_proj",
+                                                      .fused_down = "mlp.experts.down_proj",
+                                                      .deepseek = 3,
+                                                      .shared = 1}});
 // Granite's, where transformers 5 writes its own form.
 constexpr const char *kGraniteGateUp = "block_sparse_moe.experts.gate_up_proj",
                      *kGraniteDown = "block_sparse_moe.experts.down_proj";
+
+constexpr const char* kCorrection = "mlp.gate.e_score_correction_bias";  // DeepSeek V3's
+
+std::string SharedOf(const Spelling& spelling) {
+  return spelling.deepseek > 0 ? "mlp.shared_experts" : "mlp.shared_expert";
+}
 
 const Spelling* SpellingOf(std::string_view type) {
   const auto found = std::find_if(kSpellings.begin(), kSpellings.end(),
@@ -123,6 +164,14 @@ const Spelling* SpellingOf(std::string_view type) {
 // Which layers have a mixture: every decoder_sparse_step-th, but for those of mlp_only_layers.
 void ReadLayers(const Spelling& spelling, int64_t layers, ModelKeys* keys, MixtureConfig* mixture) {
   int64_t step = 1;
+  if (spelling.deepseek > 0) {
+    int64_t first = spelling.deepseek == 3 ? 3 : 0;
+    keys->Whole("first_k_dense_replace", &first);
+    keys->Whole("moe_layer_freq", &step);
+    if (step != 1) keys->Wrong("moe_layer_freq", "and transformers takes 1");
+    for (int64_t i = 0; i < layers; ++i) mixture->layers.push_back(i >= first);
+    return;
+  }
   std::vector<bool> dense(static_cast<size_t>(std::max<int64_t>(layers, 0)), false);
   if (spelling.some_layers) {
     keys->Whole("decoder_sparse_step", &step);
@@ -187,6 +236,60 @@ void AddPairedExperts(const Spelling& s, const MixtureConfig& mixture, const std
   });
 }
 
+// DeepSeek's: one shared expert, groups of experts, and a factor of all weights.
+void ReadDeepSeek(const Spelling& s, ModelKeys* keys, MixtureConfig* mixture) {
+  const auto must_be = [&](const char* key, std::string_view value) {
+    if (const nlohmann::json* given = keys->Find(key); given != nullptr && *given != value)
+      keys->Wrong(key,
+                  absl::StrCat("and ", std::string(value), " alone is computed in a ", std::string(s.type)));
+  };
+  int64_t shared = s.shared;
+  keys->Whole("n_shared_experts", &shared);
+  if (shared < 1 || shared > 1 << 10) keys->Wrong("n_shared_experts", "not from 1 to 1024");
+  mixture->shared_inner = shared * mixture->inner;
+  mixture->scaling = s.deepseek == 3 ? 2.5 : 1;
+  keys->Number("routed_scaling_factor", &mixture->scaling);
+  if (!(mixture->scaling > 0 && mixture->scaling <= 1e6))
+    keys->Wrong("routed_scaling_factor", "not above 0 and at most 1e6");
+  bool grouped = s.deepseek == 3;
+  if (s.deepseek == 3) {
+    must_be("scoring_func", "sigmoid");
+    must_be("topk_method", "noaux_tc");
+    mixture->groups = 8;
+    mixture->chosen_groups = 4;
+  } else {
+    must_be("scoring_func", "softmax");
+    const nlohmann::json* const method = keys->Find("topk_method");
+    grouped = method != nullptr && *method == "group_limited_greedy";
+    if (method != nullptr && !grouped && *method != "greedy")
+      keys->Wrong("topk_method", "neither greedy nor group_limited_greedy");
+    // transformers passes it over, and DeepSeek's own code does not.
+    bool normalizes = false;
+    keys->Switch("norm_topk_prob", &normalizes);
+    if (normalizes) keys->Wrong("norm_topk_prob", "which transformers computes in no deepseek_v2");
+    if (grouped && (keys->Find("n_group") == nullptr || keys->Find("topk_group") == nullptr))
+      keys->Wrong("topk_method", "without n_group and topk_group");
+  }
+  if (!grouped) return;
+  keys->Whole("n_group", &mixture->groups);
+  keys->Whole("topk_group", &mixture->chosen_groups);
+  const int64_t groups = mixture->groups, chosen = mixture->chosen_groups;
+  const int64_t least = s.deepseek == 3 ? 2 : 1;  // of a group, whose two highest scores are summed
+  if (groups < 1 || mixture->experts % groups != 0 || mixture->experts / groups < least) {
+    keys->Fail(absl::StrCat("model: n_group is ", groups, ", and ", mixture->experts,
+                            " experts are not in as many groups of ", least, " or more"));
+  } else if (chosen < 1 || chosen > groups || chosen * (mixture->experts / groups) < mixture->chosen) {
+    keys->Fail(absl::StrCat("model: topk_group is ", chosen, ", not so many of ", groups, " groups of ",
+                            mixture->experts / groups, " experts that ", mixture->chosen,
+                            " experts of a token are in them"));
+  }
+}
+
+// The keys of a DeepSeek's mixture, which no other type has.
+constexpr const char* kDeepSeekKeys[] = {
+    "n_routed_experts", "n_shared_experts",      "n_group",        "topk_group",           "topk_method",
+    "scoring_func",     "routed_scaling_factor", "moe_layer_freq", "first_k_dense_replace"};
+
 }  // namespace
 
 bool IsMixtureType(std::string_view model_type) { return SpellingOf(model_type) != nullptr; }
@@ -194,6 +297,11 @@ bool IsMixtureType(std::string_view model_type) { return SpellingOf(model_type) 
 void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, ModelKeys* keys,
                  MixtureConfig* mixture) {
   const Spelling* const spelling = SpellingOf(model_type);
+  const bool deepseek = spelling != nullptr && spelling->deepseek > 0;
+  for (const char* key : kDeepSeekKeys) {
+    if (!deepseek && keys->Find(key) != nullptr)
+      keys->Wrong(key, absl::StrCat("which no ", std::string(model_type), " has"));
+  }
   if (spelling == nullptr) {
     double limit = 0;
     ReadPairs(model_type, keys, &limit);
@@ -206,15 +314,16 @@ void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, Mod
   }
   // transformers 5 takes both names for their number.
   const bool local = keys->Find("num_local_experts") != nullptr;
-  const char* const key = local ? "num_local_experts" : "num_experts";
+  const char* const key = deepseek ? spelling->experts_key : local ? "num_local_experts" : "num_experts";
   mixture->experts = spelling->experts;
   mixture->chosen = spelling->chosen;
   keys->Whole(key, &mixture->experts);
-  if (int64_t other = mixture->experts; local) {
-    keys->Whole("num_experts", &other);
-    if (other != mixture->experts)
-      keys->Wrong("num_experts", absl::StrCat("and num_local_experts is ", mixture->experts));
+  for (const char* const same : {"num_experts", "num_local_experts"}) {
+    int64_t other = mixture->experts;
+    keys->Whole(same, &other);
+    if (other != mixture->experts) keys->Wrong(same, absl::StrCat("and ", key, " is ", mixture->experts));
   }
+  if (spelling->chosen == 0) keys->Needed("num_experts_per_tok", &mixture->chosen);
   keys->Whole("num_experts_per_tok", &mixture->chosen);
   if (mixture->experts < 1 || mixture->experts > 1 << 16) keys->Wrong(key, "not from 1 to 65536");
   if (mixture->chosen < 1 || mixture->chosen > mixture->experts)
@@ -230,6 +339,7 @@ void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, Mod
     keys->Wrong("shared_expert_intermediate_size", "not 1 or more");
   mixture->normalizes = spelling->normalizes;
   keys->Switch("norm_topk_prob", &mixture->normalizes);
+  if (deepseek) ReadDeepSeek(*spelling, keys, mixture);
   if (!spelling->has_normalizes_key && mixture->normalizes != spelling->normalizes)
     keys->Wrong("norm_topk_prob", absl::StrCat("which no ", std::string(model_type), " has"));
   mixture->pair_limit = spelling->pair_limit;
@@ -255,6 +365,15 @@ void WriteMixture(std::string_view model_type, const MixtureConfig& mixture, nlo
   if (spelling->shared_inner > 0) (*json)["shared_expert_intermediate_size"] = mixture.shared_inner;
   if (spelling->has_normalizes_key) (*json)["norm_topk_prob"] = mixture.normalizes;
   if (spelling->pair_limit > 0) (*json)["swiglu_limit"] = mixture.pair_limit;
+  if (spelling->deepseek > 0) {
+    (*json)["n_shared_experts"] = mixture.shared_inner / mixture.inner;
+    (*json)["routed_scaling_factor"] = mixture.scaling;
+    (*json)["n_group"] = mixture.groups;
+    (*json)["topk_group"] = mixture.chosen_groups;
+    if (spelling->deepseek == 2)
+      (*json)["topk_method"] = mixture.groups > 1 ? "group_limited_greedy" : "greedy";
+    (*json)["first_k_dense_replace"] = std::count(mixture.layers.begin(), mixture.layers.end(), false);
+  }
   if (!spelling->some_layers) return;
   (*json)["decoder_sparse_step"] = 1;
   (*json)["mlp_only_layers"] = nlohmann::ordered_json::array();
@@ -287,11 +406,13 @@ void AddMixture(std::string_view model_type, const MixtureConfig& mixture, const
     AddPairedExperts(s, mixture, prefix, width, add);
     return;
   }
+  if (s.deepseek == 3) add(kCorrection, mixture.experts, 0, {}, -1);
   if (mixture.shared_inner > 0) {
-    add("mlp.shared_expert_gate.weight", 1, width, {}, -1);
-    add("mlp.shared_expert.gate_proj.weight", mixture.shared_inner, width, {}, -1);
-    add("mlp.shared_expert.up_proj.weight", mixture.shared_inner, width, {}, -1);
-    add("mlp.shared_expert.down_proj.weight", width, mixture.shared_inner, {}, -1);
+    if (s.deepseek == 0) add("mlp.shared_expert_gate.weight", 1, width, {}, -1);
+    const std::string shared = SharedOf(s);
+    add(shared + ".gate_proj.weight", mixture.shared_inner, width, {}, -1);
+    add(shared + ".up_proj.weight", mixture.shared_inner, width, {}, -1);
+    add(shared + ".down_proj.weight", width, mixture.shared_inner, {}, -1);
   }
   std::vector<std::pair<std::string, std::string>> fused = {{s.fused_gate_up, s.fused_down}};
   if (model_type == "granitemoe") fused.emplace_back(kGraniteGateUp, kGraniteDown);
@@ -332,11 +453,18 @@ MixtureFunction MixtureFunctionOf(std::string_view model_type, const MixtureConf
   function.normalizes = mixture.normalizes;
   function.pair_limit = mixture.pair_limit;
   function.rounds_weights = s->rounds_weights;
+  function.sigmoid = function.sums_two = s->deepseek == 3;
+  function.wide = s->deepseek > 0;
+  if (s->deepseek == 3) function.correction = kCorrection;
+  function.groups = mixture.groups;
+  function.chosen_groups = mixture.chosen_groups;
+  function.scaling = mixture.scaling;
   if (mixture.shared_inner > 0) {
-    function.shared_router = "mlp.shared_expert_gate";
-    function.shared_gate = "mlp.shared_expert.gate_proj";
-    function.shared_up = "mlp.shared_expert.up_proj";
-    function.shared_down = "mlp.shared_expert.down_proj";
+    if (s->deepseek == 0) function.shared_router = "mlp.shared_expert_gate";
+    const std::string shared = SharedOf(*s);
+    function.shared_gate = shared + ".gate_proj";
+    function.shared_up = shared + ".up_proj";
+    function.shared_down = shared + ".down_proj";
   }
   return function;
 }

@@ -1,6 +1,6 @@
 // Mixtures of experts, as the families of Llama publish them: Mixtral, Qwen 2 MoE, Qwen 3 MoE, OLMoE,
-// Granite MoE, gpt-oss. What config.json says of them, and their parameters. What is computed stands in
-// models/families/decoder.h.
+// Granite MoE, gpt-oss, DeepSeek V2 and V3. What config.json says of them, and their parameters. What is
+// computed stands in models/families/decoder.h.
 //
 // Files have an expert's matrices each under a name of its own, or those of all experts of a layer in tensors
 // of three dimensions (transformers 5): [experts, 2 * inner, width], the gate before the matrix up, and
@@ -29,7 +29,9 @@ struct MixtureConfig {
   int64_t shared_inner = 0;         // of the expert that all rows share; 0: there is none
   bool normalizes = false;          // the weights of the chosen ones sum to 1
   double pair_limit = 0;            // MixtureFunction::pair_limit
-  std::vector<bool> layers;         // by layer: whether it has one
+  int64_t groups = 1, chosen_groups = 1;
+  double scaling = 1;
+  std::vector<bool> layers;  // by layer: whether it has one
 
   bool Has(int64_t layer) const { return experts > 0 && layers[static_cast<size_t>(layer)]; }
 };

@@ -193,13 +193,24 @@ double ScaleOf(const Rope& rope, double factor) {
 
 int64_t Rope::Turning(int64_t depth) const { return static_cast<int64_t>(static_cast<double>(depth) * part); }
 
+double Rope::DivisorOf(int64_t positions) const {
+  const double whole =
+      original_context > 0 ? static_cast<double>(positions) / static_cast<double>(original_context) : 1;
+  return factor.value_or(whole);
+}
+
+double Rope::AllDimensionsScale(int64_t positions) const {
+  if (kind != Kind::kYarn || mscale_all_dim.value_or(0) == 0) return 1;
+  const double scale = YarnScale(DivisorOf(positions), *mscale_all_dim);
+  return scale * scale;
+}
+
 // In fp32, rounded where transformers does: a last bit of a frequency is a hundredth of a turn at position
 // 100,000.
 Rotation Rope::RotationOf(int64_t depth, int64_t positions) const {
   const int64_t turning = Turning(depth);
   const auto original = static_cast<double>(original_context);
-  const double divisor =
-      factor.value_or(original_context > 0 ? static_cast<double>(positions) / original : 1);
+  const double divisor = DivisorOf(positions);
   const auto narrow = static_cast<float>(divisor);
   Rotation rotation;
   rotation.scale = ScaleOf(*this, divisor);

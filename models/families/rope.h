@@ -39,9 +39,15 @@ struct Rope {
   int64_t Turning(int64_t depth) const;
   // `positions`: the model's max_position_embeddings. Frequencies are in fp32, as transformers has them.
   Rotation RotationOf(int64_t depth, int64_t positions) const;
+  // kYarn with mscale_all_dim: what DeepSeek multiplies scores by; else 1.
+  double AllDimensionsScale(int64_t positions) const;
 
   // rope_scaling, or null where the kind is kDefault.
   nlohmann::ordered_json ToJson() const;
+
+ private:
+  // `factor`, or what stands for it.
+  double DivisorOf(int64_t positions) const;
 };
 
 // What a model_type takes.

@@ -55,7 +55,8 @@ class Packer {
   // As generation computes with what was not coded: bf16 where all matrices are.
   kernels::DType ComputeType() const {
     for (size_t i = 0; i < layout_.tensors.size(); ++i) {
-      if (IsMatrix(layout_.tensors[i]) && import_.PlaceOf(i).dtype != swap::Dtype::kBf16)
+      if (IsMatrix(layout_.tensors[i]) && options_.whole.count(layout_.tensors[i].name) == 0 &&
+          import_.PlaceOf(i).dtype != swap::Dtype::kBf16)
         return kernels::DType::kFp32;
     }
     return kernels::DType::kBf16;

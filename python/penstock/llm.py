@@ -180,7 +180,7 @@ class TextStream(Iterator[str]):
 class LLM:
     """A language model, opened where it lies.
 
-    model: a Hugging Face directory (GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3 with and without experts, Phi 3 and 4, Gemma 2 and 3, ...), packed by ``penstock pack`` or not; or a state directory or
+    model: a Hugging Face directory (GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3 with and without experts, DeepSeek V2 and V3, Phi 3 and 4, Gemma 2 and 3, ...), packed by ``penstock pack`` or not; or a state directory or
         checkpoint of ``penstock train`` (all directories of a striped run, as a list).
     host_memory: bytes, or "4GiB": a hard budget for weights in flight and kept, keys and values, and what a pass computes. Default:
         half of what is free. One that is too small is a MemoryError that says the least.

@@ -15,6 +15,10 @@ transformers = pytest.importorskip("transformers")
 
 LLAMA = dict(vocab_size=300, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256)
 
+YARN = {"type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}
+LATENT = dict(num_hidden_layers=3, num_key_value_heads=4, kv_lora_rank=20, qk_nope_head_dim=14, qk_rope_head_dim=10, v_head_dim=18, first_k_dense_replace=1,
+              n_routed_experts=12, num_experts_per_tok=3, moe_intermediate_size=40)  # fmt: skip
+
 
 def tiny(family):
     if family == "gpt2":
@@ -37,6 +41,10 @@ def tiny(family):
         "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
         "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
         "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
+        "deepseek_v2-lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+        "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+        "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+        "deepseek_v3-16b": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     }[family]
     if not hasattr(transformers, config):
         pytest.skip(f"this transformers has no {config}")
@@ -59,6 +67,14 @@ def tiny(family):
         "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": None},
         "granitemoe": {"num_local_experts": 5, "residual_multiplier": 0.25, "attention_multiplier": 0.125, "logits_scaling": 5.0},
         "gpt_oss": {"intermediate_size": 96, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 30, "swiglu_limit": 0.05},
+        "deepseek_v2-lite": {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        "deepseek_v2": {
+            **LATENT, "q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 4.0,
+            "rope_scaling": {**YARN, "mscale": 1.2, "mscale_all_dim": 0.6},
+        },
+        "deepseek_v3": {**LATENT, "q_lora_rank": 24, "n_group": 3, "topk_group": 2, "attention_bias": True, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        # As Moonlight has them.
+        "deepseek_v3-16b": {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "rope_interleave": False, "rope_theta": 50000.0},
     }.get(family, {})
     made = getattr(transformers, config)(**{**LLAMA, **more}, tie_word_embeddings=family in ("qwen2", "gemma2", "gemma3"))
     made._attn_implementation = "eager"
@@ -72,6 +88,9 @@ def written(directory, family="llama", dtype=torch.float32):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)  # so that no two tokens are nearly as likely
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     model = model.to(dtype)
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
@@ -98,7 +117,7 @@ def test_greedy_tokens_are_those_of_transformers(directory, family):
     assert [text.prompt_tokens for text in texts] == [len(prompt) for prompt in prompts]
 
 
-MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"]
+MIXTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "deepseek_v2-lite", "deepseek_v2", "deepseek_v3", "deepseek_v3-16b"]
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -131,6 +150,25 @@ def test_experts_in_one_tensor_are_read_in_place(directory, family):
     prompts = [[1, 2, 3], [9] * 40]
     with penstock.LLM(directory, host_memory="256MiB") as llm:
         assert [text.tokens for text in llm.generate(prompts, max_tokens=12)] == [greedy(model, prompt, 12) for prompt in prompts]
+
+
+def test_corrections_of_scores_are_kept_in_fp32(directory):
+    torch_files = pytest.importorskip("safetensors.torch")
+    written(directory, "deepseek_v3-16b", torch.bfloat16)
+    file = os.path.join(directory, "model.safetensors")
+    tensors = torch_files.load_file(file)
+
+    def texts(corrections):  # which alone choose, where every score is the same
+        for name in tensors:
+            if ".mlp.gate." in name:
+                tensors[name] = corrections.clone() if name.endswith("correction_bias") else torch.zeros_like(tensors[name])
+        torch_files.save_file(tensors, file, {"format": "pt"})
+        with penstock.LLM(directory, host_memory="256MiB") as llm:
+            return [text.tokens for text in llm.generate([[1, 2, 3], [9] * 40], max_tokens=12)]
+
+    number = torch.arange(12, dtype=torch.float32)
+    assert len(set((8 + number / 100).to(torch.bfloat16).tolist())) < 4
+    assert texts(8 + number / 100) == texts(number) != texts(-number)
 
 
 def test_a_text_depends_on_prompt_seed_and_options_alone(directory):

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors.torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_llm import tiny  # noqa: E402
+from test_llm import written as model_in  # noqa: E402
 from test_sampling import PROGRAM, logits_of  # noqa: E402
 
 PROMPT = [5, 17, 100, 5, 203]
@@ -132,6 +133,43 @@ def test_a_budget_that_streams_them_gives_the_same_and_the_least_is_less(tmp_pat
         least = str(small.value).split("the least that works here is ")[1].split(":")[0].split(";")[0].strip().rstrip(".")
         number, unit = least.split()[:2]
         assert texts(coded, host_memory=f"{float(number) + 0.3}{unit.rstrip(',')}") == expected
+
+
+def deepseek(directory):
+    """A V3 as it is published, with a layer behind the last, and beside it that of the weights by the formula, in bf16."""
+    whole, coded = directory / "formula", directory / "published"
+    model_in(whole, "deepseek_v3", torch.bfloat16)
+    coded.mkdir()
+    tensors, published, formula = load_file(whole / "model.safetensors"), {}, {}
+    for name, value in tensors.items():
+        if value.dim() == 2 and not any(each in name for each in ("embed", "lm_head", "mlp.gate.")):
+            more, decoded = fp8(name, value.float(), "small blocks")
+            published.update(more)
+            formula[name] = decoded.to(torch.bfloat16)
+        else:
+            published[name] = formula[name] = value
+    assert sum("experts.3.up_proj.weight_scale_inv" in name for name in published) == 2
+    further = {name.replace("layers.2.", "layers.3."): value.clone() for name, value in published.items() if "layers.2." in name}
+    further.update({"model.layers.3.eh_proj.weight": torch.ones(64, 128), "model.layers.3.enorm.weight": torch.ones(64)})
+    save_file(formula, whole / "model.safetensors", {"format": "pt"})
+    save_file({**published, **further}, coded / "model.safetensors", {"format": "pt"})
+    config = json.loads((whole / "config.json").read_text())
+    (coded / "config.json").write_text(json.dumps({**config, "quantization_config": FORMS["small blocks"][0]}))
+    (coded / "generation_config.json").write_text((whole / "generation_config.json").read_text())
+    return coded, whole
+
+
+def test_a_deepseek_v3_is_read_as_it_is_published_and_its_further_layer_passed_over(tmp_path):
+    coded, whole = deepseek(tmp_path)
+    expected = texts(whole)
+    assert texts(coded) == expected
+    with pytest.raises(MemoryError) as small:
+        penstock.LLM(coded, host_memory="1MiB")
+    assert texts(coded, host_memory=int(str(small.value).rsplit("(", 1)[1].split()[0])) == expected
+    config = json.loads((coded / "config.json").read_text())
+    (coded / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match=r"model.layers.3.\S+ has no place in this model"):
+        penstock.LLM(coded)
 
 
 def program(*arguments):

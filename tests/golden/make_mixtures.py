@@ -13,6 +13,9 @@ GREEDY = 16
 
 TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 31, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+YARN = {"type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 8}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 5, "first_k_dense_replace": 1,
+          "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 CASES = [
     ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}),
@@ -29,6 +32,15 @@ CASES = [
     ("gpt_oss", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5, "swiglu_limit": 0.25,
                  "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 8}}),
     ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 4, "head_dim": 4, "attention_bias": False, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    # As V2-Lite has them, V2, V3 and Moonlight.
+    ("deepseek_v2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax",
+                     "moe_layer_freq": 1, "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
+    ("deepseek_v2", {**LATENT, "q_lora_rank": 12, "n_shared_experts": 1, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                     "routed_scaling_factor": 3.0, "rope_scaling": {**YARN, "mscale": 1.5, "mscale_all_dim": 0.5}}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": 12, "n_group": 4, "topk_group": 2, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+                     "attention_bias": True, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2, "first_k_dense_replace": 0, "norm_topk_prob": False,
+                     "rope_interleave": False, "routed_scaling_factor": 1.5, "tie_word_embeddings": True, "v_head_dim": 9}),
 ]
 # How files with a tensor for each matrix name an expert's gate, up and down. (Granite's files have none.)
 SEPARATE = {"mixtral": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
@@ -86,12 +98,13 @@ def case(kind, keys):
         with open(os.path.join(directory, "config.json")) as file:
             new = json.load(file)
     fill(model, kind)
+    corrections = [value.numel() for name, value in model.named_buffers() if name.endswith("correction_bias")]
     chosen = torch.tensor([[3, 11, 7, 19]])
     with torch.no_grad():
         first = model(chosen).logits[0, -1]
         for _ in range(GREEDY):
             chosen = torch.cat([chosen, model(chosen).logits[:, -1:].argmax(-1)], 1)
-    return {"old": old, "config": new, "parameters": sum(p.numel() for p in model.parameters()), "logits": [float(x) for x in first], "greedy": chosen[0].tolist()}
+    return {"old": old, "config": new, "parameters": sum(p.numel() for p in model.parameters()) + sum(corrections), "logits": [float(x) for x in first], "greedy": chosen[0].tolist()}
 
 
 cases = [case(*c) for c in CASES]

@@ -216,6 +216,64 @@ TEST(RoutingTest, ARowTakesTheHighestScoresByTheirSoftmax) {
   }
 }
 
+// Where scores are spread, so that no two groups are alike: by DeepSeek's definitions, in double.
+TEST(RoutingTest, GroupsLimitTheChoiceAndCorrectionsChangeItAlone) {
+  std::mt19937_64 random(testing::UnitTest::GetInstance()->random_seed());
+  std::normal_distribution<float> normal(0, 2);
+  for (int round = 0; round < 200; ++round) {
+    const size_t groups = 1 + random() % 5, each = 2 + random() % 4, experts = groups * each;
+    const size_t chosen_groups = 1 + random() % groups;
+    std::vector<float> scores(experts), correction(experts);
+    for (float& score : scores) score = normal(random);
+    for (float& value : correction) value = normal(random);
+    RoutingOptions options = {.chosen = static_cast<int64_t>(1 + random() % (chosen_groups * each)),
+                              .normalizes = round % 3 == 0,
+                              .rounds_weights = false,
+                              .sigmoid = round % 2 == 0,
+                              .groups = static_cast<int64_t>(groups),
+                              .chosen_groups = static_cast<int64_t>(chosen_groups),
+                              .sums_two = round % 2 == 0,
+                              .scaling = round % 4 == 0 ? 2.5 : 1.0};
+    if (options.sigmoid) options.correction = correction;
+    std::vector<double> weights(experts), choice(experts);
+    double all = 0;
+    for (const float score : scores) all += std::exp(double{score});
+    for (size_t e = 0; e < experts; ++e) {
+      weights[e] =
+          options.sigmoid ? 1 / (1 + std::exp(-double{scores[e]})) : std::exp(double{scores[e]}) / all;
+      choice[e] = weights[e] + (options.sigmoid ? double{correction[e]} : 0);
+    }
+    const auto of_group = [&](size_t group) {
+      std::vector<double> of(choice.begin() + static_cast<std::ptrdiff_t>(group * each),
+                             choice.begin() + static_cast<std::ptrdiff_t>((group + 1) * each));
+      std::sort(of.rbegin(), of.rend());
+      return options.sums_two ? of[0] + of[1] : of[0];
+    };
+    std::vector<size_t> by_group(groups), by_choice;
+    std::iota(by_group.begin(), by_group.end(), size_t{0});
+    std::sort(by_group.begin(), by_group.end(),
+              [&](size_t a, size_t b) { return of_group(a) > of_group(b); });
+    for (size_t i = 0; i < chosen_groups; ++i) {
+      for (size_t e = 0; e < each; ++e) by_choice.push_back(by_group[i] * each + e);
+    }
+    std::sort(by_choice.begin(), by_choice.end(), [&](size_t a, size_t b) { return choice[a] > choice[b]; });
+    by_choice.resize(static_cast<size_t>(options.chosen));
+    std::sort(by_choice.begin(), by_choice.end());
+    double sum = 0;
+    for (const size_t e : by_choice) sum += weights[e];
+    auto rows = HostRows::Of(kernels::DType::kFp32, 1, static_cast<int64_t>(experts));
+    ASSERT_TRUE(rows.ok());
+    std::copy(scores.begin(), scores.end(), rows->floats());
+    const auto routes = Route(*rows, options, "router");
+    ASSERT_TRUE(routes.ok()) << routes.status();
+    ASSERT_EQ(routes->experts, std::vector<int64_t>(by_choice.begin(), by_choice.end())) << round;
+    for (size_t k = 0; k < by_choice.size(); ++k) {
+      const double weight = weights[by_choice[k]] / (options.normalizes ? sum : 1) * options.scaling;
+      EXPECT_NEAR(routes->rows[k].front().weight, weight, 1e-5 * weight);
+    }
+  }
+}
+
 TEST(RoutingTest, AScoreThatIsNoNumberIsDamage) {
   auto rows = HostRows::Of(kernels::DType::kFp32, 1, 3);
   ASSERT_TRUE(rows.ok());
@@ -226,6 +284,11 @@ TEST(RoutingTest, AScoreThatIsNoNumberIsDamage) {
     const auto routes = Route(*rows, {.chosen = 2}, "model.layers.4.mlp.gate.weight");
     EXPECT_EQ(routes.status().code(), absl::StatusCode::kDataLoss);
     EXPECT_THAT(std::string(routes.status().message()), HasSubstr("model.layers.4.mlp.gate.weight: "));
+    rows->floats()[1] = 0;
+    const float correction[] = {0, bad, 0};
+    EXPECT_EQ(
+        Route(*rows, {.chosen = 2, .sigmoid = true, .correction = correction}, "router").status().code(),
+        absl::StatusCode::kDataLoss);
   }
 }
 

@@ -283,6 +283,78 @@ TEST_F(GenerateExpertsTest, WhatFilesHaveNotIsNamedInOneLine) {
               HasSubstr("num_experts_per_tok is 17, and a layer has 16 experts"));
 }
 
+// What is DeepSeek's: latents' matrices, corrections, and keys that another function would need.
+TEST_F(GenerateExpertsTest, WhatIsWrongWithADeepSeekIsNamedInOneLine) {
+  const json v2 = MixtureConfigs()[6], v3 = MixtureConfigs()[7];
+  ASSERT_EQ(v3["model_type"], "deepseek_v3");
+  for (const auto& [of, key, value, words] : std::vector<std::tuple<json, std::string, json, std::string>>{
+           {v3, "scoring_func", "softmax", "scoring_func is \"softmax\", and sigmoid alone is computed"},
+           {v3, "topk_method", "greedy", "topk_method is \"greedy\", and noaux_tc alone is computed"},
+           {v3, "n_group", 3, "n_group is 3, and 8 experts are not in as many groups of 2 or more"},
+           {v3, "n_group", 8, "n_group is 8, and 8 experts are not in as many groups of 2 or more"},
+           {v3, "topk_group", 3, "topk_group is 3, not so many of 2 groups of 4"},
+           {v3, "num_experts_per_tok", 5, "topk_group is 1, not so many of 2 groups of 4"},
+           {v3, "n_shared_experts", 0, "n_shared_experts is 0, not from 1"},
+           {v3, "moe_layer_freq", 2, "moe_layer_freq is 2, and transformers takes 1"},
+           {v3, "routed_scaling_factor", 0, "routed_scaling_factor is 0, not above 0"},
+           {v3, "num_experts", 9, "num_experts is 9, and n_routed_experts is 8"},
+           {v3, "num_key_value_heads", 2, "num_key_value_heads is 2, and a deepseek_v3 has as many"},
+           {v3, "kv_lora_rank", 0, "kv_lora_rank is 0, not between 1"},
+           {v3, "q_lora_rank", 0, "q_lora_rank is 0, neither null nor 1 or more"},
+           {v3, "qk_rope_head_dim", 7, "rotary positions turn 7 elements"},
+           {v3, "mlp_bias", true, "mlp_bias is true, which is not computed"},
+           {v2, "rope_interleave", false, "rope_interleave is false, and positions turn neighbours"},
+           {v2, "topk_method", "noaux_tc", "topk_method is \"noaux_tc\", neither greedy nor group_limited"},
+           {v2, "n_group", nullptr,
+            "topk_method is \"group_limited_greedy\", without n_group and topk_group"},
+           {v2, "norm_topk_prob", true,
+            "norm_topk_prob is true, which transformers computes in no deepseek_v2"},
+           {v2, "num_experts_per_tok", nullptr, "num_experts_per_tok is missing"},
+           {MixtureConfigs()[0], "kv_lora_rank", 8, "kv_lora_rank is 8, which no mixtral has"},
+           {MixtureConfigs()[0], "n_routed_experts", 8, "n_routed_experts is 8, which no mixtral has"}}) {
+    json config = of;
+    config[key] = value;
+    EXPECT_THAT(std::string(models::ModelFromJson(config).status().message()), HasSubstr(words)) << key;
+  }
+  // Files whose sizes are others', and whose layers have no corrections: of a V3 whose config says V2.
+  WriteModel(dir_ + "/v3", v3);
+  for (const auto& [key, value, words] : std::vector<std::tuple<std::string, json, std::string>>{
+           {"kv_lora_rank", 40, "self_attn.kv_a_proj_with_mqa.weight is [56, 64] there and [48, 64]"},
+           {"v_head_dim", 16, "self_attn.kv_b_proj.weight is [160, 48] there and [128, 48]"},
+           {"q_lora_rank", nullptr, "no tensor model.layers.0.self_attn.q_proj.weight"},
+           {"first_k_dense_replace", 0, "no tensor model.layers.0.mlp.gate.weight"},
+           {"n_routed_experts", 10, "model.layers.1.mlp.gate.weight is [8, 64] there and [10, 64]"},
+           {"n_shared_experts", 2, "shared_experts.gate_proj.weight is [24, 64] there and [48, 64]"}}) {
+    json config = v3;
+    config[key] = value;
+    tools::testing_support::WriteFile(dir_ + "/v3/config.json", config.dump());
+    EXPECT_THAT(std::string(Open(dir_ + "/v3").status().message()), HasSubstr(words));
+  }
+  json as_v2 = v2;
+  as_v2["first_k_dense_replace"] = 1;
+  WriteModel(dir_ + "/v2", as_v2);
+  as_v2["model_type"] = "deepseek_v3";
+  as_v2["topk_method"] = "noaux_tc";
+  as_v2["n_shared_experts"] = 2;
+  tools::testing_support::WriteFile(dir_ + "/v2/config.json", as_v2.dump());
+  EXPECT_THAT(std::string(Open(dir_ + "/v2").status().message()),
+              HasSubstr("no tensor model.layers.1.mlp.gate.e_score_correction_bias"));
+}
+
+// A cache of latents: rank and what positions turn, whatever the heads.
+TEST_F(GenerateExpertsTest, LatentsAreWhatTheCacheKeeps) {
+  json config = MixtureConfigs()[7];
+  for (const int heads : {4, 16}) {
+    config["num_attention_heads"] = config["num_key_value_heads"] = heads;
+    const std::string directory = dir_ + "/heads" + std::to_string(heads);
+    WriteModel(directory, config);
+    const Asked asked{{1, 2, 3}, 125};
+    const auto made = Make(directory, {asked}, {.batch = 1, .cache = CachePlace::kHost});
+    ASSERT_NE(made, nullptr);
+    EXPECT_EQ(made->plan().cache_bytes, 3u * 128u * (48 + 8) * 4) << "3 layers, 128 positions, fp32";
+  }
+}
+
 TEST_F(GenerateExpertsTest, MoreLayersOrExpertsThanAreServedAreRefusedBeforeMemoryIsTaken) {
   for (const auto& [layers, experts, told] :
        {std::tuple<int64_t, int64_t, std::string>{1'000'000'000'000, 8, "num_hidden_layers"},

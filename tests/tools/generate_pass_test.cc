@@ -44,9 +44,8 @@ class Passes {
     const kernels::DType type = ComputeType(*source_, order_.all);
     const models::DecoderShape& shape = decoder_.shape;
     const int64_t width = type == kernels::DType::kFp32 ? 4 : 2;
-    const CacheGeometry geometry = {
-        .layers = shape.layers,
-        .record_bytes = static_cast<uint64_t>(2 * shape.key_heads * shape.depth * width)};
+    const CacheGeometry geometry = {.layers = shape.layers,
+                                    .record_bytes = static_cast<uint64_t>(shape.record_elements() * width)};
     cache_ = KvCache::InHostMemory(geometry, arena_.get(), uint64_t{64} << 20);
     scratch_ = *arena_->Allocate(source_->scratch_bytes());
     ring_ = *arena_->Allocate(3 * source_->largest_unit_bytes());
