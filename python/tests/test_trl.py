@@ -13,8 +13,8 @@ TRAINS = """
     import penstock.deepspeed
     import datasets, peft, torch, transformers, trl
     from accelerate.state import AcceleratorState
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from trl.experimental import cpo, orpo
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from trl.experimental import cpo, gold, orpo
 
     OWN = {"logits_chunk_size": 3, "chunked_modules": ["mlp"], "chunk_size": 5} if os.environ.get("IN_CHUNKS") else {}
 
@@ -23,9 +23,9 @@ TRAINS = """
     words.train_from_iterator(["a b c d e f g h"] * 3, trainers.WordLevelTrainer(special_tokens=["<unk>", "<eos>"]))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
 
-    def model(seed=0, kind=transformers.LlamaForCausalLM, **more):
+    def model(seed=0, kind=transformers.LlamaForCausalLM, words=16, **more):
         torch.manual_seed(seed)
-        sizes = dict(vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        sizes = dict(vocab_size=words, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
         return kind(transformers.LlamaConfig(**sizes, pad_token_id=1, eos_token_id=1, **more))
 
     saved = tempfile.mkdtemp(dir=sys.argv[1])
@@ -55,6 +55,24 @@ TRAINS = """
     def generates(*judges, **given):
         return {**given, "reward_funcs": list(judges), "reward_processing_classes": [tokenizer] * len(judges)}
 
+    # GOLD wants chats, and bytes of their text.
+    bytewise = Tokenizer(models.BPE())
+    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = dict(special_tokens=["<unk>", "<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    bytewise.train_from_iterator(["user assistant a b c d e f g h"], trainers.BpeTrainer(vocab_size=280, **alphabet))
+    chatting = transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise, unk_token="<unk>", eos_token="<eos>", pad_token="<eos>")
+    chatting.chat_template = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' ' }}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+    chats = [{"messages": [{"role": "user", "content": each["prompt"]}, {"role": "assistant", "content": each["chosen"]}]} for each in pairs]
+    taught = lambda: dict(model=model(words=280), teacher_model=model(1, words=280), processing_class=chatting)
+    resize = transformers.PreTrainedModel.resize_token_embeddings
+
+    # To the size that it has, as GOLD does with its teacher: with ZeRO-3 transformers draws an embedding, and copies the old one into it.
+    def resize_without_draws(self, *sizes, **more):
+        with torch.random.fork_rng(devices=[]):
+            return resize(self, *sizes, **more)
+
+    transformers.PreTrainedModel.resize_token_embeddings = resize_without_draws
+
     answering = dict(max_steps=10, num_generations=2, max_completion_length=6)
     cases = {
         "SFT": (trl.SFTConfig, trl.SFTTrainer, texts, one, {}),
@@ -73,6 +91,8 @@ TRAINS = """
             dict(answering, beta=0.1, num_iterations=2, gradient_accumulation_steps=2, ds3_gather_for_generation=False),
         ),
         "GRPO-LoRA": (trl.GRPOConfig, trl.GRPOTrainer, asked, lambda: generates(different, **loras()), dict(answering, beta=0.1)),
+        "GOLD": (gold.GOLDConfig, gold.GOLDTrainer, chats, taught, dict(lmbda=0.0, max_length=32, max_completion_length=6)),
+        "GOLD-on-policy": (gold.GOLDConfig, gold.GOLDTrainer, chats, taught, dict(lmbda=1.0, max_length=32, max_completion_length=6, max_steps=10)),
         "RLOO": (trl.RLOOConfig, trl.RLOOTrainer, asked, lambda: generates(different, model=read()), answering),
         "RLOO-LoRA": (trl.RLOOConfig, trl.RLOOTrainer, asked, lambda: generates(different, **loras()), answering),
     }
@@ -89,7 +109,7 @@ TRAINS = """
                 deepspeed={**described, "zero_optimization": zero, "penstock": OWN} if deepspeed else None, use_cpu=True, bf16=False, fp16=False,
                 gradient_checkpointing=False, disable_tqdm=True, learning_rate=1e-2 if "LoRA" in name else 1e-3, **{"max_steps": 3, **options},
             )
-            made = trainer(args=arguments, train_dataset=datasets.Dataset.from_list(data), processing_class=tokenizer, **given)
+            made = trainer(args=arguments, train_dataset=datasets.Dataset.from_list(data), **{"processing_class": tokenizer, **given})
             made.train()
         told = [entry for entry in made.state.log_history if "loss" in entry]
         assert len(told) == arguments.max_steps
@@ -103,8 +123,8 @@ TRAINS = """
         print("trained", name)
 """
 
-NAMES = ["SFT", "DPO", "DPO-LoRA", "DPO-precomputed", "DPO-precomputed-of-itself", "KTO", "KTO-LoRA", "ORPO", "CPO", "Reward"]
-GENERATING = ["GRPO", "GRPO-reference", "GRPO-LoRA", "RLOO", "RLOO-LoRA"]
+NAMES = ["SFT", "DPO", "DPO-LoRA", "DPO-precomputed", "DPO-precomputed-of-itself", "KTO", "KTO-LoRA", "ORPO", "CPO", "Reward", "GOLD"]
+GENERATING = ["GRPO", "GRPO-reference", "GRPO-LoRA", "GOLD-on-policy", "RLOO", "RLOO-LoRA"]
 
 
 @pytest.mark.parametrize("names", [NAMES, GENERATING], ids=["of_data", "that_generate"])
