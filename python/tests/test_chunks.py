@@ -260,6 +260,36 @@ def test_an_evaluation_gives_what_it_gave(tmp_path):
         torch.testing.assert_close(found["logits"].detach().cpu().numpy(), expected["logits"].detach().numpy())  # of the weights that they were made with
 
 
+class Again(nn.Module):
+    """Goes through its layers `times` times within one forward; its loss is of the logits of all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.times = net(), 1
+
+    def forward(self, x, targets):
+        found = [self.net(x) for _ in range(self.times)]
+        return {"loss": sum(cross_entropy(logits, targets) / (1 + at) for at, logits in enumerate(found)), "logits": found[0]}
+
+
+def test_an_evaluation_that_calls_its_blocks_again_has_the_logits_of_each_call(tmp_path):
+    batch, model = batches(1)[0], Again()
+    with make(model, tmp_path, logits_chunk_size=CHUNK) as engine:
+        engine.backward(engine(**batch)["loss"])
+        engine.step()
+        expected = Again()
+        expected.load_state_dict(engine.state_dict())
+        engine.eval()
+        with torch.no_grad():
+            for model.times in (3, 1, 2):
+                expected.times = model.times
+                with quiet():
+                    found, wanted = engine(**batch), expected(**batch)
+                torch.testing.assert_close(found["loss"], wanted["loss"], atol=1e-6, rtol=1e-6)
+                torch.testing.assert_close(found["logits"].detach().cpu().numpy(), wanted["logits"].numpy(), atol=1e-6, rtol=1e-5)
+                del found
+
+
 def test_logits_that_are_kept_until_their_weights_are_gone_are_refused(tmp_path):
     model, data = Named(), batches(3)
     with make(model, tmp_path, logits_chunk_size=CHUNK) as engine:

@@ -76,7 +76,7 @@ class BlockForwards:
                     entered.enter_context(self._entering.in_forward(driver, stage))
                     with self._buffers_noted(driver, stage), torch.no_grad(), self._in_last(driver, stage):
                         out = self._entering.apart(stage, computed(original, settings, args, kwargs))
-                    if driver.made_lazy:  # the weights stay as long as the model's forward may ask for these logits
+                    if driver.lazy and stage == self._last:  # the weights stay as long as the model's forward may ask for these logits
                         driver.held.push(entered.pop_all())
                 return out
             if stage != self._last and (stage < self._first_trained or not torch.is_grad_enabled()):

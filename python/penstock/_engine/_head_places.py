@@ -36,9 +36,7 @@ class HeadPlaces:
         stays = all(id(each) in self._residents for each in head.parameters())
         if not stays and not driver.in_last:
             return None
-        if driver.in_last:
-            driver.made_lazy = not driver.trains
-        return Place(functools.partial(self._weights, driver, head, stays))
+        return Place(functools.partial(self._weights, driver, head, stays), note=None if driver.trains else driver.note_lazy)
 
     def _weights(self, driver: Driver, head: nn.Linear, stays: bool) -> Weights:
         is_open = any(driver is each for each in self._open.drivers)

@@ -21,11 +21,12 @@ from ._settings import Settings
 class Place(NamedTuple):
     """Where a head's weights are while its logits may be computed.
 
-    weights: RuntimeError: they are not there any more. entered: within, they are read.
+    weights: RuntimeError: they are not there any more. entered: within, they are read. note: is given the logits that are made of them.
     """
 
     weights: Callable[[], Weights]
     entered: Callable[[], ContextManager[Any]] = contextlib.nullcontext
+    note: Optional[Callable[[Source], Any]] = None
 
 
 class _Kept:
@@ -107,6 +108,8 @@ class Heads:
         source = Source(
             hidden, chunk, AutogradSettings(), place.weights, self._note_whole, entered=place.entered, keep=lambda: self._copy_of(module).weights,
         )  # fmt: skip
+        if place.note is not None:
+            place.note(source)
         graph = torch.is_grad_enabled() and any(each.requires_grad for each in (hidden, weight, bias) if each is not None)
         logits = LazyLogits.of(source, like.dtype, module.out_features, graph)
         if logits.numel() * 4 >= self.whole_bytes:

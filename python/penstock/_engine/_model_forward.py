@@ -215,7 +215,7 @@ class ModelForward:
         try:
             with driver.held:
                 out = forward(*args, **kwargs)
-                if driver.made_lazy:
+                if driver.lazy:
                     out = map_tensors(out, lambda tensor: _outliving(tensor, driver.forward is not None) if is_lazy(tensor) else tensor)
         finally:
             self._here.inside_model = False

@@ -11,6 +11,7 @@ import torch
 
 from ._accumulation import Forward
 from ._attributes import Attributes
+from ._lazy_logits import Source
 from ._random import RandomState
 
 #: Tensors that backward of a micro-batch begins at, the gradients there, and its loss.
@@ -59,8 +60,18 @@ class Driver:
         self.at: Optional[int] = None  # the use that is computed with a graph
         self.in_last = False  # the last use is computed
         self.held = contextlib.ExitStack()  # of an evaluation: until the model's forward is over, the last use is not left
-        self.made_lazy = False  # logits that are computed later
+        self.lazy: List[weakref.ref[Source]] = []  # of an evaluation: logits that are computed later, while the weights of the last use are here
         self.goes_on = False  # with an evaluation whose pass was another, where logits are whole
+
+    def note_lazy(self, source: Source) -> None:
+        self.lazy.append(weakref.ref(source))
+
+    def end_held(self) -> None:
+        """The last use of this evaluation is left, before the model's forward is over: logits that are still to be computed keep a copy of its weights."""
+        for source in [each() for each in self.lazy]:
+            if source is not None:
+                source.outlive()
+        self.held.close()
 
 
 class Together:

@@ -254,7 +254,7 @@ class Passes:
 
     def evaluate_on(self) -> Driver:
         """The evaluation that is open goes on in another pass: it calls a block again, or in another order than the first forward."""
-        self._open.drivers[0].held.close()
+        self._open.drivers[0].end_held()
         self.finish()
         self.begin(trains=False)
         driver = self._open.drivers[0]
