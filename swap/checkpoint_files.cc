@@ -17,6 +17,7 @@
 #include "absl/strings/str_format.h"
 #include "base/atomic_file.h"
 #include "base/directory.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "swap/store_files.h"
@@ -86,7 +87,9 @@ std::string NameWithin(std::string_view name, std::string_view suffix) {
 }
 
 absl::Status Rename(const std::string& from, const std::string& to) {
-  return ::rename(from.c_str(), to.c_str()) == 0 ? absl::OkStatus() : ErrnoError(errno, "rename to", to);
+  return ::rename(from.c_str(), to.c_str()) == 0
+             ? absl::OkStatus()
+             : MakeIoError({.op = "rename to", .path = to, .error = errno});
 }
 
 // Where the parts of a checkpoint are: the directories of its ranks, or its own.
@@ -191,7 +194,7 @@ class LockedCheckpoint {
       const std::string path = absl::StrCat(directory_, names_[i]);
       ASSIGN_OR_RETURN(const bool at_its_place, files_[i].IsAt(path));
       if (!at_its_place) return NotThereAnyMore(path);
-      if (::unlink(path.c_str()) != 0) return ErrnoError(errno, "remove", path);
+      if (::unlink(path.c_str()) != 0) return MakeIoError({.op = "remove", .path = path, .error = errno});
     }
     ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory_));
     if (directories.front() != directory_) directories.push_back(directory_);
@@ -201,7 +204,8 @@ class LockedCheckpoint {
       for (const std::string& entry : left) {
         if (IsClientState(entry)) (void)::unlink(absl::StrCat(each, "/", entry).c_str());
       }
-      if (::rmdir(each.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove directory", each);
+      if (::rmdir(each.c_str()) != 0 && errno != ENOENT)
+        return MakeIoError({.op = "remove directory", .path = each, .error = errno});
     }
     if (rest) {
       for (const PlainFile& file : files_) FreeInPieces(file, rest);
@@ -303,7 +307,8 @@ namespace {
 absl::StatusOr<bool> ChangedAfter(const std::string& directory, std::optional<int64_t> until_ns) {
   if (!until_ns.has_value()) return false;
   struct stat info {};
-  if (::stat(directory.c_str(), &info) != 0) return ErrnoError(errno, "look at directory", directory);
+  if (::stat(directory.c_str(), &info) != 0)
+    return MakeIoError({.op = "look at directory", .path = directory, .error = errno});
   return int64_t{info.st_ctim.tv_sec} * 1'000'000'000 + info.st_ctim.tv_nsec > *until_ns;
 }
 
@@ -455,7 +460,8 @@ absl::StatusOr<std::string> PartialCheckpoint::TakeNameOf(const std::string& pat
   // The old one must not be somebody's who reads it just now.
   ASSIGN_OR_RETURN(const LockedCheckpoint old, LockedCheckpoint::Take(path));
   if (::renameat2(AT_FDCWD, whole_.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0) return whole_;
-  if (errno != EINVAL && errno != ENOSYS) return ErrnoError(errno, "rename to", path);
+  if (errno != EINVAL && errno != ENOSYS)
+    return MakeIoError({.op = "rename to", .path = path, .error = errno});
   // A file system without exchanges, NFS for one.
   std::string aside = absl::StrCat(parent_, "/", ReplacedName(name_));
   RETURN_IF_ERROR(Rename(path, aside));

@@ -47,10 +47,11 @@ int OpenOrMake(const std::string& path, bool* made) {
 absl::StatusOr<bool> IsFree(int fd, const std::string& path) {
   struct stat own {
   }, there{};
-  if (::fstat(fd, &own) != 0) return ErrnoError(errno, "look at the open directory of", path);
+  if (::fstat(fd, &own) != 0)
+    return MakeIoError({.op = "look at the open directory of", .path = path, .error = errno});
   if (::stat(path.c_str(), &there) != 0) {
     if (errno == ENOENT || errno == ENOTDIR) return true;
-    return ErrnoError(errno, "look at", path);
+    return MakeIoError({.op = "look at", .path = path, .error = errno});
   }
   if (own.st_dev == there.st_dev && own.st_ino == there.st_ino) return true;
   if (!S_ISDIR(there.st_mode)) return false;

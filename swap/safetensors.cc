@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/foreign_file.h"
+#include "base/io_error.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "nlohmann/json.hpp"
@@ -234,9 +235,9 @@ absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(const
   std::unique_ptr<SafetensorsReader> reader(new SafetensorsReader());
   reader->path_ = path;
   reader->fd_ = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-  if (reader->fd_ < 0) return ErrnoError(errno, "open", path);
+  if (reader->fd_ < 0) return MakeIoError({.op = "open", .path = path, .error = errno});
   struct stat info;
-  if (::fstat(reader->fd_, &info) != 0) return ErrnoError(errno, "look at", path);
+  if (::fstat(reader->fd_, &info) != 0) return MakeIoError({.op = "look at", .path = path, .error = errno});
   const auto refuse = [&](const auto&... parts) {
     return absl::DataLossError(absl::StrCat(path, ": ", parts...));
   };
@@ -286,7 +287,13 @@ absl::Status SafetensorsReader::ReadAt(uint64_t offset, std::span<std::byte> out
   while (done < out.size()) {
     const ssize_t n = ::pread(fd_, out.data() + done, out.size() - done, static_cast<off_t>(offset + done));
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return ErrnoError(errno, absl::StrCat("read offset ", offset + done, " of"), path_);
+    if (n < 0)
+      return MakeIoError({.op = "read",
+                          .path = path_,
+                          .offset = offset,
+                          .bytes = out.size(),
+                          .done_bytes = done,
+                          .error = errno});
     if (n == 0) return absl::DataLossError(absl::StrCat(path_, " ends at byte ", offset + done));
     done += static_cast<uint64_t>(n);
   }

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <set>
 #include <thread>
 #include <utility>
@@ -16,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/file_lock.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 
 namespace penstock::swap {
@@ -37,37 +37,6 @@ std::string LostSuperblockText(const std::string& found) {
       "(--resume with --checkpoint-dir and another --state-dir), or start over (--overwrite)");
 }
 
-absl::Status ErrnoError(int error, const std::string& what, const std::string& path) {
-  const std::string text = absl::StrCat(what, " ", path, ": ", std::strerror(error),
-                                        error == ELOOP    ? "; it is a symbolic link, which is not followed"
-                                        : error == EMFILE ? "; raise `ulimit -n`"
-                                                          : "");
-  switch (error) {
-    case ENOENT:
-      return absl::NotFoundError(text);
-    case EEXIST:
-      return absl::AlreadyExistsError(text);
-    case EACCES:
-    case EPERM:
-    case EROFS:
-      return absl::PermissionDeniedError(text);
-    case ENOSPC:
-    case EDQUOT:
-    case EMFILE:
-    case ENFILE:
-    case ENOMEM:
-      return absl::ResourceExhaustedError(text);
-    case ELOOP:
-    case ENOTDIR:
-    case EISDIR:
-      return absl::FailedPreconditionError(text);
-    case EIO:
-      return absl::DataLossError(text);
-    default:
-      return absl::UnknownError(text);
-  }
-}
-
 absl::Status CheckDirectory(const std::string& directory) {
   struct stat link;
   if (directory.empty()) return absl::InvalidArgumentError("a state directory has an empty path");
@@ -75,14 +44,16 @@ absl::Status CheckDirectory(const std::string& directory) {
   std::string path = directory;
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   if (::lstat(path.c_str(), &link) != 0) {
-    return errno == ENOENT ? absl::OkStatus() : ErrnoError(errno, "look at directory", path);
+    return errno == ENOENT ? absl::OkStatus()
+                           : MakeIoError({.op = "look at directory", .path = path, .error = errno});
   }
   if (S_ISLNK(link.st_mode) && link.st_uid != ::geteuid() && link.st_uid != 0) {
     return absl::FailedPreconditionError(absl::StrCat(path, " is a symbolic link of another user (uid ",
                                                       link.st_uid, "): give the real path"));
   }
   struct stat target;
-  if (::stat(path.c_str(), &target) != 0) return ErrnoError(errno, "look at directory", path);
+  if (::stat(path.c_str(), &target) != 0)
+    return MakeIoError({.op = "look at directory", .path = path, .error = errno});
   if (!S_ISDIR(target.st_mode))
     return absl::FailedPreconditionError(absl::StrCat(path, " is not a directory"));
   return absl::OkStatus();
@@ -101,7 +72,7 @@ absl::Status MakeDirectories(const std::string& directory, std::vector<std::stri
                                                             : prefix.substr(0, slash);
       RETURN_IF_ERROR(aio::SyncDirectory(parent));
     } else if (errno != EEXIST) {
-      return ErrnoError(errno, "make directory", prefix);
+      return MakeIoError({.op = "make directory", .path = prefix, .error = errno});
     }
   }
   return CheckDirectory(directory);
@@ -113,7 +84,7 @@ absl::Status CheckDistinct(const std::vector<std::string>& directories) {
     struct stat info;
     if (::stat(directory.c_str(), &info) != 0) {
       if (errno == ENOENT || errno == ENOTDIR) continue;  // missing: for others to say
-      return ErrnoError(errno, "look at directory", directory);
+      return MakeIoError({.op = "look at directory", .path = directory, .error = errno});
     }
     if (!seen.emplace(info.st_dev, info.st_ino).second) {
       return absl::InvalidArgumentError(absl::StrCat("state directory ", directory, " was given twice"));
@@ -144,9 +115,9 @@ absl::StatusOr<PlainFile> PlainFile::Open(const std::string& path) {
   PlainFile file;
   file.path_ = path;
   file.fd_ = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-  if (file.fd_ < 0) return ErrnoError(errno, "open", path);
+  if (file.fd_ < 0) return MakeIoError({.op = "open", .path = path, .error = errno});
   struct stat info;
-  if (::fstat(file.fd_, &info) != 0) return ErrnoError(errno, "look at", path);
+  if (::fstat(file.fd_, &info) != 0) return MakeIoError({.op = "look at", .path = path, .error = errno});
   if (!S_ISREG(info.st_mode))
     return absl::FailedPreconditionError(absl::StrCat(path, " is not a regular file"));
   file.bytes_ = static_cast<uint64_t>(info.st_size);
@@ -171,7 +142,13 @@ absl::StatusOr<std::vector<std::byte>> PlainFile::Read(uint64_t offset, uint64_t
   while (done < bytes) {
     const ssize_t n = ::pread(fd_, data.data() + done, bytes - done, static_cast<off_t>(offset + done));
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return ErrnoError(errno, absl::StrCat("read offset ", offset + done, " of"), path_);
+    if (n < 0)
+      return MakeIoError({.op = "read",
+                          .path = path_,
+                          .offset = offset,
+                          .bytes = bytes,
+                          .done_bytes = done,
+                          .error = errno});
     if (n == 0) break;
     done += static_cast<uint64_t>(n);
   }
@@ -190,11 +167,11 @@ absl::Status PlainFile::Cut(uint64_t bytes) const {
   // By descriptor, so that nothing else that took the path meanwhile is harmed.
   const std::string self = absl::StrCat("/proc/self/fd/", fd_);
   const int fd = ::open(self.c_str(), O_WRONLY | O_CLOEXEC);
-  if (fd < 0) return ErrnoError(errno, "open for cutting", path_);
+  if (fd < 0) return MakeIoError({.op = "open for cutting", .path = path_, .error = errno});
   const int result = ::ftruncate(fd, static_cast<off_t>(bytes));
   const int error = errno;
   ::close(fd);
-  return result == 0 ? absl::OkStatus() : ErrnoError(error, "cut", path_);
+  return result == 0 ? absl::OkStatus() : MakeIoError({.op = "cut", .path = path_, .error = error});
 }
 
 absl::StatusOr<bool> PlainFile::IsAt(const std::string& path) const { return IsFileAt(fd_, path); }

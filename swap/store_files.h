@@ -128,8 +128,6 @@ std::string LostSuperblockText(const std::string& found);
 // What is left of a run of one version that was ended between two commits, for people.
 std::string OverwrittenText(uint64_t step);
 
-absl::Status ErrnoError(int error, const std::string& what, const std::string& path);
-
 }  // namespace penstock::swap
 
 #endif  // PENSTOCK_SWAP_STORE_FILES_H_

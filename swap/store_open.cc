@@ -18,6 +18,7 @@
 #include "aio/sim_disk.h"
 #include "base/directory.h"
 #include "base/file_lock.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 #include "swap/store.h"
 #include "swap/store_files.h"
@@ -65,7 +66,8 @@ absl::Status FillRandom(Uuid* uuid) {
   size_t done = 0;
   while (done < uuid->size()) {
     const ssize_t n = ::getrandom(uuid->data() + done, uuid->size() - done, 0);
-    if (n < 0 && errno != EINTR) return ErrnoError(errno, "read random bytes from", "the kernel");
+    if (n < 0 && errno != EINTR)
+      return MakeIoError({.op = "read random bytes from", .path = "the kernel", .error = errno});
     if (n > 0) done += static_cast<size_t>(n);
   }
   return absl::OkStatus();
@@ -224,7 +226,8 @@ absl::Status RemoveOldFiles(const StoreOptions& options) {
   for (const PlainFile& file : old) {
     ASSIGN_OR_RETURN(const bool at_its_place, file.IsAt(file.path()));
     if (!at_its_place) return Replaced(file.path());
-    if (::unlink(file.path().c_str()) != 0) return ErrnoError(errno, "remove", file.path());
+    if (::unlink(file.path().c_str()) != 0)
+      return MakeIoError({.op = "remove", .path = file.path(), .error = errno});
   }
   for (const std::string& directory : options.directories) {
     if (absl::Status synced = SyncDirectory(directory); !synced.ok() && !absl::IsNotFound(synced))
@@ -311,7 +314,8 @@ absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::
   for (size_t d = 0; d < options.directories.size(); ++d) {
     ASSIGN_OR_RETURN(const std::string place, ExistingAncestor(options.directories[d]));
     struct stat info;
-    if (::stat(place.c_str(), &info) != 0) return ErrnoError(errno, "look at directory", place);
+    if (::stat(place.c_str(), &info) != 0)
+      return MakeIoError({.op = "look at directory", .path = place, .error = errno});
     Device& device = devices[info.st_dev];
     if (device.need == 0) {
       ASSIGN_OR_RETURN(const auto space, aio::QueryFileSystem(place));

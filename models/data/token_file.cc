@@ -23,6 +23,7 @@
 #include "absl/strings/string_view.h"
 #include "base/directory.h"
 #include "base/file_lock.h"
+#include "base/io_error.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
@@ -39,15 +40,6 @@ constexpr uint64_t kLongestFile = uint64_t{128} << 20;  // of a tokenizer's
 
 using Header = TokenFileHeader;
 static_assert(sizeof(Header) == 64);
-
-absl::Status FileError(int error, std::string_view what, const std::string& path,
-                       std::string_view way_out = "") {
-  const std::string text = absl::StrCat(std::string(what), " ", path, ": ", std::strerror(error), " (errno ",
-                                        error, ")", std::string(way_out));
-  if (error == ENOSPC || error == EDQUOT || error == EFBIG) return absl::ResourceExhaustedError(text);
-  if (error == EACCES || error == EPERM || error == EROFS) return absl::PermissionDeniedError(text);
-  return absl::UnavailableError(text);
-}
 
 class Descriptor {
  public:
@@ -76,8 +68,9 @@ class Input {
   static absl::StatusOr<Input> Open(const std::string& path) {
     // O_NONBLOCK: a FIFO is refused, not waited for.
     Input input(path, Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)));
-    if (input.fd_.get() < 0) return FileError(errno, "cannot open", path);
-    if (::fstat(input.fd_.get(), &input.info_) != 0) return FileError(errno, "fstat", path);
+    if (input.fd_.get() < 0) return MakeIoError({.op = "cannot open", .path = path, .error = errno});
+    if (::fstat(input.fd_.get(), &input.info_) != 0)
+      return MakeIoError({.op = "fstat", .path = path, .error = errno});
     if (!S_ISREG(input.info_.st_mode))
       return absl::InvalidArgumentError(absl::StrCat(path, " is no regular file"));
     return input;
@@ -91,7 +84,13 @@ class Input {
       const ssize_t n = ::pread(fd_.get(), to + done, bytes - done, static_cast<off_t>(offset + done));
       if (n == 0) break;
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return FileError(errno, absl::StrCat("pread at offset ", offset + done, " of"), path_);
+      if (n < 0)
+        return MakeIoError({.op = "read",
+                            .path = path_,
+                            .offset = offset,
+                            .bytes = bytes,
+                            .done_bytes = done,
+                            .error = errno});
       done += static_cast<size_t>(n);
     }
     return done;
@@ -113,8 +112,11 @@ class Output {
     while (true) {
       Descriptor fd(::open(part.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
       if (fd.get() < 0) {
-        return FileError(errno, "cannot make", part,
-                         ": tokens are written beside the data; copy it to a directory that can be written");
+        const absl::Status error = MakeIoError({.op = "cannot make", .path = part, .error = errno});
+        return absl::Status(
+            error.code(),
+            absl::StrCat(error.message(),
+                         ": tokens are written beside the data; copy it to a directory that can be written"));
       }
       while (true) {
         ASSIGN_OR_RETURN(const bool locked, TryLockFile(fd.get(), part));
@@ -126,10 +128,10 @@ class Output {
       ASSIGN_OR_RETURN(const bool at_its_place, IsFileAt(fd.get(), part));
       if (at_its_place) {
         struct stat ours {};
-        if (::fstat(fd.get(), &ours) != 0) return FileError(errno, "fstat", part);
+        if (::fstat(fd.get(), &ours) != 0) return MakeIoError({.op = "fstat", .path = part, .error = errno});
         if (ours.st_nlink == 1) return Output(path, part, std::move(fd));
         // It is another file by this name too, which stays as it is.
-        if (::unlink(part.c_str()) != 0) return FileError(errno, "unlink", part);
+        if (::unlink(part.c_str()) != 0) return MakeIoError({.op = "unlink", .path = part, .error = errno});
       }
       if (!goes_on()) return absl::CancelledError("stopped");
     }
@@ -143,7 +145,7 @@ class Output {
   absl::Status Empty() {
     buffer_.clear();
     if (::ftruncate(fd_.get(), 0) != 0 || ::lseek(fd_.get(), 0, SEEK_SET) != 0)
-      return FileError(errno, "ftruncate", part_);
+      return MakeIoError({.op = "ftruncate", .path = part_, .error = errno});
     return absl::OkStatus();
   }
   absl::Status Write(const void* data, size_t bytes) {
@@ -154,11 +156,12 @@ class Output {
   // On the drive; still under its temporary name.
   absl::Status Sync() {
     RETURN_IF_ERROR(Flush());
-    if (::fsync(fd_.get()) != 0) return FileError(errno, "fsync", part_);
+    if (::fsync(fd_.get()) != 0) return MakeIoError({.op = "fsync", .path = part_, .error = errno});
     return absl::OkStatus();
   }
   absl::Status Rename() {
-    if (::rename(part_.c_str(), path_.c_str()) != 0) return FileError(errno, "rename to", path_);
+    if (::rename(part_.c_str(), path_.c_str()) != 0)
+      return MakeIoError({.op = "rename to", .path = path_, .error = errno});
     whole_ = true;
     return absl::OkStatus();
   }
@@ -170,7 +173,7 @@ class Output {
     for (size_t done = 0; done < buffer_.size();) {
       const ssize_t n = ::write(fd_.get(), buffer_.data() + done, buffer_.size() - done);
       if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return FileError(errno, "write", part_, ": make room, or copy the data to a larger drive");
+      if (n < 0) return MakeIoError({.op = "write", .path = part_, .error = errno});
       done += static_cast<size_t>(n);
     }
     buffer_.clear();
