@@ -864,14 +864,16 @@ constexpr auto kOffloadOptimizer = std::to_array<Setting>({
 });
 
 constexpr auto kAio = std::to_array<Setting>({
-    Whole("block_size", 4096, 0x1p30).Says("Upper bound of one request, in bytes", "measured").At([
+    Whole("block_size", 4096, 0x1p30).Says("Upper bound of one request, in bytes", "measured").OfRank().At([
     ](auto& c) -> auto& { return c.aio.block_size_bytes; }),
-    Whole("queue_depth", 1, 65536).Says("Requests in flight for each I/O thread", "measured").At([
+    Whole("queue_depth", 1, 65536).Says("Requests in flight for each I/O thread", "measured").OfRank().At([
     ](auto& c) -> auto& { return c.aio.queue_depth; }),
-    Whole("intra_op_parallelism", 1, 1024).Says("I/O threads that queue_depth is meant for", "1").At([
-    ](auto& c) -> auto& { return c.aio.intra_op_parallelism; }),
-    AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "thread_count"),
-    AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "num_threads"),
+    Whole("intra_op_parallelism", 1, 1024)
+        .Says("I/O threads that queue_depth is meant for", "1")
+        .OfRank()
+        .At([](auto& c) -> auto& { return c.aio.intra_op_parallelism; }),
+    AlsoCalled(Whole("intra_op_parallelism", 1, 1024).OfRank(), "thread_count"),
+    AlsoCalled(Whole("intra_op_parallelism", 1, 1024).OfRank(), "num_threads"),
     Needless("single_submit", KeyType::kBool, "requests are handed over in batches as they come"),
     Needless("overlap_events", KeyType::kBool, "the queue is always refilled as requests complete"),
     Bool("use_gds")
@@ -1002,6 +1004,7 @@ constexpr auto kFlopsProfiler = std::to_array<Setting>({
         .Answers("flops_profiler_detailed", "true"),
     Text("output_file")
         .Says("File of the profile", "stderr")
+        .OfRank()
         .At([](auto& c) -> auto& { return c.flops_profiler.output_file; })
         .Answers("flops_profiler_output_file", "null"),
     Needless("recompute_fwd_factor", KeyType::kNumber,
@@ -1146,9 +1149,8 @@ constexpr auto kPenstock = std::to_array<Setting>({
                   "given (masks, rotary positions).")
         .At([](auto& c) -> auto& { return c.penstock.saved_activations; }),
     Ignored("io_threads", KeyType::kWhole, "one thread drives a device at its full speed").AtLeast(1),
-    Whole("update_threads", 1, 4096).Says("Threads that update", "one per core").At([](auto& c) -> auto& {
-      return c.penstock.update_threads;
-    }),
+    Whole("update_threads", 1, 4096).Says("Threads that update", "one per core").OfRank().At([
+    ](auto& c) -> auto& { return c.penstock.update_threads; }),
     Choice("placement", "auto|cpu|cuda|const")
         .Says("What stays in memory, as ColossalAI's placement policies", "auto")
         .At([](auto& c) -> auto& { return c.penstock.placement; }),
@@ -1711,6 +1713,20 @@ json KeptFromPython(const Config& config) {
     if (may_change) kept[FindKeyword(setting.keyword).second] = setting.Find(config);
   });
   return kept;
+}
+
+json SharedValues(const Config& config) {
+  json shared = json::object();
+  for (const Section& section : kSections) {
+    const Setting* const whole = FindKey(section.path.substr(0, section.path.find('/')));
+    if (whole != nullptr && whole->of_rank) continue;
+    for (const Setting& setting : section.keys) {
+      if (setting.of_rank || !setting.HasPlace() || !setting.canonical.empty()) continue;
+      if (json value = setting.Find(config); !value.is_null())
+        shared[PathOf(section.path, setting)] = std::move(value);
+    }
+  }
+  return shared;
 }
 
 void RemoveWhatRanksMayDifferIn(nlohmann::ordered_json* config) {

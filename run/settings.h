@@ -280,6 +280,9 @@ void SettleFromPython(Config* config);
 // a keyword.
 nlohmann::json KeptFromPython(const Config& config);
 
+// What a configuration says of the settings in which ranks may not differ, by canonical path.
+nlohmann::json SharedValues(const Config& config);
+
 // Removes the keys that may have another value on each rank: directories, and budgets of memory.
 void RemoveWhatRanksMayDifferIn(nlohmann::ordered_json* config);
 

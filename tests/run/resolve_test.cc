@@ -51,7 +51,7 @@ ordered_json ValueOf(const Setting& setting) {
     case KeyType::kText:
       return "cpu";
     case KeyType::kBool:
-      return true;
+      return setting.settled != "true";
     case KeyType::kSize:
       return "640MiB";
     case KeyType::kChoice:

@@ -89,7 +89,8 @@ class SettingsDoorsTest : public testing_support::ProgramTest {
 std::pair<std::string, json> ValueOf(const run::Setting& setting, const std::string& directory) {
   switch (setting.type) {
     case run::KeyType::kBool:
-      return {"", true};
+      return setting.settled == "true" ? std::pair<std::string, json>("false", false)
+                                       : std::pair<std::string, json>("", true);
     case run::KeyType::kWhole:
       return {"3", 3};
     case run::KeyType::kNumber:
@@ -129,7 +130,11 @@ TEST_F(SettingsDoorsTest, AFlagAndAKeyOfTheSameSettingHaveTheSameEffect) {
       std::replace(pointer.begin(), pointer.end(), '.', '/');
       with_key[json::json_pointer(pointer)] = value;
       std::vector<std::string> given = {std::string(setting.flag)};
-      if (!flag.empty()) given.push_back(flag);
+      if (setting.type == run::KeyType::kBool && !flag.empty()) {
+        given.front() += "=" + flag;
+      } else if (!flag.empty()) {
+        given.push_back(flag);
+      }
       const json by_key = Outcome(with_key, {}), by_flag = Outcome(base, given);
       EXPECT_EQ(by_key, by_flag);
       if (!setting.without_device.empty()) continue;  // there is no device

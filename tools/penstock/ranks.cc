@@ -42,7 +42,7 @@ std::string ProgramDigest() {
 }
 
 // The flags, without what each rank may have of its own. Of data the contents are compared, by AgreeOnRun.
-nlohmann::json OptionsJson(const TrainOptions& flags) {
+nlohmann::json SharedFlags(const TrainOptions& flags) {
   nlohmann::json json = {{"program", ProgramDigest()}};
   for (const auto& [flag, value] : GivenFlags(flags)) {
     if (!run::FindFlag(flag).first->of_rank) json[flag] = value;
@@ -93,26 +93,6 @@ absl::StatusOr<nlohmann::json> WeightsJson(const std::string& path) {
     ASSIGN_OR_RETURN(uint64_t digest, ContentDigest(each));
     json[std::filesystem::path(each).filename().string()] = absl::StrCat(absl::Hex(digest));
   }
-  return json;
-}
-
-nlohmann::json BoundsJson(const tiering::PlanBounds& bounds) {
-  nlohmann::json json = {{"placement", static_cast<int>(bounds.placement)},
-                         {"const_bytes", bounds.const_bytes},
-                         {"state_fraction", bounds.state_fraction}};
-  const auto add = [&json](const char* key, const auto& value) {
-    if (value.has_value()) json[key] = *value;
-  };
-  add("live_elements", bounds.live_elements);
-  add("prefetch_elements", bounds.prefetch_elements);
-  add("run_slots", bounds.weight_slots);
-  add("resident_elements", bounds.resident_elements);
-  add("reuse_elements", bounds.reuse_elements);
-  add("persistent_block_elements", bounds.persistent_block_elements);
-  add("persistent_elements", bounds.persistent_elements);
-  add("tile_slots", bounds.tile_slots);
-  add("state_bytes", bounds.state_bytes);
-  add("processor_share", bounds.processor_share);
   return json;
 }
 
@@ -170,7 +150,7 @@ absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& fla
   ASSIGN_OR_RETURN(std::unique_ptr<zero::Comm> connected,
                    zero::ConnectTcp(environment, {.comm = options, .secret = std::move(secret)}));
   std::shared_ptr<zero::Comm> comm = std::move(connected);
-  if (absl::Status same = zero::AgreeOnOptions(*comm, OptionsJson(flags)); !same.ok()) {
+  if (absl::Status same = zero::AgreeOnOptions(*comm, SharedFlags(flags)); !same.ok()) {
     comm->Abort(same);
     return same;
   }
@@ -253,12 +233,7 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   if (engine.optimizer.schedule.has_value()) same["scheduler"] = engine.optimizer.schedule->ToJson();
   same["sync"] = static_cast<int>(engine.storage.sync);
   same["durability"] = static_cast<int>(engine.storage.durability);
-  same["versions"] = engine.storage.versions;
-  same["tile_bytes"] = engine.memory.tile_bytes;
-  same["update_order"] = static_cast<int>(engine.optimizer.order);
-  same["prefer"] = static_cast<int>(engine.optimizer.prefer);
-  same["bounds"] = BoundsJson(engine.memory.bounds);
-  same["use_gds"] = engine.storage.gds;
+  same["settings"] = run::SharedValues(settings.config);
   ASSIGN_OR_RETURN(same["--data"], TextsJson(data));
   if (eval_data != nullptr) {
     ASSIGN_OR_RETURN(same["--eval-data"]["texts"], TextsJson(*eval_data));
