@@ -142,7 +142,7 @@ class DeepSpeedEngine(nn.Module):
         self._had_backward = False  # since the last step, of this engine
         self._told_of_frozen = False
         engine.zero_grad_of_module = False  # DeepSpeed's gradients are apart from the module's
-        #: Samples a second, from each training forward to the end of its ``step()``.
+        #: Samples a second, from the first training forward to the end of its ``step()``.
         self.tput_timer = ThroughputTimer(batch_size=self._batch_size())
         self._remove_scratch = weakref.finalize(self, _remove, list(scratch), os.getpid())
         for number, parameter in enumerate(self.module.parameters()):
@@ -172,7 +172,7 @@ class DeepSpeedEngine(nn.Module):
         return None if size is None else size * self.engine.gradient_accumulation_steps() * self.engine.world_size
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
+        if self.training and torch.is_grad_enabled():
             self.tput_timer.start()
         return self.engine(*args, **kwargs)
 

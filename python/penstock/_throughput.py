@@ -40,7 +40,9 @@ class ThroughputTimer:
         self.micro_step_count = 0
 
     def start(self) -> None:
-        self._started = time.monotonic()
+        """Of several before a ``stop()``, as of the forwards of one loss, the first counts."""
+        if self._started is None:
+            self._started = time.monotonic()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """Adds what has passed since ``start()``; without one nothing is counted. global_step: the step is over with it."""

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import penstock.deepspeed as deepspeed  # noqa: E402
 from engine_models import batches, net, step  # noqa: E402
+from penstock import _throughput  # noqa: E402
 
 NAMES = {
     "deepspeed": "initialize init_distributed add_config_arguments get_accelerator logger log_dist zero comm checkpointing init_inference "
@@ -440,6 +441,17 @@ def test_a_timer_tells_every_so_many_steps():
     silent.start()
     silent.stop(global_step=True)
     assert len(told) == 2
+
+
+def test_a_timer_counts_from_the_first_of_several_forwards(monkeypatch):
+    now = [1.0]
+    monkeypatch.setattr(_throughput, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    timer = _throughput.ThroughputTimer(batch_size=4, start_step=0)
+    for now[0] in (1.0, 3.0):
+        timer.start()
+    now[0] = 5.0
+    timer.stop(global_step=True)
+    assert (timer.micro_step_count, timer.total_elapsed_time, timer.avg_samples_per_sec()) == (1, 4.0, 1.0)
 
 
 def test_the_engines_timer_counts_steps_and_epochs(tmp_path):

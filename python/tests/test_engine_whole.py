@@ -119,6 +119,50 @@ def test_a_loss_of_weights_themselves_is_that_of_plain_torch(tmp_path, way, seve
         torch.testing.assert_close(state[name], value, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("several", [1, 2])
+def test_a_step_of_weights_alone_is_that_of_plain_torch(tmp_path, several):
+    def of(model, call, number):
+        return penalty(model) if number in (3, 4, 5, 8, 10) else call(**data[number])
+
+    data, losses = batches(12), {}
+    plain, model = net(tied=False), net(tied=False)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    losses["plain"] = []
+    for number in range(len(data)):
+        loss = of(plain, plain, number)
+        (loss / several).backward()
+        losses["plain"].append(loss.item())
+        if (number + 1) % several == 0:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    with make(model, tmp_path, gradient_accumulation_steps=several, missing_gradients="skip") as engine:
+        losses["ours"] = []
+        for number in range(len(data)):
+            loss = of(model, engine, number)
+            engine.backward(loss)
+            engine.step()
+            losses["ours"].append(loss.item())
+            if several == 1 and number == 3:
+                assert engine.last_step["loss"] == pytest.approx(loss.item())
+        if several == 1:
+            with pytest.raises(RuntimeError, match="no step is open"):
+                engine.step()
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+    assert losses["ours"] == pytest.approx(losses["plain"], abs=1e-5)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=1e-4, rtol=0)
+
+
+def test_a_step_of_weights_alone_has_no_scale_in_fp16(tmp_path):
+    model = net(tied=False)
+    with make(model, tmp_path, dtype=torch.float16) as engine:
+        step(engine, batches(1)[0])
+        with pytest.raises(RuntimeError, match="only loss is of parameters.*fp16"):
+            engine.backward(penalty(model))
+        step(engine, batches(1)[0])
+
+
 @needs_edges
 def test_a_loss_of_weights_that_is_not_the_steps_is_refused_by_name(tmp_path):
     with make(net(tied=False), tmp_path) as engine:

@@ -483,6 +483,9 @@ class Accumulation:
     @contextlib.contextmanager
     def modes_of(self, forwards: Sequence[Forward]) -> Iterator[None]:
         """The modules are in training or evaluation mode as they were in these forwards."""
+        if not forwards:  # a step of losses of parameters alone
+            yield
+            return
         modules = list(self._model.modules())
         wanted = forwards[0].modes
         if any(forward.modes != wanted for forward in forwards) or len(modules) != len(wanted):

@@ -162,14 +162,19 @@ class Training:
         runtime = self._run.ready()
         runtime.check_trains()
         self._refuse_other_scales(loss)
-        if runtime.is_open and self._accumulation.is_made_of_parameters(loss):
+        of_parameters = self._accumulation.is_made_of_parameters(loss)
+        if of_parameters and runtime.is_open:
             self.interrupted()
+        if of_parameters and self._settings.dtype == "fp16" and not self._accumulation.under_way:
+            raise RuntimeError(
+                "a step's only loss is of parameters, and with fp16 gradients are scaled as the forward of a step says: add it to the loss of one"
+            )
         ended = _ended()
         of_ended = bool(ended) and bool(reached([loss], ended)[0])
         if of_ended:
             _end_open_passes(loss)
             ended = _ended()
-        if runtime.is_open or not (self._accumulates or self._accumulation.under_way or of_ended):
+        if runtime.is_open or not (self._accumulates or self._accumulation.under_way or of_ended or of_parameters):
             runtime.backward(loss, retain_graph)
         else:
             share = 1 / self._settings.micro_batches if scale_wrt_gas else 1.0
@@ -228,7 +233,7 @@ class Training:
         if runtime.is_open and self._accumulation.forwards():
             if not self.interrupted():
                 raise RuntimeError("forwards of this step had their backward in two ways: engine.backward(loss) for all of them is served")
-        if not runtime.is_open and (self._accumulates or self._accumulation.under_way):
+        if not runtime.is_open and (self._accumulates or self._accumulation.under_way or self._accumulation.outside):
             self._repeat(self._accumulation)
         if not runtime.is_open:
             raise RuntimeError("no step is open: forward and backward come first")
@@ -291,7 +296,7 @@ class Training:
     def _repeat(self, accumulation: Accumulation) -> None:
         runtime = self._run.ready()
         forwards = accumulation.forwards()
-        if not forwards:
+        if not forwards and not accumulation.outside:
             accumulation.end()
             raise RuntimeError("step() without a backward: engine.backward(loss) comes first; the forwards are given up")
         try:

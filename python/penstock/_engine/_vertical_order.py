@@ -130,6 +130,7 @@ class VerticalOrder:
         """
         drivers = list(self._open.drivers)
         missing = len(drivers) - len(work)
+        states = states or [RandomState.now()]  # a step without a forward, of losses of parameters
         work = [*work, *[lambda _: ([], [], idle)] * missing]
         for driver, state in zip(drivers, [*states, *list(states[:1]) * missing]):
             driver.random = state
