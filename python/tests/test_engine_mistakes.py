@@ -418,6 +418,10 @@ def test_groups_of_the_engines_optimizer_are_settled(tmp_path):
     model = net()
     with pytest.raises(ValueError, match="bias_correction=False is not served"):
         make(model, tmp_path / "other", optimizer=DeepSpeedCPUAdam(model.parameters(), bias_correction=False))
+    # As accelerate makes it of an optimizer of another kind.
+    of_another = DeepSpeedCPUAdam(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).param_groups)
+    with pytest.raises(ValueError, match="DeepSpeedCPUAdam has momentum, .*zero_force_ds_cpu_optimizer"):
+        make(model, tmp_path / "other", optimizer=of_another)
     with pytest.raises(ValueError, match="ReduceLROnPlateau"):
         make(model, tmp_path / "other", lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
     one_cycle = torch.optim.lr_scheduler.OneCycleLR

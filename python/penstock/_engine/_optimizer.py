@@ -15,6 +15,8 @@ from .. import _tensors
 _BY_GROUP = ("lr", "betas", "weight_decay")
 _FIXED = ("eps", "momentum", "dampening", "nesterov", "lr_decay", "amsgrad", "maximize", "decoupled_weight_decay", "max_coeff", "min_coeff", "bias_correction", "corrects_rate")
 _IGNORED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "maximize", "amsgrad")
+# Options that one type has alone.
+_ALONE = {"momentum": "SGD", "dampening": "SGD", "nesterov": "SGD", "lr_decay": "Adagrad"}
 
 
 def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
@@ -68,6 +70,12 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
         result.update((option, _number(first[option], option, kind)) for option in ("min_coeff", "max_coeff") if option in first)
     for option in ("eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"):
         if option in first:
+            if result["type"] != _ALONE.get(option, result["type"]):
+                raise ValueError(
+                    f"a group of this {kind} has {option}, which is another optimizer's: with offload_optimizer accelerate, and so Trainer, puts a "
+                    "DeepSpeedCPUAdam in the place of any optimizer that DeepSpeed has none of its own for. \"zero_force_ds_cpu_optimizer\": false in the "
+                    "configuration leaves it as it is"
+                )
             result[option] = first[option] if option == "nesterov" else _number(first[option], option, kind)
     if result["type"] == "Adagrad" and float(first.get("initial_accumulator_value", 0)) != 0:
         raise ValueError("Adagrad with an initial_accumulator_value is not served: its sums begin at 0")
