@@ -384,6 +384,45 @@ TEST(RunPrediction, IsTheMeanOfWhatItsStepsShow) {
   EXPECT_NEAR(run.prediction().step_seconds, mean, 0.05 * mean);
 }
 
+// Of a drive that gave a tenth of its figure where it was busy nobody knows that it would give all of it
+// elsewhere.
+TEST(Calibration, ADirectionThatWasNotSeenIsAsFarFromItsFigureAsWhatWasSeen) {
+  const ModelGraph graph = Chain(16, 1 << 20, 2e-4);
+  PlanOptions options;
+  options.host_memory_budget_bytes = 90 * kMiB;
+  const Plan plan = *MakePlan(graph, options);
+  MachineModel guess;
+  guess.read_bytes_per_s = 3e9;
+  guess.write_bytes_per_s = 2e9;
+  guess.mixed_bytes_per_s = 4e9;
+  Op read, write;
+  read.lane = Lane::kRead;
+  write.lane = Lane::kWrite;
+  read.bytes = 1 << 20;
+  write.bytes = 3 << 20;
+  Calibration reads(graph, plan, guess, /*busy_bytes=*/1), both(graph, plan, guess, 1),
+      idle(graph, plan, guess, 1 << 30);
+  for (int k = 0; k < 200; ++k) {
+    const double start = k * 4e-3, end = start + 4e-3;
+    reads.Observe(read, start, end);
+    for (Calibration* each : {&both, &idle}) {
+      each->Observe(read, start, end);
+      each->Observe(write, start, end);
+    }
+  }
+  const MachineModel of_reads = reads.Calibrated().machine, of_both = both.Calibrated().machine;
+  const double read_rate = (1 << 20) / 4e-3, pace = read_rate / 3e9;
+  EXPECT_NEAR(of_reads.read_bytes_per_s, read_rate, 1e-6 * read_rate);
+  EXPECT_NEAR(of_reads.write_bytes_per_s, pace * 2e9, 1e-6 * pace * 2e9);
+  EXPECT_NEAR(of_reads.mixed_bytes_per_s, pace * 4e9, 1e-6 * pace * 4e9);
+  const double mixed_rate = (4 << 20) / 4e-3;
+  EXPECT_NEAR(of_both.mixed_bytes_per_s, mixed_rate, 1e-6 * mixed_rate);
+  EXPECT_NEAR(of_both.read_bytes_per_s, mixed_rate * 3 / 4, 1e-6 * mixed_rate);
+  EXPECT_NEAR(of_both.write_bytes_per_s, mixed_rate * 2 / 4, 1e-6 * mixed_rate);
+  EXPECT_FALSE(idle.Calibrated().drive_seen);
+  EXPECT_EQ(idle.Calibrated().machine.read_bytes_per_s, 3e9);
+}
+
 TEST(Planner, PinnedMemoryDoesNotGrowWithTheNumberOfBlocks) {
   auto arena = [](int layers, int64_t budget) {
     const ModelGraph graph = Chain(layers, 1 << 20);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <utility>
 
 #include "tiering/simulate/op_work.h"
@@ -161,15 +162,25 @@ void Calibration::CalibrateDrive(Result* result) const {
     return seconds[mode] >= std::max(kLeastSeconds, kLeastShare * all) && moved[mode] > 0;
   };
   MachineModel& machine = result->machine;
-  if (seen(0)) machine.read_bytes_per_s = moved[0] / seconds[0];
-  if (seen(1)) machine.write_bytes_per_s = moved[1] / seconds[1];
+  const std::array<double, 3> known = {machine.read_bytes_per_s, machine.write_bytes_per_s,
+                                       2 * machine.mixed_rate(std::numeric_limits<double>::infinity())};
+  double all_moved = 0, by_known = 0;
+  for (size_t mode = 0; mode < 3; ++mode) {
+    all_moved += seen(mode) ? moved[mode] : 0;
+    by_known += seen(mode) ? seconds[mode] * known[mode] : 0;
+  }
+  if (by_known == 0) return;
+  result->drive_seen = true;
+  const double pace = all_moved / by_known;
+  machine.read_bytes_per_s = seen(0) ? moved[0] / seconds[0] : pace * known[0];
+  machine.write_bytes_per_s = seen(1) ? moved[1] / seconds[1] : pace * known[1];
+  machine.mixed_bytes_per_s *= pace;
   if (seen(2)) {
     machine.mixed_bytes_per_s = moved[2] / seconds[2];
     // Alone a direction is not slower than beside the other, whatever was believed of it.
     for (double* alone : {&machine.read_bytes_per_s, &machine.write_bytes_per_s})
       *alone = std::max(*alone, machine.mixed_bytes_per_s / 2);
   }
-  result->drive_seen = seen(0) || seen(1) || seen(2);
 }
 
 }  // namespace penstock::tiering

@@ -4,8 +4,9 @@
 // Operations disturb each other: forward shares cores with updates, reads share the drive with writes. What
 // is wanted is the work of each, as if it were alone, in the simulator's own terms; so a span counts as much
 // of its time as MachineModel gives it beside the others, and a drive's bandwidth is taken where it was busy
-// enough: reading, writing, and both apart. Where the run has shown nothing (a direction that was
-// never busy), the machine's figure stays.
+// enough: reading, writing, and both apart. A direction that was never busy is taken to be as far from the
+// machine's figure as the drive was where it was. Where the run has shown nothing, the machine's figure
+// stays.
 #ifndef PENSTOCK_TIERING_SIMULATE_CALIBRATE_H_
 #define PENSTOCK_TIERING_SIMULATE_CALIBRATE_H_
 
