@@ -159,7 +159,7 @@ set(PENSTOCK_SLOW_TESTS
   tools_ds_io_test tools_generate_cli_test tools_generate_device_test tools_generate_pass_test tools_generate_test
   tools_llama_golden_test tools_lora_base_test tools_lora_files_test tools_lora_test tools_pack_test tools_penstock_cgroup_test
   tools_penstock_cli_test tools_penstock_flags_test tools_penstock_full_disk_test tools_penstock_monitor_test
-  tools_penstock_old_state_test tools_penstock_plan_test tools_penstock_runs_test tools_penstock_store_test
+  tools_penstock_old_state_test tools_penstock_plan_test tools_penstock_replan_test tools_penstock_runs_test tools_penstock_store_test
   tools_penstock_text_test tools_penstock_watch_test tools_plan_model_test tools_ranks_cli_test tools_ranks_hosts_test
   run_config_property_test run_plan_bounds_test tools_recorded_config_test tools_vocabulary_tiles_test
   zero_abandon_test zero_calls_of_a_step_test
@@ -167,7 +167,7 @@ set(PENSTOCK_SLOW_TESTS
   zero_device_state_test zero_device_test zero_driven_compute_test zero_driven_device_test zero_driver_device_test zero_durability_test zero_engine_test zero_fault_test
   zero_gds_test zero_give_up_test zero_kill_test zero_measure_test zero_parameter_access_test
   zero_precision_test zero_rank_checkpoints_test zero_rank_devices_test zero_rank_state_test
-  zero_ranks_test zero_recorded_json_test zero_replan_models_test zero_replan_test zero_tcp_ranks_test)
+  zero_ranks_test zero_recorded_json_test zero_replan_by_steps_test zero_replan_models_test zero_replan_test zero_tcp_ranks_test)
 
 # How a test is compiled: what it tests is optimized as always, its own code only as far as keeps it quick to build. One
 # that links LibTorch shares the headers that zero_test_support has read (-fPIC, as they were read with it).

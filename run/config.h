@@ -226,6 +226,7 @@ struct PenstockConfig {
   std::optional<int64_t> versions;  // of everything on the drive: 1, 2 or 3
   std::optional<UpdateOrder> order;
   std::optional<Prefer> prefer;
+  std::optional<std::string> replan;            // "auto" or "off"
   std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
   std::optional<MissingGradients> missing_gradients;
   std::optional<SavedActivations> saved_activations;  // where inputs that are kept for backward wait for it

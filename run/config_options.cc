@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "absl/strings/str_cat.h"
 #include "run/plan_bounds.h"
 #include "run/settings.h"
 #include "zero/compute/tile_format.h"
+#include "zero/engine/prediction_check.h"
 
 namespace penstock::run {
 
@@ -33,6 +35,17 @@ void ApplyConfig(const Config& config, zero::EngineOptions* options) {
     io.max_write_bytes_in_flight = std::min(io.max_write_bytes_in_flight, bytes);
     options->storage.io_depth_is_limit = true;
   }
+}
+
+bool PlansAgain(const PenstockConfig& config, int world, OffloadDevice offload) {
+  return config.replan.value_or("auto") == "auto" && zero::CanPlanAgain(world, offload).ok();
+}
+
+void NotePlansAgain(const PenstockConfig& config, int world, OffloadDevice offload,
+                    std::vector<std::string>* notes) {
+  if (config.replan != "auto") return;
+  if (const absl::Status can = zero::CanPlanAgain(world, offload); !can.ok())
+    notes->push_back(absl::StrCat("penstock.replan \"auto\": ", can.message()));
 }
 
 zero::WatchOptions WatchOf(const PenstockConfig& config, double unasked) {

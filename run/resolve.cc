@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "run/config_options.h"
 #include "run/elasticity.h"
 #include "run/given_values.h"
 #include "run/settings.h"
@@ -139,6 +140,7 @@ absl::StatusOr<Resolved> Resolve(const ordered_json* given, const Keywords& keyw
         "saved_activations is \"drive\", and weights and states are in memory: give state_dir= (or offload "
         "to nvme), or leave it to \"memory\"");
   }
+  NotePlansAgain(made.config.penstock, world, made.offload, &made.notes);
   RETURN_IF_ERROR(ChooseBatch(world, &made));
   if (made.config.scheduler.has_value()) {
     ASSIGN_OR_RETURN(made.schedule, MakeSchedule(*made.config.scheduler,

@@ -1118,6 +1118,16 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Says("Whether a clipped step may read more to be shorter (time) or not (wear)", "wear")
         .At([](auto& c) -> auto& { return c.penstock.prefer; })
         .Sets([](auto& o) -> auto& { return o.optimizer.prefer; }),
+    Choice("replan", "auto|off")
+        .Says("Whether a run whose first steps take half as much again as was predicted or more, or half as "
+              "much or less, is planned once more with what they showed (auto) or not (off)",
+              "auto")
+        .Flag("--replan")
+        .Of(Verb::kTrain)
+        .Keyword("replan")
+        .InPython("The engine plans before a later step and goes on with the same bits; ``engine.log()`` and "
+                  "``engine.report()`` say what came of it. With state on a drive, in one process.")
+        .At([](auto& c) -> auto& { return c.penstock.replan; }),
     Choice("optimizer_states", "fp32|bf16|8bit")
         .Says("Type of the optimizer's moments: fp32, bf16 or 8bit", "fp32")
         .Flag("--optimizer-states")

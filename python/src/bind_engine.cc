@@ -459,6 +459,19 @@ class PyTrainingEngine {
     return out;
   }
 
+  // The first steps differ much from what was predicted of them: PlanAgain may be called before the next one.
+  bool PlansAgainNow() const { return watch_->plans_again_now(); }
+  // Another plan, in other memory than Arena's before, as far as it pays. Nothing refers to weights. A
+  // checkpoint that is being copied is waited for.
+  void PlanAgain() {
+    SettleCheckpoint();
+    Call([this](zero::Engine& of) -> absl::Status {
+      ASSIGN_OR_RETURN(const std::string line, watch_->PlanAgain(of));
+      heard_->Line(line);
+      return absl::OkStatus();
+    });
+  }
+
   void Flush() {
     Call([this](zero::Engine& of) { return CommitDescription(of); });
   }
@@ -824,6 +837,8 @@ void BindEngine(nb::module_& module) {
       .def("fail", &PyTrainingEngine::Fail, nb::arg("why"))
       .def("finish", &PyTrainingEngine::Finish, nb::arg("tokens") = 0, nb::arg("samples") = 0,
            nb::arg("flops") = 0.0)
+      .def_prop_ro("plans_again_now", &PyTrainingEngine::PlansAgainNow)
+      .def("plan_again", &PyTrainingEngine::PlanAgain)
       .def("flush", &PyTrainingEngine::Flush)
       .def("begin_checkpoint", &PyTrainingEngine::BeginCheckpoint, nb::arg("parent"), nb::arg("tag"),
            nb::arg("latest"), nb::arg("description"), nb::arg("name"), nb::arg("file"), nb::arg("file_name"))

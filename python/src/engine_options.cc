@@ -254,6 +254,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
     options.memory.device_memory_budget_bytes =
         own.device_memory_budget_bytes.value_or(options.device->capacity_bytes() / 10 * 9);
   }
+  made.plans_again = options.trains && run::PlansAgain(own, options.world(), options.storage.offload);
   made.breaks_down = config.wall_clock_breakdown.value_or(false);
   made.logs_exchanges = config.comms_logger.value_or(false);
   // Nothing is watched unasked: a stage lasts as long as its owner stops in a debugger.

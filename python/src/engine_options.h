@@ -59,6 +59,7 @@ struct GivenOptions {
   int64_t resident_bytes = 0;        // of Python's memory that lives as long as the run: resident parameters
   bool computes_elsewhere = false;   // on a device that the engine has no memory of
   int64_t step_tensor_bytes = 0;     // of Python's tensors on the engine's device in a step, at the most
+  bool plans_again = false;          // once, where the first steps differ much from their prediction
   bool breaks_down = false;          // the time of each step: wall_clock_breakdown
   bool logs_exchanges = false;       // comms_logger
 };

@@ -11,6 +11,7 @@ namespace penstock::python {
 void RunWatch::Attach(GivenOptions* given) {
   zero::EngineOptions& options = given->engine;
   report_.Start(options, PENSTOCK_VERSION, options.world());
+  plans_again_ = given->plans_again;
   if (given->breaks_down) breakdown_.emplace();
   if (given->logs_exchanges) exchanges_.emplace();
   options.hooks.committed = [this](const zero::StepResult& result) {
@@ -19,7 +20,7 @@ void RunWatch::Attach(GivenOptions* given) {
   };
   options.hooks.observer = [this](tiering::OpId, const tiering::Op& op, double start_seconds,
                                   double end_seconds) {
-    if (prediction_ != nullptr) prediction_->Observe(op, start_seconds, end_seconds);
+    if (check_ != nullptr) check_->Observe(op, start_seconds, end_seconds);
     if (breakdown_.has_value() && trains_.load()) breakdown_->Observe(op, start_seconds, end_seconds);
     if (exchanges_.has_value()) exchanges_->Observe(op, start_seconds, end_seconds);
   };
@@ -42,9 +43,8 @@ std::string RunWatch::Planned(const zero::Engine& engine, const std::string& run
     at_start = tiering::Predict(plan.graph, plan.plan, plan.options.machine).value_or(tiering::Prediction());
   }
   report_.Planned(engine, unmeasured, at_start);
-  prediction_ =
-      std::make_unique<tiering::RunPrediction>(plan.graph, plan.plan, plan.options.machine,
-                                               static_cast<int64_t>(unmeasured.saturating_bytes_in_flight));
+  check_ = std::make_unique<zero::PredictionCheck>(
+      engine, at_start, static_cast<int64_t>(unmeasured.saturating_bytes_in_flight), plans_again_, &report_);
   return at_start.step_seconds > 0 ? tools::PlanLine(plan, at_start) : "";
 }
 
@@ -53,7 +53,7 @@ void RunWatch::Stepped(const zero::Engine& engine, const zero::StepResult& resul
   report_.Stepped(engine, result, tokens);
   if (breakdown_.has_value()) breakdown_line_ = breakdown_->Line(result.step, result.seconds);
   report_.Computes(flops);
-  if (prediction_->Stepped()) report_.Predicted(prediction_->prediction());
+  check_->Stepped(result);
 }
 
 std::string RunWatch::Report(const zero::Engine& engine) { return report_.Finish(&engine, absl::OkStatus()); }

@@ -847,6 +847,7 @@ KEYWORDS = {
         **of(held("test_chunks.py: test_modules_of_tokens_in_chunks"), "chunked_modules", "chunk_size"),
         "missing_gradients": held("test_missing_gradients.py: test_zeros_are_deepspeeds_meaning_by_choice_and_under_its_name"),
         "saved_activations": held("test_saved_activations.py: test_losses_have_the_same_bits_wherever_inputs_wait"),
+        "replan": held("test_replan.py: test_a_run_that_was_predicted_wrong_is_planned_again_with_the_same_bits"),
         "base_weights": held("test_base_weights.py: test_losses_are_those_of_the_weights_that_lie_there"),
         **of(held("test_ranks.py: test_exchanges_in_fewer_bits"), "zero_quantized_weights", "zero_quantized_gradients"),
         "resume": held(OPTIONS + "test_an_optimizers_groups_may_be_empty"),

@@ -361,22 +361,27 @@ TEST(RunPrediction, IsTheMeanOfWhatItsStepsShow) {
   const Plan plan = *MakePlan(graph, options);
   MachineModel guess = fast;
   guess.read_bytes_per_s = guess.mixed_bytes_per_s = 9e9;
-  RunPrediction run(graph, plan, guess, /*busy_bytes=*/1);
+  RunPrediction run(graph, plan, guess, /*busy_bytes=*/1, *Predict(graph, plan, guess));
   const auto train = [&](const MachineModel& machine, int steps) {
     return Simulate(graph, plan, machine, steps,
                     [&](OpId, const Op& op, double start, double end) { run.Observe(op, start, end); })
         ->step_seconds;
   };
   train(slow, 1);
-  EXPECT_FALSE(run.Stepped()) << "the first step fills the pipeline";
+  EXPECT_FALSE(run.Stepped({1})) << "the first step fills the pipeline";
   const double step = train(fast, 2);
-  EXPECT_FALSE(run.Stepped());
-  EXPECT_TRUE(run.Stepped());
+  EXPECT_FALSE(run.Stepped({step}));
+  EXPECT_TRUE(run.Stepped({step, /*deferred=*/true}));
   EXPECT_TRUE(run.first_window());
   EXPECT_NEAR(run.prediction().step_seconds, step, 0.05 * step);
-  EXPECT_TRUE(run.drive_seen());
+  EXPECT_TRUE(run.shown().drive_seen);
+  EXPECT_EQ(run.beside().measured_seconds, step);
+  EXPECT_EQ(run.beside().deferred_share, 0.5);
+  const Prediction at_start = *Predict(graph, plan, guess);
+  EXPECT_DOUBLE_EQ(run.beside().predicted_seconds,
+                   (at_start.step_seconds + at_start.clipped_step_seconds) / 2);
   const double slow_step = train(slow, 3);
-  for (int k = 0; k < 3; ++k) EXPECT_FALSE(run.Stepped());
+  for (int k = 0; k < 3; ++k) EXPECT_FALSE(run.Stepped({slow_step}));
   EXPECT_TRUE(run.Finish()) << "of a window that was begun";
   EXPECT_FALSE(run.Finish());
   const double mean = (2 * step + 3 * slow_step) / 5;
@@ -421,6 +426,14 @@ TEST(Calibration, ADirectionThatWasNotSeenIsAsFarFromItsFigureAsWhatWasSeen) {
   EXPECT_NEAR(of_both.write_bytes_per_s, mixed_rate * 2 / 4, 1e-6 * mixed_rate);
   EXPECT_FALSE(idle.Calibrated().drive_seen);
   EXPECT_EQ(idle.Calibrated().machine.read_bytes_per_s, 3e9);
+}
+
+TEST(RunPrediction, DiffersMuchByHalfOfWhatWasPredicted) {
+  using Beside = RunPrediction::Beside;
+  for (const double measured : {0.0, 0.5, 1.0, 3.0, 3.1, 9.0})
+    EXPECT_TRUE((Beside{measured, 2}.differs_much())) << measured;
+  for (const double measured : {1.01, 1.5, 2.0, 2.99}) EXPECT_FALSE((Beside{measured, 2}.differs_much()));
+  EXPECT_FALSE((Beside{1, 0}.differs_much())) << "nothing was predicted";
 }
 
 TEST(Planner, PinnedMemoryDoesNotGrowWithTheNumberOfBlocks) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "run/config_options.h"
 #include "run/settings.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/train_options.h"
@@ -76,6 +77,7 @@ class SettingsDoorsTest : public testing_support::ProgramTest {
                     {"device_memory", engine.memory.device_memory_budget_bytes},
                     {"offload", std::string(zero::Name(engine.storage.offload))},
                     {"saved_activations", static_cast<int>(engine.memory.saved_activations)},
+                    {"replan", run::PlansAgain(settings->config.penstock, 1, zero::OffloadDevice::kNvme)},
                     {"state_dirs", engine.storage.state_dirs}};
     for (const run::Setting* setting : run::SettingsWithFlags()) {
       if (setting->option != nullptr) outcome[std::string(setting->flag)] = setting->option_of(engine);

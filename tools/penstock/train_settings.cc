@@ -188,6 +188,7 @@ class Resolver {
     }
     TakeDurability(config_, &engine_);
     NoteDurability(config_, &settings_);
+    run::NotePlansAgain(config_.penstock, engine_.world(), engine_.storage.offload, &settings_.notes);
     if (needs_data_ && !flags_.resume && !flags_.overwrite && on_drive) {
       RETURN_IF_ERROR(CheckFree(engine_.storage.state_dirs));
     }

@@ -21,6 +21,7 @@
 #include "models/data/data_mixture.h"
 #include "models/families/family.h"
 #include "models/families/stages.h"
+#include "run/config_options.h"
 #include "run/watch/comms_log.h"
 #include "run/watch/run_metrics.h"
 #include "run/watch/step_breakdown.h"
@@ -29,6 +30,7 @@
 #include "swap/checkpoint.h"
 #include "text/tokenizer.h"
 #include "tiering/simulate/run_prediction.h"
+#include "tiering/simulate/simulate.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
 #include "tools/base/stop_signal.h"
@@ -51,6 +53,7 @@
 #include "zero/compute/libtorch/threads.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/engine.h"
+#include "zero/engine/prediction_check.h"
 #include "zero/engine/report.h"
 #include "zero/ranks/agree.h"
 
@@ -90,7 +93,7 @@ class Training {
     if (zero::Comm* comm = settings_.engine.comm.get(); comm != nullptr && !status.ok()) comm->Abort(status);
     progress_.Finish();
     if (trace_ != nullptr) status.Update(trace_->Close());
-    if (run_prediction_ != nullptr && run_prediction_->Finish()) Predicted();
+    if (check_ != nullptr && check_->Finish()) Predicted();
     if (started && comms_.has_value()) {
       const std::string text = comms_->Text();
       Tell(text.substr(0, text.size() - 1));
@@ -230,7 +233,7 @@ class Training {
     hooks.stuck = [this](const zero::StuckOperation& operation) { watch_.Tell(operation); };
     hooks.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
-      if (run_prediction_ != nullptr && trains_) run_prediction_->Observe(op, start, end);
+      if (check_ != nullptr && trains_) check_->Observe(op, start, end);
       if (breakdown_.has_value() && trains_) breakdown_->Observe(op, start, end);
       if (profile_.has_value() && trains_) profile_->Observe(op, start, end);
       if (comms_.has_value()) comms_->Observe(op, start, end);
@@ -258,9 +261,9 @@ class Training {
     engine_ = std::move(*engine);
     engine_->set_saturating_bytes_in_flight(machine_.drives.saturating_bytes_in_flight);
     report_.Planned(*engine_, machine_.drives, prediction_);
-    run_prediction_ = std::make_unique<tiering::RunPrediction>(
-        engine_->plan().graph, engine_->plan().plan, machine_.model,
-        static_cast<int64_t>(machine_.drives.saturating_bytes_in_flight));
+    check_ = std::make_unique<zero::PredictionCheck>(
+        *engine_, prediction_, static_cast<int64_t>(machine_.drives.saturating_bytes_in_flight),
+        run::PlansAgain(settings_.config.penstock, options.world(), options.storage.offload), &report_);
     return absl::OkStatus();
   }
 
@@ -353,6 +356,7 @@ class Training {
     ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine_.model));
     prediction_ = prediction;
     preparing_.Clear();
+    if (engine_ != nullptr) return absl::OkStatus();  // another plan for the run that is under way
     ASSIGN_OR_RETURN(std::string process, ProcessMemoryText(plan, options, zero::FindHostMemory()));
     Say(PlanText({plan, options, machine_, prediction_}));
     Say(process);
@@ -384,10 +388,19 @@ class Training {
 
   // What the run's own steps say of it; told once, when the first have.
   void Predicted() {
-    report_.Predicted(run_prediction_->prediction());
-    if (flags_.quiet || !run_prediction_->first_window()) return;
-    progress_.Print(CalibratedText(run_prediction_->prediction(), run_prediction_->machine(),
-                                   run_prediction_->drive_seen()));
+    const tiering::RunPrediction& seen = check_->seen();
+    if (flags_.quiet || !seen.first_window()) return;
+    progress_.Print(CalibratedText(seen.prediction(), seen.shown().machine, seen.shown().drive_seen));
+  }
+
+  // Where the first steps have shown that the plan was made for another machine.
+  absl::Status PlanAgain() {
+    if (!check_->due() || Stops()) return absl::OkStatus();
+    absl::StatusOr<std::string> line = check_->PlanAgain(*engine_, settings_.steps - engine_->step());
+    preparing_.Clear();
+    RETURN_IF_ERROR(line.status());
+    Tell(*line);
+    return SaveWritten();
   }
 
   // Several ranks stop after the same step: the one in which all of them heard of it.
@@ -547,7 +560,7 @@ class Training {
           zero::StepResult result,
           engine_->Step(std::move(batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain));
       report_.Stepped(*engine_, result, settings_.TokensPerStep());
-      if (run_prediction_->Stepped()) Predicted();
+      if (check_->Stepped(result)) Predicted();
       if (breakdown_.has_value()) Tell(breakdown_->Line(step, result.seconds));
       TellProfile(result);
       wear_trouble_ = wear_.Check(WrittenByAll());
@@ -562,6 +575,7 @@ class Training {
       if (*evaluated) {
         RETURN_IF_ERROR(Evaluate());
       }
+      if (trouble.ok() && !last) trouble = PlanAgain();
     }
     return trouble;
   }
@@ -724,7 +738,7 @@ class Training {
   absl::Status save_trouble_;
   zero::Report report_;
   Machine machine_;
-  std::unique_ptr<tiering::RunPrediction> run_prediction_;
+  std::unique_ptr<zero::PredictionCheck> check_;
   bool trains_ = true;  // and does not evaluate just now
   tiering::Prediction prediction_;
   std::unique_ptr<text::Tokenizer> tokenizer_;  // null: bytes, or tokens as they are

@@ -218,6 +218,11 @@ absl::Status Engine::Replan(Batch example) {
   impl_->Enter(absl::StrCat("another plan after step ", impl_->step_));
   return impl_->Replan(std::move(example));
 }
+absl::StatusOr<PlannedAgain> Engine::Replan(const ShownBySteps& shown) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
+  return impl_->Replan(shown);
+}
 absl::Status Engine::usable() const {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   RETURN_IF_ERROR(impl_->broken_);

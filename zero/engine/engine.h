@@ -61,6 +61,7 @@
 #include "base/process_mark.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
+#include "tiering/simulate/simulate.h"
 #include "zero/compute/compute.h"
 #include "zero/compute/device.h"
 #include "zero/compute/gradient_sums.h"
@@ -117,6 +118,26 @@ struct EnginePlan {
 };
 
 enum class Next : uint8_t { kUnknown, kTrain };
+
+// What a run's own steps have shown of the model and the machine that its plan was made for
+// (tiering/simulate/run_prediction.h), and what another plan is held against.
+struct ShownBySteps {
+  tiering::ModelGraph graph;  // the plan's, with the times of these steps
+  tiering::MachineModel machine;
+  double measured_seconds = 0;        // of these steps, in the mean
+  double deferred_share = 0;          // of them: all their updates waited for the next forward
+  std::optional<int64_t> steps_left;  // of the run; empty: not known
+};
+
+// What came of Engine::Replan by steps.
+struct PlannedAgain {
+  // A step by what the steps showed: as the plan was, and with the plan that the engine goes on with.
+  double kept_seconds = 0;
+  double seconds = 0;
+  bool explained = true;           // what was shown predicts the steps that showed it
+  tiering::Prediction prediction;  // of the plan that the engine goes on with
+  std::vector<std::string> moved;  // what has another place (tiering/plan/placement.h); empty: nothing has
+};
 
 // Of an engine's checkpoints, all that this process wrote.
 struct CheckpointTotals {
@@ -246,6 +267,14 @@ class Engine {
   // several ranks all of them make this call, with examples of one shape, and a plan that is refused ends
   // them all.
   absl::Status Replan(Batch example);
+  // The same for a plan whose assumptions the run's steps have shown to be wrong: nothing is measured but
+  // memory, and times and machine are what was shown. With one rank. The plan stays, and nothing is done,
+  // where what was shown predicts the steps that showed it kUnexplained off or more; and where the plan that
+  // is made of it has everything where it was, or shortens a step by less than kWorthwhile, or all steps that
+  // are left by less than one step. After kFailedPrecondition, and where EngineHooks::planned refuses, the
+  // engine goes on as it was.
+  absl::StatusOr<PlannedAgain> Replan(const ShownBySteps& shown);
+  static constexpr double kUnexplained = 0.25, kWorthwhile = 0.05;  // of a step
 
   // OK: a call may follow, also after an error. Else why the engine is done for.
   absl::Status usable() const;

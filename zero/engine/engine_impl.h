@@ -70,6 +70,7 @@ class Engine::Impl {
   CheckpointTotals checkpoint_totals() const;
   double checkpoint_seconds() const;  // of those that are being copied, so far
   absl::Status Replan(Batch example);
+  absl::StatusOr<PlannedAgain> Replan(const ShownBySteps& shown);
   aio::EngineStats io_stats() const;
   Device::Traffic copied() const;
   int64_t gds_read_bytes() const;
@@ -218,6 +219,14 @@ class Engine::Impl {
                                const std::function<absl::Status(const ReadRange&)>& use);
 
   // Another plan (engine_replan.cc).
+  // kFailedPrecondition: there cannot be one just now.
+  absl::Status CheckReplan() const;
+  // The plan that would be made of what is shown, beside the store that is there.
+  absl::StatusOr<tiering::Plan> PlanOf(const ShownBySteps& shown) const;
+  // `shown`: in the place of times that are measured and of the machine that there was; null: neither.
+  absl::Status PlanAnew(Batch example, const ShownBySteps* shown);
+  // Plans are compared on this machine from here on; nobody is asked for one.
+  void PlanOn(const tiering::MachineModel& machine);
   // Of the run that Close has left, at that commit.
   absl::Status Reopen(const swap::CommitSeen& last, bool asks);
   // What was counted under the plans before.
@@ -232,6 +241,7 @@ class Engine::Impl {
   Counted earlier_;
   std::optional<uint64_t> saturating_bytes_;  // as the caller has said it
   swap::HeldFiles held_;                      // between two plans
+  std::optional<tiering::ModelGraph> times_;  // of the next plan's stages; empty: they are measured
 
   nlohmann::json identity_;
   std::unique_ptr<HardwareLanes> lanes_;

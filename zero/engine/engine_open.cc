@@ -135,7 +135,8 @@ absl::Status Engine::Impl::Prepare(bool asks) {
   TensorMemory::ResetPeak();
   devices_ = DeviceExchange();  // of a plan before
   options_.storage.io.device_transfers.reset();
-  ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(*compute_, options_));
+  ASSIGN_OR_RETURN(PreparedModel prepared,
+                   PrepareModel(*compute_, options_, times_.has_value() ? &*times_ : nullptr));
   plan_ = std::move(prepared.plan);
   layouts_ = std::move(prepared.layouts);
   identity_ = std::move(prepared.identity);

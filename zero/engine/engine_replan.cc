@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <memory>
 #include <string>
@@ -8,12 +9,16 @@
 #include "absl/strings/str_cat.h"
 #include "aio/engine.h"
 #include "base/status_macros.h"
+#include "tiering/plan/placement.h"
+#include "tiering/simulate/simulate.h"
 #include "zero/engine/engine_impl.h"
+#include "zero/engine/prediction_check.h"
+#include "zero/engine/store_layout.h"
 #include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 
-absl::Status Engine::Impl::Replan(Batch example) {
+absl::Status Engine::Impl::CheckReplan() const {
   RETURN_IF_ERROR(broken_);
   if (!options_.trains)
     return absl::FailedPreconditionError("this engine only reads: another one is made for other batches");
@@ -26,6 +31,61 @@ absl::Status Engine::Impl::Replan(Batch example) {
     return absl::FailedPreconditionError(
         absl::StrCat("step ", step_ + 1, " has more calls to come: a plan is made between steps"));
   }
+  return absl::OkStatus();
+}
+
+absl::Status Engine::Impl::Replan(Batch example) {
+  RETURN_IF_ERROR(CheckReplan());
+  return PlanAnew(std::move(example), nullptr);
+}
+
+absl::StatusOr<PlannedAgain> Engine::Impl::Replan(const ShownBySteps& shown) {
+  RETURN_IF_ERROR(CheckReplan());
+  RETURN_IF_ERROR(CanPlanAgain(options_.world(), options_.storage.offload));
+  if (shown.graph.stages.size() != plan_.graph.stages.size())
+    return absl::InvalidArgumentError("what was shown is of another model");
+  const auto predicted = [&](const tiering::Plan& plan) -> absl::StatusOr<PlannedAgain> {
+    PlannedAgain of;
+    ASSIGN_OR_RETURN(of.prediction, tiering::Predict(shown.graph, plan, shown.machine));
+    of.seconds = (1 - shown.deferred_share) * of.prediction.step_seconds +
+                 shown.deferred_share * of.prediction.clipped_step_seconds;
+    return of;
+  };
+  ASSIGN_OR_RETURN(PlannedAgain kept, predicted(plan_.plan));
+  kept.kept_seconds = kept.seconds;
+  kept.explained = std::abs(kept.seconds - shown.measured_seconds) < kUnexplained * shown.measured_seconds;
+  if (!kept.explained) return kept;
+  ASSIGN_OR_RETURN(const tiering::Plan other, PlanOf(shown));
+  if (tiering::WhatMoves(plan_.plan, other).empty()) return kept;
+  ASSIGN_OR_RETURN(const PlannedAgain moved, predicted(other));
+  const double gain = kept.seconds - moved.seconds;
+  const bool pays =
+      !shown.steps_left.has_value() || gain * static_cast<double>(*shown.steps_left) > kept.seconds;
+  if (gain < kWorthwhile * kept.seconds || !pays) return kept;
+  const tiering::Plan before = plan_.plan;
+  RETURN_IF_ERROR(PlanAnew(options_.example, &shown));
+  ASSIGN_OR_RETURN(PlannedAgain now, predicted(plan_.plan));
+  now.kept_seconds = kept.seconds;
+  now.moved = tiering::WhatMoves(before, plan_.plan);
+  return now;
+}
+
+absl::StatusOr<tiering::Plan> Engine::Impl::PlanOf(const ShownBySteps& shown) const {
+  tiering::PlanOptions options = plan_.options;
+  options.machine = shown.machine;
+  ASSIGN_OR_RETURN(StoreTiles tiles, TilesOf(store()->shape(), plan_.graph, options.world, options.precision,
+                                             options.frozen_elsewhere));
+  options.fixed_tiles = std::move(tiles.elements);
+  options.frozen_apart = tiles.frozen_apart;
+  options.blocks_alone = std::move(tiles.blocks_alone);
+  return tiering::MakePlan(shown.graph, options);
+}
+
+void Engine::Impl::PlanOn(const tiering::MachineModel& machine) {
+  options_.hooks.machine = [machine](int64_t, const std::function<void()>&) { return machine; };
+}
+
+absl::Status Engine::Impl::PlanAnew(Batch example, const ShownBySteps* shown) {
   if (asked_ != nullptr) RETURN_IF_ERROR(FinishCheckpoint());
   RETURN_IF_ERROR(BroadcastError(CommitDescription()));
   const swap::CommitSeen last = {store()->uuid(), store()->committed_sequence()};
@@ -40,13 +100,13 @@ absl::Status Engine::Impl::Replan(Batch example) {
   options_.resume.enabled = true;
   options_.storage.overwrite = false;
   options_.storage.overwrites_only.reset();
-  if (options_.hooks.machine) {
-    options_.hooks.machine = [machine = plan_.options.machine](int64_t, const std::function<void()>&) {
-      return machine;
-    };
-  }
+  tiering::ModelGraph graph_before = plan_.graph;
+  const tiering::MachineModel machine_before = plan_.options.machine;
+  PlanOn(shown != nullptr ? shown->machine : machine_before);
+  if (shown != nullptr) times_ = shown->graph;
   example = std::exchange(options_.example, Kept(std::move(example)));
   absl::Status status = Reopen(last, /*asks=*/true);
+  times_.reset();
   if (status.ok()) return status;
   Close();
   if (options_.comm != nullptr) {
@@ -54,7 +114,10 @@ absl::Status Engine::Impl::Replan(Batch example) {
     return broken_ = BroadcastError(status);
   }
   options_.example = std::move(example);
+  PlanOn(machine_before);
+  times_ = std::move(graph_before);
   const absl::Status back = Reopen(last, /*asks=*/false);
+  times_.reset();
   if (back.ok()) {
     return absl::Status(status.code(),
                         absl::StrCat(status.message(), "; the engine goes on with the plan that it had"));

@@ -26,14 +26,15 @@ namespace {
 // Measured within the budget, and within what is free. A budget that is too small for that is refused; how
 // much would do is known if it can be found out in the memory that the machine has free. *beyond: it was, and
 // the budget was not kept.
-absl::StatusOr<Measured> MeasureWithin(Compute& compute, const EngineOptions& options, bool* beyond) {
+absl::StatusOr<Measured> MeasureWithin(Compute& compute, const EngineOptions& options, bool measures_time,
+                                       bool* beyond) {
   const int64_t budget = options.memory.host_memory_budget_bytes;
   // What a killed process could not say.
   const int64_t free = std::max<int64_t>(1, FindHostMemory().free_bytes);  // 0 would be no bound
   const ComputeSetup setup = {options.device.get(), options.dtype, options.intra_op_threads};
   MeasureOptions measure;
   measure.trains = options.trains;
-  measure.times = options.measures_time;
+  measure.times = measures_time;
   measure.doing = options.hooks.preparing;
   // The tensors of a device with its own memory may be the host's too, and are no part of the host's budget.
   const bool counts = !options.device->has_own_memory() || !options.device->tensors_are_host();
@@ -71,9 +72,10 @@ absl::StatusOr<Measured> MeasureWithin(Compute& compute, const EngineOptions& op
 // all of them take the same steps, since some are exchanges.
 class Preparation {
  public:
-  Preparation(Compute& compute, const EngineOptions& options)
+  Preparation(Compute& compute, const EngineOptions& options, const tiering::ModelGraph* times)
       : compute_(compute),
         options_(options),
+        times_(times),
         on_nvme_(options.storage.offload == OffloadDevice::kNvme),
         in_place_(on_nvme_ && options.trains) {}
 
@@ -229,7 +231,8 @@ class Preparation {
 
   absl::Status Measure() {
     EnginePlan& plan = prepared_.plan;
-    ASSIGN_OR_RETURN(measured_, MeasureWithin(compute_, options_, &beyond_budget_));
+    const bool measures_time = options_.measures_time && times_ == nullptr;
+    ASSIGN_OR_RETURN(measured_, MeasureWithin(compute_, options_, measures_time, &beyond_budget_));
     if (measured_.graph.blocks.empty() || measured_.graph.stages.empty() ||
         measured_.layouts.size() != measured_.graph.blocks.size()) {
       return absl::InvalidArgumentError(
@@ -250,8 +253,14 @@ class Preparation {
         block.elsewhere_bytes =
             options_.frozen->BytesOf(b, block.trains ? block.trained_from : block.elements);
     }
+    if (times_ != nullptr) {
+      for (const tiering::StageIndex s : plan.graph.stages.indices()) {
+        plan.graph.stages[s].forward_seconds = times_->stages[s].forward_seconds;
+        plan.graph.stages[s].backward_seconds = times_->stages[s].backward_seconds;
+      }
+    }
     plan.parameters = measured_.parameters;
-    plan.compute_disturbed = measured_.disturbed;
+    plan.compute_disturbed = measured_.disturbed && measures_time;
     prepared_.layouts = measured_.layouts;
     if (comm() != nullptr) RETURN_IF_ERROR(AgreeOnGraph(*comm(), &plan.graph));
     return absl::OkStatus();
@@ -487,6 +496,7 @@ class Preparation {
 
   Compute& compute_;
   const EngineOptions& options_;
+  const tiering::ModelGraph* const times_;  // null: they are measured
   const bool on_nvme_;
   const bool in_place_;
 
@@ -509,8 +519,9 @@ TileFormat FormatOf(const EngineOptions& options) {
   return format;
 }
 
-absl::StatusOr<PreparedModel> PrepareModel(Compute& compute, const EngineOptions& options) {
-  return Preparation(compute, options).Run();
+absl::StatusOr<PreparedModel> PrepareModel(Compute& compute, const EngineOptions& options,
+                                           const tiering::ModelGraph* times) {
+  return Preparation(compute, options, times).Run();
 }
 
 }  // namespace penstock::zero

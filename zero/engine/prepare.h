@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/status/statusor.h"
+#include "tiering/plan/model_graph.h"
 #include "zero/compute/compute.h"
 #include "zero/compute/gradient_sums.h"
 #include "zero/engine/direct_storage.h"
@@ -25,8 +26,10 @@ struct PreparedModel {
 // Measures the model and plans it under the options. With options.resume.enabled (or without options.trains)
 // the state directories (without a drive of its own: the checkpoint's) must hold a run of this very model,
 // type and seed (kFailedPrecondition names what differs), whose tiles the plan takes over; without, the
-// directories must be free or options.overwrite set.
-absl::StatusOr<PreparedModel> PrepareModel(Compute& compute, const EngineOptions& options);
+// directories must be free or options.overwrite set. `times`: the same model, the times of whose stages are
+// taken as they are; null: they are measured.
+absl::StatusOr<PreparedModel> PrepareModel(Compute& compute, const EngineOptions& options,
+                                           const tiering::ModelGraph* times = nullptr);
 
 }  // namespace penstock::zero
 

@@ -19,6 +19,7 @@
 #include "base/io_error.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
+#include "tiering/plan/placement.h"
 #include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
@@ -236,37 +237,10 @@ absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& d
 }
 
 absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
-  std::vector<int64_t> numbers = {plan.arena_bytes,       plan.tensor_bytes,   plan.tile_ring,
-                                  plan.saved_activations, plan.speculates,     plan.evaluate_micro_batches,
-                                  plan.micro_batches,     plan.on_nvme,        plan.accumulator_ring,
-                                  plan.codes.weights,     plan.codes.gradients};
+  std::vector<int64_t> numbers = tiering::PlacementNumbers(plan);
   uint64_t replay_rate = 0;
   std::memcpy(&replay_rate, &plan.worthwhile_replay_rate, sizeof(replay_rate));
   numbers.push_back(static_cast<int64_t>(replay_rate));
-  numbers.insert(numbers.end(),
-                 {plan.device.arena_bytes, plan.device.tensor_bytes, plan.device.saved_activations,
-                  plan.device.accumulator_ring, plan.device.collectives, plan.device.network_piece,
-                  plan.device.resident_elements});
-  const auto add = [&numbers](const auto& slots) {
-    for (const tiering::Slot& slot : slots) numbers.insert(numbers.end(), {slot.offset, slot.bytes});
-  };
-  add(plan.weight_slots);
-  add(plan.tile_slots);
-  add(plan.gradient_slots);
-  add(plan.accumulator_slots);
-  add(plan.input_slots);
-  add(plan.device.weight_slots);
-  add(plan.device.gradient_slots);
-  add(plan.device.accumulator_slots);
-  for (const tiering::BlockPlan& block : plan.blocks) {
-    numbers.insert(numbers.end(),
-                   {block.elements, block.trains, block.trained_from, block.private_weight_slot.value(),
-                    block.gradient_slot.value(), block.accumulator_slot.value()});
-    for (const tiering::TileIndex t : block.tiles.indices()) {
-      numbers.insert(numbers.end(), {block.tiles[t].elements, block.private_tile_slot[t].value(),
-                                     block.speculative_update[t], block.previews[t]});
-    }
-  }
   const uint64_t digest = kernels::Checksum(numbers.data(), numbers.size() * sizeof(int64_t));
   ASSIGN_OR_RETURN(std::vector<int64_t> digests, AllNumbers(comm, "the plan", static_cast<int64_t>(digest)));
   for (size_t k = 1; k < digests.size(); ++k) {

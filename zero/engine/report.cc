@@ -91,6 +91,7 @@ void Report::Start(const EngineOptions& options, const std::string& version, int
              {"seed", options.seed},
              {"host_memory_budget_bytes", options.memory.host_memory_budget_bytes},
              {"device_memory_budget_bytes", options.memory.device_memory_budget_bytes},
+             {"replanned", nullptr},
              {"stopped_by", nullptr}};
 }
 
@@ -118,34 +119,62 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["params"] = plan.parameters;
   report_["blocks"] = plan.graph.blocks.size();
   report_["state_bytes_total"] = plan.state_bytes;
-  report_["state_bytes_nvme"] = plan.disk_bytes;
   for (size_t i = 0; i < plan.stripes.weights.size(); ++i)
     report_["state_dir_shares"].push_back(plan.stripes.share(i, plan.stripes.weights.size()));
   report_["versions"] = plan.versions;
   report_["durability"] =
       std::string(Name(plan.plan.commits_every_step ? Durability::kStep : Durability::kCheckpoint));
-  report_["nvme_write_bytes_saved_per_step"] = plan.plan.late_write_bytes;
-  report_["saved_activations"] = SavedActivationsJson(plan.plan);
   report_["exchange"] = ExchangeJson(plan.plan);
   report_["resumed_from_step"] =
       engine.resumed_from().has_value() ? nlohmann::json(*engine.resumed_from()) : nlohmann::json();
   report_["io_backend"] = engine.io_backend();
-  report_["arena_pages"] = engine.arena_pages();
   report_["io_read_bandwidth_bytes_per_s"] = device.read_bytes_per_s;
   report_["io_write_bandwidth_bytes_per_s"] = device.write_bytes_per_s;
   report_["io_knee_bytes"] = device.saturating_bytes_in_flight;
-  report_["order_of_update"] = std::string(plan.plan.order_of_update());
-  report_["in_backward_share"] = plan.plan.speculative_share();
-  report_["updated_on_device_share"] = plan.plan.on_device_share();
   report_["gds"] = plan.plan.device.gds;
   prediction_ = prediction;
   report_["predicted_at_start_step_seconds"] = prediction.step_seconds;
   report_["predicted_at_start_clipped_step_seconds"] = prediction.clipped_step_seconds;
   report_["prediction_from"] = "start";
   report_["bound_by"] = prediction.bound_by;
-  report_["plan"] = plan.plan.reasons;
   report_["device_memory_budget_bytes"] = plan.plan.device.budget_bytes;
+  DescribePlan(engine);
   seconds_ = 0;
+}
+
+void Report::DescribePlan(const Engine& engine) {
+  const tiering::Plan& plan = engine.plan().plan;
+  report_["state_bytes_nvme"] = engine.plan().disk_bytes;
+  report_["nvme_write_bytes_saved_per_step"] = plan.late_write_bytes;
+  report_["saved_activations"] = SavedActivationsJson(plan);
+  report_["arena_pages"] = engine.arena_pages();
+  report_["order_of_update"] = std::string(plan.order_of_update());
+  report_["in_backward_share"] = plan.speculative_share();
+  report_["updated_on_device_share"] = plan.on_device_share();
+  report_["plan"] = plan.reasons;
+}
+
+void Report::PlannedAgain(const Engine& engine, const tiering::RunPrediction::Beside& beside,
+                          const absl::StatusOr<zero::PlannedAgain>& again) {
+  nlohmann::json& told = report_["replanned"];
+  told = {{"after_step", engine.step()},
+          {"predicted_step_seconds", beside.predicted_seconds},
+          {"measured_step_seconds", beside.measured_seconds}};
+  if (!again.ok()) {
+    told["outcome"] = "refused";
+    told["error"] = std::string(again.status().message());
+    return;
+  }
+  told["outcome"] = !again->explained ? "unexplained" : again->moved.empty() ? "stays" : "moved";
+  told["kept_step_seconds"] = again->kept_seconds;
+  told["step_seconds"] = again->seconds;
+  told["moved"] = again->moved;
+  if (again->moved.empty()) return;
+  DescribePlan(engine);
+  Predicted(again->prediction);
+  fills_ = stepped_ + 1;
+  first_ = last_ = Now(engine);
+  deferred_steps_ = replayed_steps_ = 0;
 }
 
 void Report::Predicted(const tiering::Prediction& prediction) {
@@ -185,8 +214,8 @@ void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tok
   steps_.push_back(StepJson(result, tokens));
   if (steps_.size() > kStepsKept) steps_.pop_front();
   last_ = Now(engine);
-  if (stepped_ == 1) first_ = last_;
-  if (stepped_ == 1) return;
+  if (stepped_ == fills_) first_ = last_;
+  if (stepped_ == fills_) return;
   if (result.speculative_share == 0) ++deferred_steps_;
   if (result.replayed) ++replayed_steps_;
 }

@@ -1,7 +1,7 @@
 // The report of a run: what `penstock train --report` writes, with the names of the fields fixed.
 //
 // Steady state is from the end of the process's first step to the end of its last: steps 2..N, and the
-// evaluations between them.
+// evaluations between them. Of a run that was planned again it is that of the newest plan.
 //   nvme_bytes_per_param_per_step  bytes the drive moved in it, over its steps and the model's parameters;
 //                                  without the reads of evaluations
 //   io_saturated_seconds           time with bytes in flight that saturate the device (aio::EngineStats)
@@ -33,6 +33,15 @@
 //                                  measured before the run, of each rank; null where there is no steady
 //                                  state, or where it is more than 1: the product was disturbed then.
 //                                  Neither is there unless the product was measured
+//   replanned                      null, or what the first steps were held against and what came of it
+//                                  (zero/engine/prediction_check.h): after_step; predicted_step_seconds of
+//                                  these steps at the start, and measured_step_seconds; outcome: "moved",
+//                                  "stays", "unexplained" (what they showed does not predict them) or
+//                                  "refused", with its error; kept_step_seconds, which by what they showed a
+//                                  step takes as it was planned, step_seconds with the plan that the run
+//                                  goes on with; moved, a line for each thing that has another place. Where
+//                                  something moved, the steady state begins behind the first step under the
+//                                  new plan
 // totals are of the whole process, the first step too: nvme_read_bytes and nvme_write_bytes are all that its
 // drives moved, with probe, initialisation, evaluations and checkpoints; step_nvme_read_bytes and
 // step_nvme_write_bytes are what its steps say of that, run_nvme_write_bytes what all processes of the run
@@ -60,7 +69,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "aio/profile.h"
+#include "tiering/simulate/run_prediction.h"
 #include "tiering/simulate/simulate.h"
 #include "zero/engine/engine.h"
 
@@ -94,6 +105,9 @@ class Report {
   void Start(const EngineOptions& options, const std::string& version, int world_size);
   void Planned(const Engine& engine, const aio::DeviceProfile& device, const tiering::Prediction& prediction);
   void Predicted(const tiering::Prediction& prediction);  // by the run's own steps
+  // Their prediction was wrong, and this is what came of Engine::Replan.
+  void PlannedAgain(const Engine& engine, const tiering::RunPrediction::Beside& beside,
+                    const absl::StatusOr<zero::PlannedAgain>& again);
   // What probing the drives moved before the run; part of the totals, as it is part of the kernel's own
   // counters.
   void Probed(int64_t read_bytes, int64_t write_bytes) {
@@ -140,6 +154,8 @@ class Report {
     int64_t steps = 0;
   };
   Mark Now(const Engine& engine) const;
+  // What the engine's plan says.
+  void DescribePlan(const Engine& engine);
 
   nlohmann::json report_;
   std::deque<nlohmann::json> steps_;
@@ -151,6 +167,7 @@ class Report {
   double compute_seconds_ = 0;
   int64_t step_read_bytes_ = 0, step_write_bytes_ = 0;
   int64_t stepped_ = 0, skipped_steps_ = 0;
+  int64_t fills_ = 1;  // the number of the step that fills the pipeline of the newest plan
   int64_t probe_read_bytes_ = 0, probe_write_bytes_ = 0;
   std::optional<int64_t> run_write_bytes_;
   int64_t tokens_ = 0;

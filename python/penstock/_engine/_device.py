@@ -221,6 +221,25 @@ class DeviceMemory:
             self.close()
             raise
 
+    def pin_arena(self, arena: Tuple[int, int]) -> None:
+        """arena: address and bytes of the engine's memory, which is another than before."""
+        self._arena_address = arena[0]
+        if self._cuda is not None:
+            self._pin(*arena)
+
+    def unpin_arena(self) -> None:
+        """The engine's memory is about to go. Nothing is copied from it any more."""
+        self.begin_pass()
+        if self._cuda is None:
+            return
+        self._cuda.synchronize(self.device)
+        if self._pinned.pop(self._arena_address, 0):
+            self._unpin(self._arena_address)
+
+    def _unpin(self, address: int) -> None:
+        if int(self._cuda.cudart().cudaHostUnregister(address)) != 0:
+            self._forget_error()
+
     def _pin(self, address: int, size: int) -> None:
         if not size:
             return
@@ -353,9 +372,7 @@ class DeviceMemory:
                 self._cuda.synchronize(self.device)
         finally:
             while self._pinned:
-                address, _ = self._pinned.popitem()
-                if int(self._cuda.cudart().cudaHostUnregister(address)) != 0:
-                    self._forget_error()
+                self._unpin(self._pinned.popitem()[0])
             self._buffers, self._inside, self._streams = [], None, {}
             self._last = self._gradients = None  # type: ignore[assignment]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple
 
 import torch
@@ -82,6 +83,8 @@ class Passes:
                     parameter.grad = None  # of a graph whose pass was given up
             switch_off_checkpointing(self.checkpointing)
         with deferred():
+            if trains and self._core.plans_again_now:
+                self._plan_again()
             if trains:
                 self._core.begin(reads_ahead, list(rates))
             else:
@@ -98,6 +101,13 @@ class Passes:
                 for driver in self._open.drivers[micro_batches - 1 :]:
                     driver.together = together
             self._open.here.driver = self._open.drivers[0]
+
+    # The engine's memory goes, and comes back elsewhere: no parameter has a value, and no pass is open.
+    def _plan_again(self) -> None:
+        self._weights.memory_goes()
+        self._core.plan_again()
+        self._weights.memory_came(self._core.arena())
+        self._saved.planned(json.loads(self._core.info())["saved_activations"])
 
     def check_trains(self) -> None:
         """RuntimeError where every forward is an evaluation."""

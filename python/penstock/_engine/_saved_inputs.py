@@ -137,10 +137,7 @@ class SavedInputs:
         self._core = core
         self._uses = uses
         self._device = device
-        self._leaves: List[bool] = list(planned["leaves"])
-        self._room: Optional[int] = planned["room"]  # None: no bound
-        #: Whether any use's inputs leave.
-        self.move = any(self._leaves)
+        self._on_device = on_device
         self._moved: Dict[Tuple[int, int], List[Moved]] = {}
         self._seen = GivenTensors()  # by uses of the pass, whose inputs leave or not
         self._stream: Any = None
@@ -149,9 +146,17 @@ class SavedInputs:
         self._notes: Dict[str, str] = {}  # of what was not as planned, by kind
         self._told: Set[str] = set()
         self._most = [sum(use.inputs.bytes.values()) for use in uses]
-        if self.move and on_device:
+        self.planned(planned)
+
+    def planned(self, planned: Mapping[str, Any]) -> None:
+        """What the engine has planned for the passes from here on."""
+        self._leaves: List[bool] = list(planned["leaves"])
+        self._room: Optional[int] = planned["room"]  # None: no bound
+        #: Whether any use's inputs leave.
+        self.move = any(self._leaves)
+        if self.move and self._on_device:
             own = weakref.ref(self)  # the core would keep this, and this the core
-            core.set_room(lambda stage, number, size: own().make_room(stage, number, size))  # type: ignore[union-attr]
+            self._core.set_room(lambda stage, number, size: own().make_room(stage, number, size))  # type: ignore[union-attr]
 
     def leaves(self, stage: int) -> bool:
         """Whether the inputs of this use wait for backward elsewhere."""

@@ -88,6 +88,18 @@ class Weights:
             self._hide_on(torch.device("cpu"))
             self.hide_all()
 
+    def memory_goes(self) -> None:
+        """The engine is about to give up its memory between two passes. ``memory_came`` follows."""
+        if self.on_device is not None:
+            self.on_device.unpin_arena()
+        self._views.clear()
+        self._spans.clear()
+
+    def memory_came(self, arena: Tuple[int, int]) -> None:
+        """arena: address and bytes of the engine's memory from here on."""
+        if self.on_device is not None:
+            self.on_device.pin_arena(arena)
+
     def attach(self, block: int, address: int) -> None:
         """The block's parameters are what lies at `address` of the engine's memory from here on."""
         memory: Optional[torch.Tensor] = None
