@@ -86,22 +86,9 @@ std::string NameWithin(std::string_view name, std::string_view suffix) {
   return StepOf(within, &step) ? within : "";
 }
 
-absl::Status Rename(const std::string& from, const std::string& to) {
-  return ::rename(from.c_str(), to.c_str()) == 0
-             ? absl::OkStatus()
-             : MakeIoError({.op = "rename to", .path = to, .error = errno});
-}
-
 // Where the parts of a checkpoint are: the directories of its ranks, or its own.
 absl::StatusOr<std::vector<std::string>> PartsOf(const std::string& directory) {
-  std::vector<std::string> parts;
-  ASSIGN_OR_RETURN(const std::vector<std::string> names, Entries(directory));
-  for (const std::string& name : names) {
-    const bool digits = name.size() > kRankPrefix.size() &&
-                        name.find_first_not_of("0123456789", kRankPrefix.size()) == std::string::npos;
-    if (digits && name.compare(0, kRankPrefix.size(), kRankPrefix) == 0)
-      parts.push_back(absl::StrCat(directory, "/", name));
-  }
+  ASSIGN_OR_RETURN(std::vector<std::string> parts, RankPartsIn(directory));
   if (parts.empty()) parts.push_back(directory);
   return parts;
 }
@@ -266,6 +253,16 @@ absl::Status KeepNewest(const std::string& parent, uint32_t keep, std::span<cons
 }
 
 }  // namespace
+
+absl::StatusOr<std::vector<std::string>> RankPartsIn(const std::string& directory) {
+  std::vector<std::string> parts;
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, Entries(directory));
+  for (const std::string& name : names) {
+    if (name.starts_with(kRankPrefix) && IsNumber(name.substr(kRankPrefix.size())))
+      parts.push_back(absl::StrCat(directory, "/", name));
+  }
+  return parts;
+}
 
 std::string RankDirectory(const std::string& directory, int rank) {
   const bool ends = !directory.empty() && directory.back() == '/';

@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -65,6 +66,9 @@ class PartialCheckpoint {
   std::string whole_;      // the checkpoint's directory
   std::string directory_;  // the part's; the same where there is one. Empty: published
 };
+
+// The directories of ranks' parts that are in `directory`, of whatever is in them.
+absl::StatusOr<std::vector<std::string>> RankPartsIn(const std::string& directory);
 
 // Without the scratch, which means nothing to anyone but the process that wrote it.
 Layout LayoutWithoutScratch(const StoreShape& shape);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <set>
 #include <thread>
 #include <utility>
@@ -76,6 +77,12 @@ absl::Status MakeDirectories(const std::string& directory, std::vector<std::stri
     }
   }
   return CheckDirectory(directory);
+}
+
+absl::Status Rename(const std::string& from, const std::string& to) {
+  return ::rename(from.c_str(), to.c_str()) == 0
+             ? absl::OkStatus()
+             : MakeIoError({.op = "rename to", .path = to, .error = errno});
 }
 
 absl::Status CheckDistinct(const std::vector<std::string>& directories) {
@@ -194,6 +201,39 @@ absl::StatusOr<FileKind> PlainFile::Classify() const {
   if (absl::IsNotFound(length.status())) return FileKind::kUnfinished;
   // A damaged superblock, or one of another format version, is a store's as well.
   return absl::IsInvalidArgument(length.status()) ? FileKind::kForeign : FileKind::kStore;
+}
+
+absl::Status Replaced(const std::string& path) {
+  return absl::FailedPreconditionError(absl::StrCat(
+      path,
+      " was replaced or moved away just now: another run was started at the same time, or somebody is "
+      "at work there; look into the directory and start again"));
+}
+
+absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, int patience_ms) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
+  while (true) {
+    auto file = PlainFile::Open(path);
+    if (absl::IsNotFound(file.status())) return std::nullopt;
+    RETURN_IF_ERROR(file.status());
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    ASSIGN_OR_RETURN(const auto locked,
+                     file->TryLock(/*exclusive=*/true, static_cast<int>(std::max<int64_t>(0, left.count()))));
+    if (!locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use by another run"));
+    // Whoever held the lock may have removed the file, and made another.
+    ASSIGN_OR_RETURN(const bool at_its_place, file->IsAt(path));
+    if (!at_its_place) {
+      if (std::chrono::steady_clock::now() >= deadline) return Replaced(path);
+      continue;
+    }
+    ASSIGN_OR_RETURN(const FileKind kind, file->Classify());
+    if (kind == FileKind::kForeign) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(path, " was not made by this program and is not overwritten: move it away"));
+    }
+    return *std::move(file);
+  }
 }
 
 // ---- through the engine ----

@@ -29,6 +29,7 @@ std::string StorePath(const std::string& directory);
 absl::Status CheckDirectory(const std::string& directory);
 // Makes what is missing, mode 0700, and syncs the parent of each. `made` gets what was missing, in order.
 absl::Status MakeDirectories(const std::string& directory, std::vector<std::string>* made = nullptr);
+absl::Status Rename(const std::string& from, const std::string& to);
 // kInvalidArgument if two of them are the same directory.
 absl::Status CheckDistinct(const std::vector<std::string>& directories);
 
@@ -81,6 +82,14 @@ class PlainFile {
   uint64_t device_ = 0;
   int64_t modified_ns_ = 0;
 };
+
+// The path of a store file that was locked is another file's by now.
+absl::Status Replaced(const std::string& path);
+
+// The store file of an old run, made by this program and locked, so that nobody else removes it or goes on
+// from it. Not there: no value. kFailedPrecondition: another has it after `patience_ms`, or the file is of
+// another program.
+absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, int patience_ms);
 
 // One blocking transfer through the engine.
 absl::Status ReadFully(aio::Engine& engine, aio::File& file, uint64_t offset, std::span<std::byte> bytes);

@@ -103,41 +103,6 @@ absl::StatusOr<std::unique_ptr<aio::File>> OpenFile(aio::Engine& engine, const S
   return file;
 }
 
-absl::Status Replaced(const std::string& path) {
-  return absl::FailedPreconditionError(absl::StrCat(
-      path,
-      " was replaced or moved away just now: another run was started at the same time, or somebody is "
-      "at work there; look into the directory and start again"));
-}
-
-// The store file of an old run in a directory, ours and locked, so that nobody else removes it or goes on
-// from it. Not there: no value.
-absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, int patience_ms) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
-  while (true) {
-    auto file = PlainFile::Open(path);
-    if (absl::IsNotFound(file.status())) return std::nullopt;
-    RETURN_IF_ERROR(file.status());
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    ASSIGN_OR_RETURN(const auto locked,
-                     file->TryLock(/*exclusive=*/true, static_cast<int>(std::max<int64_t>(0, left.count()))));
-    if (!locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use by another run"));
-    // Whoever held the lock may have removed the file, and made another.
-    ASSIGN_OR_RETURN(const bool at_its_place, file->IsAt(path));
-    if (!at_its_place) {
-      if (std::chrono::steady_clock::now() >= deadline) return Replaced(path);
-      continue;
-    }
-    ASSIGN_OR_RETURN(const FileKind kind, file->Classify());
-    if (kind == FileKind::kForeign) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(path, " was not made by this program and is not overwritten: move it away"));
-    }
-    return *std::move(file);
-  }
-}
-
 // The newest commit that a store file has, and its step; none of one that never was committed or is no
 // store's.
 struct NewestCommit {
