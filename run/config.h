@@ -248,6 +248,7 @@ struct PenstockConfig {
   std::optional<std::vector<std::string>> chunked_modules;
   std::optional<int64_t> chunk_size;  // tokens
   std::optional<std::string> base_weights;
+  std::optional<std::string> resume_ranks;  // "same" or "any"
 
   bool operator==(const PenstockConfig&) const = default;
 };

@@ -1235,6 +1235,18 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .OfRank()
         .OnCommandLine(kRankTimeoutFlag)
         .At([](auto& c) -> auto& { return c.penstock.rank_timeout; }),
+    Choice("resume_ranks", "same|any")
+        .Says(
+            "How many processes go on with a run: as many as made it (same), or any number (any). With any, "
+            "its state is cut anew in its directories, and made of the newest checkpoint where parts of it "
+            "are gone",
+            "same")
+        .Flag("--resume-ranks")
+        .Keyword("resume_ranks")
+        .InPython("As after ``torchrun --max-restarts`` without a lost host. A kill before the new state is "
+                  "whole leaves the old one. What is gone with a host, ``load_checkpoint`` makes up for.")
+        .EachStart()
+        .At([](auto& c) -> auto& { return c.penstock.resume_ranks; }),
     Whole("logits_chunk_size", 0, 0x1p30)
         .Says("Tokens whose logits are computed at one time, with their loss; 0: those of all tokens", "0")
         .Keyword("logits_chunk_size")

@@ -308,8 +308,9 @@ std::string KeywordsClass(std::string_view heading, std::string_view what, const
 
 std::string KeywordsModule() {
   // Of one start or one process: initialize's alone, or in the signature of plan.
-  static constexpr auto kOfAStart = std::to_array<std::string_view>(
-      {"state_dir", "host_memory", "device_memory", "seed", "device", "progress", "rank_timeout"});
+  static constexpr auto kOfAStart =
+      std::to_array<std::string_view>({"state_dir", "host_memory", "device_memory", "seed", "device",
+                                       "progress", "rank_timeout", "replan", "resume_ranks"});
   const auto is_of_a_start = [](std::string_view keyword) {
     return std::find(kOfAStart.begin(), kOfAStart.end(), keyword) != kOfAStart.end();
   };

@@ -68,7 +68,7 @@ _WITHOUT_EFFECT = {
 }
 _REFUSED = {
     "autotuning": "`penstock plan` says what fits and how long a step takes",
-    "elastic_training": "torchrun --max-restarts starts ranks again, and engine.load_checkpoint goes on with another number of them",
+    "elastic_training": "torchrun --max-restarts starts ranks again, and resume_ranks='any' or engine.load_checkpoint goes on with another number of them",
     "bind_core_list": "start each rank under taskset or numactl",
     "bind_cores_to_rank": "start each rank under taskset or numactl",
     "venv_script": "activate the environment before: the ranks have this command's Python and its environment",

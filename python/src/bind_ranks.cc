@@ -21,7 +21,8 @@
 #include "gil.h"
 #include "owned.h"
 #include "ranks.h"
-#include "swap/inspect.h"
+#include "settings.h"
+#include "zero/engine/change_ranks.h"
 #include "zero/ranks/agree.h"
 #include "zero/ranks/comm.h"
 #include "zero/ranks/handshake.h"
@@ -134,24 +135,40 @@ HeldRanks PyRanks::held() const {
 
 namespace {
 
-// Whether directories hold a run or what was one, damaged or not: it may be replaced. Raises where that is
-// not known.
-bool HoldOne(const std::vector<std::string>& directories) {
-  const swap::Finding found = swap::Probe(directories);
-  RaiseUnlessOk(found.unread, {.path = directories.empty() ? "" : directories.front()});
-  return found.holding == swap::Holding::kRun || found.holding == swap::Holding::kInUse ||
-         found.holding == swap::Holding::kDamaged || found.holding == swap::Holding::kOverwritten;
+int64_t RanksOf(const std::vector<std::string>& directories) {
+  return ValueOrRaise(zero::RanksIn(directories), {.path = directories.empty() ? "" : directories.front()});
 }
 
-// Of how many ranks a run in these directories is; 0: there is none.
-int64_t RanksOf(const std::vector<std::string>& directories) {
-  if (HoldOne(directories)) return 1;
-  if (!HoldOne(zero::RankDirectories(directories, 0))) return 0;
-  const absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(directories);
-  if (parts.ok()) return static_cast<int64_t>(parts->size());
-  int64_t there = 1;  // of those that are left
-  while (HoldOne(zero::RankDirectories(directories, static_cast<int>(there)))) ++there;
-  return there;
+zero::Comm* CommOf(const HeldRanks& held) { return held == nullptr ? nullptr : held->get().comm.get(); }
+
+void FinishChange(const std::vector<std::string>& directories, const PyRanks* ranks) {
+  const HeldRanks held = ranks == nullptr ? nullptr : ranks->held();
+  absl::Status status;
+  {
+    const GilReleased released;
+    status = zero::FinishChangeOfRanks(CommOf(held), directories);
+  }
+  RaiseUnlessOk(status, {.path = directories.empty() ? "" : directories.front()});
+}
+
+int64_t ChangeRanks(const PySettings& settings, const PyRanks* ranks) {
+  const HeldRanks held = ranks == nullptr ? nullptr : ranks->held();
+  const std::vector<std::string>& directories = settings.resolved().directories.paths;
+  absl::StatusOr<zero::OtherRanks> other;
+  absl::Status status;
+  {
+    const GilReleased released;
+    other = zero::FindOtherRanks(CommOf(held), directories, "");
+    if (other.ok() && !other->from.empty()) {
+      zero::EngineOptions options;
+      TakeStorage(settings.resolved(), &options);
+      if (held != nullptr) options.comm = held->get().comm;
+      status = zero::ChangeRanks(other->from, directories, std::move(options));
+    }
+  }
+  const zero::OtherRanks found = ValueOrRaise(std::move(other), {.path = directories.front()});
+  RaiseUnlessOk(status, {.path = directories.front()});
+  return found.from.empty() ? 0 : found.ranks;
 }
 
 }  // namespace
@@ -167,6 +184,12 @@ void BindRanks(nb::module_& module) {
       "ranks_of", &RanksOf, nb::arg("directories"),
       "Of how many ranks the run in state directories is, damaged or not; 0: there is none. OSError: that "
       "cannot be read.");
+  module.def("finish_change_of_ranks", &FinishChange, nb::arg("directories"), nb::arg("ranks").none(),
+             "Before a run is looked for: finishes a change_ranks that a kill has cut short when it counted "
+             "already. All ranks call it.");
+  module.def("change_ranks", &ChangeRanks, nb::arg("settings"), nb::arg("ranks").none(),
+             "Makes the run in the state directories one of as many ranks as there are, and returns of how "
+             "many it was; 0: nothing had to be changed. OSError: parts of it are gone. All ranks call it.");
   nb::class_<PyMeetingPlace>(module, "MeetingPlace", "Where ranks meet; the first of them makes it.")
       .def(nb::init<const std::string&, const std::string&>(), nb::arg("address"), nb::arg("secret"))
       .def_prop_ro("port", &PyMeetingPlace::Port);

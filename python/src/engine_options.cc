@@ -195,6 +195,19 @@ absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
   return model;
 }
 
+void TakeStorage(const run::Resolved& settings, zero::EngineOptions* options) {
+  const run::PenstockConfig& own = settings.config.penstock;
+  zero::StorageOptions& storage = options->storage;
+  storage.offload = settings.offload;
+  storage.state_dirs = settings.directories.paths;
+  storage.state_dir_weights = settings.directories.weights;
+  storage.durability = own.durability.value_or(zero::Durability::kStep);
+  storage.sync = own.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
+  storage.versions = static_cast<int>(own.versions.value_or(0));
+  options->optimizer.missing_gradients = own.missing_gradients.value_or(zero::MissingGradients::kSkip);
+  options->memory.host_memory_budget_bytes = own.host_memory_budget_bytes.value_or(0);
+}
+
 absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const std::string& text,
                                          std::shared_ptr<zero::Comm> comm) {
   Options given(ParseJson(text));
@@ -203,9 +216,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   options.comm = std::move(comm);
   options.dtype = settings.dtype;
   options.micro_batches = static_cast<int>(settings.forwards);
-  options.storage.offload = settings.offload;
-  options.storage.state_dirs = settings.directories.paths;
-  options.storage.state_dir_weights = settings.directories.weights;
+  TakeStorage(settings, &options);
   options.storage.checkpoints.on_demand = true;
   Json optimizer = Json::object();
   given.Take("seed", &options.seed);
@@ -247,7 +258,6 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   if (asks_for_host && !config.penstock.saved_activations.has_value())
     options.memory.saved_activations = zero::SavedActivations::kHost;
   const run::PenstockConfig& own = config.penstock;
-  options.optimizer.missing_gradients = own.missing_gradients.value_or(zero::MissingGradients::kSkip);
   ASSIGN_OR_RETURN(options.device, OpenDevice(device));
   // Unasked, a tenth of what is free stays so: what torch was seen to take is not all that it ever will.
   if (options.device->has_own_memory()) {
@@ -259,9 +269,6 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   made.logs_exchanges = config.comms_logger.value_or(false);
   // Nothing is watched unasked: a stage lasts as long as its owner stops in a debugger.
   options.watch = run::WatchOf(own, /*unasked=*/0);
-  options.storage.durability = own.durability.value_or(zero::Durability::kStep);
-  options.storage.sync = own.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
-  options.storage.versions = static_cast<int>(own.versions.value_or(0));
   const int ranks_here = options.comm != nullptr ? options.comm->environment().local_world : 1;
   options.optimizer.workers =
       static_cast<int>(own.update_threads.value_or(zero::DefaultUpdateThreads(device_computes, ranks_here)));
@@ -269,7 +276,6 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   options.optimizer.loss_scale = scaler.options();
   // As much as it likes would be what is in flight: what is only evaluated gains by all that stays.
   int64_t& budget = options.memory.host_memory_budget_bytes;
-  budget = own.host_memory_budget_bytes.value_or(0);
   if (!options.trains && budget == 0) budget = zero::FindHostMemory().free_bytes / 2;
   return made;
 }

@@ -63,6 +63,9 @@ struct GivenOptions {
   bool breaks_down = false;          // the time of each step: wall_clock_breakdown
   bool logs_exchanges = false;       // comms_logger
 };
+// What a run's state on its drives depends on: all of storage, and what it holds besides.
+void TakeStorage(const run::Resolved& settings, zero::EngineOptions* options);
+
 // options: a JSON object of what the engine's maker says beside the settings; the keys are
 // python/penstock/_engine/_handed_over.py's. kInvalidArgument names one that is wrong. comm: the other ranks,
 // or null.

@@ -224,6 +224,8 @@ void BindSettings(nb::module_& module) {
       .def_prop_ro("draws_progress", [](Self self) { return self.resolved().config.penstock.progress; })
       .def_prop_ro("chosen_rank_timeout",
                    [](Self self) { return self.resolved().config.penstock.rank_timeout; })
+      .def_prop_ro("resumes_any_ranks",
+                   [](Self self) { return self.resolved().config.penstock.resume_ranks == "any"; })
       .def_prop_ro("logits_chunk_size",
                    [](Self self) { return self.resolved().config.penstock.logits_chunk_size; })
       .def_prop_ro(

@@ -857,6 +857,7 @@ KEYWORDS = {
         "progress": setting("progress", True),
         "ranks": alone,
         "rank_timeout": setting("rank_timeout", 12.5),
+        "resume_ranks": held("test_ranks.py: test_ranks_that_are_killed_go_on_with_another_number_where_that_is_said"),
     },
     "penstock.plan": {
         **of(held("test_plan.py: test_the_configurations_micro_batch_and_its_notes_are_the_plans"), "batch", "seq", "config", "offload"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -193,8 +194,86 @@ def test_ranks_train_as_one_process_does(directory, on_ranks):
         assert rank["loaded"] == three[2]["loaded"]
         assert "rank 2 of 3 has gone" in rank["error"] and "resume=True" in rank["error"]
 
-    with pytest.raises(ValueError, match="holds a run of 2 ranks, and there is one.*load_checkpoint"):
+    with pytest.raises(ValueError, match="holds a run of 2 ranks, and there is one.*resume_ranks='any'.*load_checkpoint"):
         step(make(net(), directory / "state", resume=True), steps[0])
+
+
+KILLED = COMMON + """
+engine = make(build(), directory + "/state", rank_timeout=20)
+steps = batches(9, size=12)
+for batch in steps[:4]:
+    of_all(engine, batch)
+if rank == 1:
+    engine.module.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+try:
+    for batch in steps[4:]:
+        of_all(engine, batch)
+except ConnectionAbortedError as error:
+    tell("error", str(error))
+"""
+
+GO_ON = COMMON + """
+steps = batches(9, size=12)
+place = directory + "/" + sys.argv[2]
+try:
+    step(make(build(), place, resume=True), own(steps[0]))
+except ValueError as error:
+    tell("refused", str(error))
+parts = sorted(os.listdir(place))
+engine = make(build(seed=3), place, resume="auto", config={"penstock": {"resume_ranks": "any"}})
+at = engine.global_steps
+tell("parts", [parts, at])
+tell("losses", [of_all(engine, batch) for batch in steps[at:8]])
+tell("log", [line for line in engine.log() if "cut anew" in line])
+tell("after", [sorted(os.listdir(place)), len(engine.report()["steps"])])
+engine.close()
+again = make(build(seed=3), place, resume=True)
+tell("steps", again.global_steps)
+again.close()
+"""
+
+
+def test_ranks_that_are_killed_go_on_with_another_number_where_that_is_said(directory, on_ranks):
+    """In the place of their state, one process and three: as near to two that were left alone as sums in another order are."""
+    steps = batches(9, size=12)
+    unbroken = told(on_ranks(TRAIN, 2, directory / "unbroken"))[0]
+    losses = [*unbroken["losses"], *unbroken["after"], *unbroken["resumed"]]
+    killed = told(on_ranks(KILLED, 2, directory), {1: -signal.SIGKILL})
+    assert "rank 1 of 2 has gone" in killed[0]["error"]
+    for name in ("one", "three"):
+        shutil.copytree(directory / "state", directory / name)
+
+    three = told(on_ranks(GO_ON, 3, directory, "three"))
+    parts, at = three[0]["parts"]
+    assert (parts, at in (3, 4)) == (["rank-0", "rank-1"], True)
+    for rank in three:
+        assert "holds a run of 2 ranks, and there are 3" in rank["refused"] and "resume_ranks='any'" in rank["refused"]
+        assert rank["losses"] == [pytest.approx(each, rel=2e-6) for each in losses[at:8]]
+        assert rank["steps"] == 8
+    assert three[0]["after"] == [["rank-0", "rank-1", "rank-2"], 8 - at]
+    assert ["a run of 2 ranks, and goes on with 3" in line for line in three[0]["log"]] == [True]
+
+    with pytest.raises(ValueError, match="holds a run of 2 ranks, and there is one.*resume_ranks='any'"):
+        step(make(net(), directory / "one", resume=True), steps[0])
+    with pytest.raises(ValueError, match="resume_ranks.*same, any.*some"):
+        make(net(), directory / "one", resume=True, resume_ranks="some")
+    engine = make(net(seed=3), directory / "one", resume=True, resume_ranks="any", gradient_accumulation_steps=2)
+    found = []
+    for batch in steps[at:8]:
+        engine.train_batch([{name: value[:6] for name, value in batch.items()}, {name: value[6:] for name, value in batch.items()}])
+        found.append([engine.last_step["loss"], engine.get_global_grad_norm()])
+    assert found == [pytest.approx(each, rel=2e-6) for each in losses[at:8]]
+    engine.close()
+    assert sorted(os.listdir(directory / "one")) == ["parameters.json", "penstock.store"]
+
+    # What is gone cannot be cut anew, and nothing takes its place.
+    shutil.copytree(directory / "state", directory / "lost")
+    shutil.rmtree(directory / "lost" / "rank-0")
+    with pytest.raises(OSError, match="of which not all is there.*the part of rank 0 of the run's 2 is missing"):
+        step(make(net(), directory / "lost", resume="auto", resume_ranks="any"), steps[0])
+    with pytest.raises(ValueError, match="holds a run of 2 ranks"):
+        step(make(net(), directory / "lost", resume="auto"), steps[0])
+    assert os.path.exists(directory / "lost" / "rank-1" / "penstock.store")
 
 
 UNLIKE = COMMON + """

@@ -140,11 +140,10 @@ TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
   const std::string weights = ReadFile(dir_ + "/kept.safetensors");
   EXPECT_EQ(ReadFile(dir_ + "/state.safetensors").substr(2000), weights.substr(2000));
 
-  // In place only with as many; the refusal says how else.
+  // In place only with as many, unless that is said.
   const Ran single = Run(Small(state, {"--resume", "--steps", "6"}));
   EXPECT_EQ(single.code, 2);
-  EXPECT_THAT(single.err,
-              HasSubstr("by --resume --checkpoint-dir " + state + " and a --state-dir that is empty"));
+  EXPECT_THAT(single.err, HasSubstr("or with another number by --resume --resume-ranks any"));
   const Arguments third = Small(state, {"--resume", "--steps", "6"});
   for (const Ran& ran : Wait(Start({third, third, third}))) {
     EXPECT_EQ(ran.code, 2);
@@ -211,6 +210,92 @@ TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
     EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
     EXPECT_THAT(ran.err, HasSubstr("the part of rank 0 of the run's 2 is missing"));
   }
+}
+
+// Two ranks are killed, and one and three go on in the place of their state, with its losses to the rounding
+// of sums; where a part is gone, from the newest checkpoint.
+TEST_F(RanksTest, KilledTheyGoOnWithAnotherNumberWhereThatIsSaid) {
+  const std::string state = dir_ + "/state", kept = dir_ + "/kept", log = dir_ + "/log.jsonl";
+  const Arguments shape = {"--batch", "3", "--dtype", "fp32", "--steps", "40"};
+  const Arguments unbroken = Small(dir_ + "/unbroken", shape + Arguments{"--log", dir_ + "/unbroken.jsonl"});
+  for (const Ran& ran : Wait(Start({unbroken, unbroken}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::vector<json> expected = LogOf(dir_ + "/unbroken.jsonl");
+  const Arguments two =
+      Small(state, shape + Arguments{"--log", log, "--checkpoint-dir", kept, "--checkpoint-every", "3"});
+  std::vector<Program> programs = Start({two, two});
+  ASSERT_TRUE(WaitForLines(log, 7));
+  programs[1].Signal(SIGKILL);
+  EXPECT_EQ(Wait(std::move(programs))[0].code, 1);
+  const size_t killed_at = LogOf(log).size();
+  ASSERT_LT(killed_at, 30u) << "it was over before the signal came";
+
+  const auto copy = [&](const std::string& name) {
+    std::filesystem::copy(state, dir_ + "/" + name, std::filesystem::copy_options::recursive);
+    std::filesystem::copy(kept, dir_ + "/" + name + "-kept", std::filesystem::copy_options::recursive);
+    return dir_ + "/" + name;
+  };
+  const std::string last = std::to_string(killed_at + 4);
+  const auto go_on = [&](const std::string& place, int ranks, const Arguments& more) {
+    const Arguments on = Small(place, Arguments{"--resume", "--dtype", "fp32", "--steps", last, "--log",
+                                                place + ".jsonl", "--checkpoint-dir", place + "-kept"} +
+                                          more);
+    return ranks == 1 ? std::vector<Ran>{Run(on)}
+                      : Wait(Start(std::vector<Arguments>(static_cast<size_t>(ranks), on)));
+  };
+  // No step after `step` is lost and none doubled; a new log begins with the line of the commit gone on from.
+  const auto expect_from = [&](const std::vector<json>& seen, size_t step) {
+    ASSERT_FALSE(seen.empty());
+    const auto first = seen.front()["step"].get<size_t>();
+    EXPECT_TRUE(first == step || first == step + 1) << first << " for " << step;
+    EXPECT_EQ(seen.size(), killed_at + 4 - first + 1);
+    for (size_t i = 0; i < seen.size(); ++i) {
+      EXPECT_EQ(seen[i]["step"], first + i);
+      const json& other = expected[first + i - 1];
+      EXPECT_EQ(seen[i]["tokens"], other["tokens"]);
+      EXPECT_NEAR(seen[i]["loss"].get<double>(), other["loss"].get<double>(), 1e-4);
+    }
+  };
+  std::ofstream(dir_ + "/any.json") << R"({"penstock": {"resume_ranks": "any"}})";
+  for (const int ranks : {1, 3}) {
+    SCOPED_TRACE(ranks);
+    const std::string place = copy(ranks == 1 ? "one" : "three");
+    for (const Ran& ran : go_on(place, ranks, {})) {
+      EXPECT_EQ(ran.code, 2);
+      EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+      EXPECT_THAT(ran.err,
+                  HasSubstr("holds a run of 2 ranks: go on with 2, or with another number by --resume "
+                            "--resume-ranks any"));
+    }
+    // What only looks changes nothing.
+    const Ran planned = Run({"plan", "--resume", "--resume-ranks", "any", "--state-dir", place});
+    EXPECT_EQ(planned.code, 0) << planned.err;
+    EXPECT_TRUE(std::filesystem::exists(place + "/rank-1/penstock.store"));
+    const Arguments any =
+        ranks == 1 ? Arguments{"--resume-ranks", "any"} : Arguments{"--config", dir_ + "/any.json"};
+    for (const Ran& ran : go_on(place, ranks, any)) ASSERT_EQ(ran.code, 0) << ran.err;
+    expect_from(LogOf(place + ".jsonl"), killed_at);
+    EXPECT_EQ(std::filesystem::exists(place + "/rank-0"), ranks == 3);
+    EXPECT_EQ(std::filesystem::exists(place + "/penstock.store"), ranks == 1);
+    EXPECT_EQ(json::parse(Run({"verify", place, "--json", "--quiet"}).out)["whole"], true);
+    // With as many it goes on as any other.
+    for (const Ran& ran : go_on(place, ranks, any)) EXPECT_EQ(ran.code, 0) << ran.err;
+  }
+
+  // The host of a rank is gone, and its part of the state with it.
+  const std::string lost = copy("lost");
+  std::filesystem::remove_all(lost + "/rank-1");
+  const auto newest = std::stoul(json::parse(Run({"inspect", lost + "-kept", "--json"}).out)["step"].dump());
+  for (const Ran& ran : go_on(lost, 1, {"--resume-ranks", "any"})) ASSERT_EQ(ran.code, 0) << ran.err;
+  expect_from(LogOf(lost + ".jsonl"), newest);
+  EXPECT_FALSE(std::filesystem::exists(lost + "/rank-0"));
+  const std::string nothing = copy("nothing");
+  std::filesystem::remove_all(nothing + "/rank-0");
+  std::filesystem::remove_all(nothing + "-kept");
+  const Ran none = go_on(nothing, 1, {"--resume-ranks", "any"}).front();
+  EXPECT_EQ(none.code, 1);
+  EXPECT_EQ(Lines(none.err).size(), 1u) << none.err;
+  EXPECT_THAT(none.err, HasSubstr("the part of rank 0 of the run's 2 is missing"));
+  EXPECT_TRUE(std::filesystem::exists(nothing + "/rank-1/penstock.store"));
 }
 
 // One version on each of two ranks: killed, the state is refused by all, and comes back from the newest

@@ -10,6 +10,7 @@
 
 #include "swap/checkpoint.h"
 #include "tests/zero/ranks.h"
+#include "zero/engine/change_ranks.h"
 #include "zero/engine/restore.h"
 #include "zero/ranks/sharded_state.h"
 
@@ -116,6 +117,64 @@ TEST_F(RankCheckpointsTest, GoOnWithAnyNumberOfRanks) {
     }
     EXPECT_EQ(ends[0]["losses"], ends[1]["losses"]);
     EXPECT_EQ(ends[0]["norms"], ends[1]["norms"]);
+  }
+}
+
+// W ranks to step 2, and on with W' in the same directory, against one rank with W and then W' micro-batches:
+// the same bits, also where an earlier change was killed before its parts counted.
+TEST_F(RankCheckpointsTest, TheStateItselfGoesOnWithAnyNumberOfRanks) {
+  for (const auto& [from, to] : {std::pair{2, 1}, {1, 3}, {2, 3}, {3, 2}}) {
+    SCOPED_TRACE(testing::Message() << from << " to " << to);
+    const std::string where = scratch_ + "/" + std::to_string(from) + std::to_string(to);
+    RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
+    run.tile_bytes = 1 << 16;
+    run.evaluate_every = 0;
+    run.stop_after = 2;
+    RunOptions one = run;
+    one.checkpoints = {where + "/kept", 2, 0};
+    one.state_dir = where + "/one";
+    ASSERT_EQ(Train(one, from, true)["status"], "");
+    one.state_dir = where + "/then";
+    const nlohmann::json alone = GoOn(one, to, true, where + "/kept/step-00000002");
+    ASSERT_EQ(alone["status"], "");
+
+    run.state_dir = where + "/state";
+    ASSERT_EQ(Train(run, from, false)["status"], "");
+    std::filesystem::create_directories(where + "/state/.penstock.next/rank-0");
+    run.stop_after = 0;
+    run.resume = run.keep_state = true;
+    const auto change = [&](int, RunOptions* own) {
+      const EngineOptions options = testing_support::OptionsOf(*own);
+      const absl::StatusOr<OtherRanks> other = FindOtherRanks(options.comm.get(), {where + "/state"}, "");
+      absl::Status changed = other.status();
+      if (changed.ok() && other->ranks != from) changed = absl::InternalError("another number was found");
+      if (changed.ok()) changed = ChangeRanks(other->from, {where + "/state"}, options);
+      if (!changed.ok()) own->state_dir = std::string(changed.message());
+    };
+    nlohmann::json on;
+    if (to > 1) {
+      const std::vector<RankOutcome> outcomes = TrainRanks(to, run, change);
+      for (const RankOutcome& outcome : outcomes) EXPECT_EQ(outcome.text(), "");
+      on = outcomes.front().report;
+    } else {
+      on = testing_support::RunProcesses(1,
+                                         [&](int, int) {
+                                           RunOptions own = run;
+                                           own.micro_batches = to;
+                                           change(0, &own);
+                                           return ToJson(testing_support::TrainGpt(own));
+                                         })
+               .front()
+               .report;
+    }
+    EXPECT_EQ(on["resumed_from"], 2);
+    EXPECT_EQ(on["losses"], alone["losses"]);
+    EXPECT_EQ(on["norms"], alone["norms"]);
+    const absl::StatusOr<ShardDirectories> parts = FindShards({where + "/state"});
+    ASSERT_TRUE(parts.ok()) << parts.status();
+    EXPECT_EQ(parts->size(), static_cast<size_t>(to));
+    EXPECT_FALSE(std::filesystem::exists(where + "/state/.penstock.next"));
+    EXPECT_FALSE(std::filesystem::exists(where + "/state/rank-" + std::to_string(to)));
   }
 }
 

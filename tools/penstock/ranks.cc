@@ -104,13 +104,8 @@ absl::Status OfOtherRanks(const std::vector<std::string>& dirs, int64_t ranks) {
   std::string text = absl::StrCat(dirs.front(), " holds a run of ", many, ": go on with ",
                                   ranks == 1  ? "one"
                                   : ranks > 1 ? absl::StrCat(ranks)
-                                              : "as many");
-  if (dirs.size() == 1) {
-    absl::StrAppend(&text, ", or with another number by --resume --checkpoint-dir ", dirs.front(),
-                    " and a --state-dir that is empty");
-  } else {
-    absl::StrAppend(&text, ", or from a checkpoint (--checkpoint-dir) with a --state-dir that is empty");
-  }
+                                              : "as many",
+                                  ", or with another number by --resume --resume-ranks any");
   return absl::FailedPreconditionError(text);
 }
 

@@ -39,7 +39,8 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
 absl::StatusOr<uint64_t> ContentDigest(const std::string& path);
 
 // A state directory holds the run of one rank, or in rank-K/ those of several, never both:
-// kFailedPrecondition where the directories, as they were given, hold one of the other kind.
+// kFailedPrecondition where the directories, as they were given, hold one of the other kind. The way on is
+// --resume-ranks.
 absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int world);
 
 // What --resume goes on from.

@@ -13,6 +13,7 @@
 #include "tools/penstock/durability_keys.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
+#include "zero/engine/change_ranks.h"
 #include "zero/engine/restore.h"
 #include "zero/ranks/sharded_state.h"
 
@@ -142,6 +143,45 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config,
 }
 
 }  // namespace
+
+absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
+                                              const std::vector<std::string>& directories, bool starts,
+                                              bool* restores, TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  std::string newest;
+  if (!engine.storage.checkpoints.parent.empty()) {
+    absl::StatusOr<std::string> found = swap::FindCheckpoint(engine.storage.checkpoints.parent);
+    if (!found.ok() && !absl::IsNotFound(found.status())) return found.status();
+    newest = found.value_or("");
+  }
+  ASSIGN_OR_RETURN(const zero::OtherRanks other,
+                   zero::FindOtherRanks(engine.comm.get(), directories, newest));
+  if (other.from.empty()) return nlohmann::json();
+  const bool from_checkpoint = other.from != directories;
+  const std::string what = absl::StrCat(
+      directories.front(), ", a run of ", other.ranks, other.ranks == 1 ? " rank" : " ranks", ", for ",
+      engine.world(), from_checkpoint ? absl::StrCat(", from ", newest, ", since parts of it are gone") : "");
+  ASSIGN_OR_RETURN(const nlohmann::json run, run::FindRun(other.from));
+  if (!starts) {
+    settings->notes.push_back(absl::StrCat("training cuts anew ", what));
+    *restores = true;
+    return run;
+  }
+  if (run.is_object()) {
+    const auto model = models::ModelFromJson(run["model"]);  // one that is unknown is told of later
+    if (model.ok()) RETURN_IF_ERROR(CheckOneProcess(**model, engine.world()));
+  }
+  if (from_checkpoint) {
+    ASSIGN_OR_RETURN(const int64_t step, StepIn(other.from));
+    RETURN_IF_ERROR(CheckNoneNewer(newest, step, *settings));
+    settings->goes_back = true;
+  }
+  zero::EngineOptions made = engine;
+  RestoreDurability(config, run, &made);
+  RETURN_IF_ERROR(zero::ChangeRanks(other.from, directories, std::move(made)));
+  settings->notes.push_back(absl::StrCat("cut anew ", what));
+  return nlohmann::json();
+}
 
 absl::Status CheckFree(const std::vector<std::string>& dirs) {
   const swap::Finding found = swap::Probe(dirs);

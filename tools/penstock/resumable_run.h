@@ -22,6 +22,13 @@ absl::Status CheckFree(const std::vector<std::string>& dirs);
 absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const run::Config& config,
                                              bool starts, bool* restores, TrainSettings* settings);
 
+// With --resume-ranks any, before FindResumable: makes the run in `directories`, which are those of all
+// ranks, one of as many ranks as there are, where it was made by others. Where training does not start,
+// *restores says that it would, and the record is returned; else null.
+absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
+                                              const std::vector<std::string>& directories, bool starts,
+                                              bool* restores, TrainSettings* settings);
+
 }  // namespace penstock::tools
 
 #endif  // PENSTOCK_TOOLS_PENSTOCK_RESUMABLE_RUN_H_

@@ -42,6 +42,7 @@
 #include "zero/compute/libtorch/tensors.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/config/json_difference.h"
+#include "zero/engine/change_ranks.h"
 #include "zero/memory/thread_times.h"
 #include "zero/ranks/sharded_state.h"
 
@@ -180,7 +181,13 @@ class Resolver {
         engine_.storage.state_dir_weights = std::move(configured.weights);
       }
       if (engine_.storage.state_dirs.empty()) engine_.storage.state_dirs = {kDefaultStateDir};
-      RETURN_IF_ERROR(CheckRankDirectories(engine_.storage.state_dirs, engine_.world()));
+      all_ranks_dirs_ = engine_.storage.state_dirs;
+      if (needs_data_) {
+        RETURN_IF_ERROR(zero::FinishChangeOfRanks(engine_.comm.get(), all_ranks_dirs_));
+      }
+      if (!flags_.resume || config_.penstock.resume_ranks != "any") {
+        RETURN_IF_ERROR(CheckRankDirectories(engine_.storage.state_dirs, engine_.world()));
+      }
       if (engine_.comm != nullptr)
         engine_.storage.state_dirs = zero::RankDirectories(engine_.storage.state_dirs, engine_.rank());
       for (const std::string& directory : engine_.storage.state_dirs)
@@ -213,7 +220,13 @@ class Resolver {
   // The record of the run that goes on.
   absl::Status TakeRun() {
     bool restores = false;
-    if (flags_.resume) {
+    if (flags_.resume && config_.penstock.resume_ranks == "any" && !all_ranks_dirs_.empty()) {
+      ASSIGN_OR_RETURN(
+          run_, TakeOtherRanks(config_, all_ranks_dirs_, /*starts=*/needs_data_, &restores, &settings_));
+    }
+    if (restores) {
+      settings_.resumes = true;
+    } else if (flags_.resume) {
       ASSIGN_OR_RETURN(run_, FindResumable(flags_, config_, /*starts=*/needs_data_, &restores, &settings_));
       settings_.resumes = !run_.is_null();
     }
@@ -671,6 +684,8 @@ class Resolver {
   run::Changes changes_;
   const run::RecordedOptions recorded_;  // of run_ and changes_
   TrainSettings settings_;
+  std::vector<std::string>
+      all_ranks_dirs_;  // the state directories as all ranks are given them; none: no drive
   zero::EngineOptions& engine_ = settings_.engine;
 };
 

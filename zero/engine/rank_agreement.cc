@@ -76,22 +76,28 @@ absl::StatusOr<swap::Uuid> AgreeOnNewStore(Comm& comm, const swap::StoreOptions&
   return AgreeOnUuid(comm);
 }
 
+namespace {
+
+// Makes the directory, and in it a file with a name of its own, which no cache of a shared file system has
+// ever been asked for; returns its path.
+absl::StatusOr<std::string> LeaveSign(const std::string& path) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) return MakeIoError({.op = "make directory", .path = path, .error = error.value()});
+  std::string sign = absl::StrCat(path, "/.seen-", absl::Hex(std::random_device()()));
+  const int fd = ::open(sign.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+  if (fd < 0) return MakeIoError({.op = "create", .path = sign, .error = errno});
+  ::close(fd);
+  return sign;
+}
+
+}  // namespace
+
 absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
-  absl::Status mine;
-  std::string sign;
-  if (comm.rank() == 0) {
-    std::error_code error;
-    std::filesystem::create_directories(path, error);
-    if (error) mine = MakeIoError({.op = "make directory", .path = path, .error = error.value()});
-    // A name of its own, which no cache of a shared file system has ever been asked for.
-    sign = absl::StrCat(path, "/.seen-", absl::Hex(std::random_device()()));
-    const int fd =
-        mine.ok() ? ::open(sign.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600) : -1;
-    if (mine.ok() && fd < 0) mine = MakeIoError({.op = "create", .path = sign, .error = errno});
-    if (fd >= 0) ::close(fd);
-  }
+  absl::StatusOr<std::string> sign = comm.rank() == 0 ? LeaveSign(path) : std::string();
+  absl::Status mine = sign.status();
   ASSIGN_OR_RETURN(std::vector<std::string> signs,
-                   comm.AllTexts(Channel::kSetup, {"the checkpoints' directory"}, sign));
+                   comm.AllTexts(Channel::kSetup, {"the checkpoints' directory"}, sign.value_or("")));
   if (comm.rank() > 0) {
     const absl::StatusOr<bool> seen = PathExists(signs.front());
     mine = seen.status();
@@ -103,8 +109,25 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
     }
   }
   absl::Status all = AgreeOnStatus(comm, Channel::kSetup, mine);
-  if (comm.rank() == 0) (void)::unlink(sign.c_str());
+  if (sign.ok() && !sign->empty()) (void)::unlink(sign->c_str());
   return all;
+}
+
+absl::StatusOr<int> LeaderAt(Comm& comm, const std::string& path) {
+  const absl::StatusOr<std::string> sign = LeaveSign(path);
+  absl::Status mine = sign.status();
+  ASSIGN_OR_RETURN(const std::vector<std::string> signs,
+                   comm.AllTexts(Channel::kSetup, {"the state's directory"}, sign.value_or("")));
+  int leader = comm.rank();
+  for (int rank = 0; rank < leader && mine.ok(); ++rank) {
+    const absl::StatusOr<bool> seen = PathExists(signs[static_cast<size_t>(rank)]);
+    mine = seen.status();
+    if (seen.value_or(false)) leader = rank;
+  }
+  const absl::Status all = AgreeOnStatus(comm, Channel::kSetup, mine);
+  if (sign.ok()) (void)::unlink(sign->c_str());
+  RETURN_IF_ERROR(all);
+  return leader;
 }
 
 absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine) {

@@ -31,6 +31,10 @@ absl::StatusOr<swap::Uuid> AgreeOnNewStore(Comm& comm, const swap::StoreOptions&
 // All ranks see one and the same directory at this path; rank 0 makes it. kFailedPrecondition: they do not.
 absl::Status AgreeOnDirectory(Comm& comm, const std::string& path);
 
+// Returns the first of the ranks that have the same directory at this path as this one has. Makes it where it
+// is missing.
+absl::StatusOr<int> LeaderAt(Comm& comm, const std::string& path);
+
 // The least of all budgets; 0 is no bound.
 absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine);
 

@@ -140,7 +140,12 @@ absl::Status VerifyCheckpoint(const std::string& path, int rank, int world) {
 }
 
 absl::Status RestoreRun(const std::string& path, const EngineOptions& options, bool is_verified) {
-  ASSIGN_OR_RETURN(ShardDirectories parts, FindShards({path}));
+  return RestoreRun(std::vector<std::string>{path}, options, is_verified);
+}
+
+absl::Status RestoreRun(const std::vector<std::string>& directories, const EngineOptions& options,
+                        bool is_verified) {
+  ASSIGN_OR_RETURN(ShardDirectories parts, FindShards(directories));
   ASSIGN_OR_RETURN(std::vector<swap::Inspection> inspections, InspectShards(parts));
   ASSIGN_OR_RETURN(const std::unique_ptr<aio::Engine> io, MakeIo());
   swap::StoreOptions to_options;

@@ -3,6 +3,7 @@
 #define PENSTOCK_ZERO_ENGINE_RESTORE_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -26,6 +27,9 @@ absl::StatusOr<bool> ReplacesCommits(const EngineOptions& options);
 // the checkpoint has been read and checked; `is_verified`: the caller has done so. Memory: two tiles, at
 // least 8 MiB. Threads: the caller's.
 absl::Status RestoreRun(const std::string& path, const EngineOptions& options, bool is_verified = false);
+// The same of a run in several state directories.
+absl::Status RestoreRun(const std::vector<std::string>& directories, const EngineOptions& options,
+                        bool is_verified = false);
 
 }  // namespace penstock::zero
 

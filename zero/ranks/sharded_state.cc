@@ -10,6 +10,7 @@
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "swap/checkpoint.h"
+#include "swap/replace_parts.h"
 #include "zero/config/json_field.h"
 
 namespace penstock::zero {
@@ -58,6 +59,13 @@ std::vector<std::string> RankDirectories(const std::vector<std::string>& directo
 
 absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& directories) {
   if (directories.empty()) return absl::InvalidArgumentError("no directory was given");
+  ASSIGN_OR_RETURN(const bool cut_short, swap::IsReplacementCutShort(directories.front()));
+  if (cut_short) {
+    return absl::DataLossError(
+        absl::StrCat(directories.front(),
+                     ": a change of its number of ranks was cut short: the next start of its training "
+                     "finishes it (--resume)"));
+  }
   const swap::Finding found = swap::Probe(directories);
   RETURN_IF_ERROR(found.unread);
   if (HoldsAnything(found)) return ShardDirectories{directories};
@@ -100,6 +108,26 @@ absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& dire
     return missing(rank, ranks, of_rank);
   }
   return parts;
+}
+
+absl::StatusOr<int64_t> RanksIn(const std::vector<std::string>& directories, int rank) {
+  const auto holds = [](const swap::Finding& finding) {
+    return finding.holding != swap::Holding::kNeverCommitted && HoldsAnything(finding);
+  };
+  if (directories.empty()) return 0;
+  const swap::Finding whole = swap::Probe(directories);
+  RETURN_IF_ERROR(whole.unread);
+  if (holds(whole)) return 1;
+  int64_t least = 0;  // where no part can say
+  for (int k = -1; k < kMostRanksLookedFor; ++k) {
+    const int part = k < 0 ? rank : k;
+    const swap::Finding found = swap::Probe(RankDirectories(directories, part));
+    RETURN_IF_ERROR(found.unread);
+    if (!holds(found)) continue;
+    if (!found.identity.empty()) return NumberIn(Parsed(found.identity), kRanks, 1);
+    least = std::max<int64_t>(least, part + 1);
+  }
+  return least;
 }
 
 nlohmann::json WholeIdentity(const std::string& identity) {

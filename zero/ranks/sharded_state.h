@@ -41,6 +41,10 @@ absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& dire
 // Where rank `rank` keeps its part of what all ranks keep in `directories`.
 std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank);
 
+// Of how many ranks the run is of which a part, damaged or not, is in `directories`, as that part says; 0:
+// there is none. `rank`: whose part is looked at before those of others. Errors: what could not be read.
+absl::StatusOr<int64_t> RanksIn(const std::vector<std::string>& directories, int rank = 0);
+
 // An identity without what says whose part it is of; {} where it is no object.
 nlohmann::json WholeIdentity(const std::string& identity);
 

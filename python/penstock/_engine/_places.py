@@ -20,6 +20,10 @@ def _asked_ns() -> int:
     return time.time_ns() if started is None else started
 
 
+def _ranks(number: int) -> str:
+    return "one rank" if number == 1 else f"{number} ranks"
+
+
 class Places:
     """Of one engine. Owns what may be done with the run in its directories: resume it, or replace it."""
 
@@ -134,17 +138,26 @@ class Places:
                 self.own()[0],
             ) from None
 
-    def check_ranks(self) -> None:
-        """ValueError: the run in the directories is of another number of ranks: it is neither resumed nor replaced. OSError: they cannot be read."""
+    def check_ranks(self, resumes: bool) -> None:
+        """ValueError: the run in the directories is of another number of ranks, which is neither resumed nor replaced. With resume_ranks="any" it
+        is made one of as many as there are, where the run that ``resumes`` is this one. OSError: they cannot be read.
+        """
         dirs, world = self._settings.state_dirs, self._run.ranks.world
+        core = self._run.ranks.core if world > 1 else None
+        if dirs and not (self._begun or self._made):
+            _core.finish_change_of_ranks(dirs, core)
+            if resumes and self._resume and self._settings.resumes_any_ranks and not self._settings.nothing_trains:
+                before = _core.change_ranks(self._settings, core)
+                if before:
+                    self._run.lines.append(f"{dirs[0]} is cut anew: it was a run of {_ranks(before)}, and goes on with {world}")
         # What this engine itself has left there may be less than all ranks: each may have a directory of its own.
         there = _core.ranks_of(dirs) if dirs and not (self._begun or self._made) else 0
         known = self._run.ranks.texts("the number of ranks", str(there))
         for theirs in map(int, known):
             if theirs in (0, world):
                 continue
-            of = "one rank" if theirs == 1 else f"{theirs} ranks"
             raise ValueError(
-                f"{dirs[0]} holds a run of {of}, and there {'is one' if world == 1 else f'are {world}'}: go on with as many, or in another "
-                "state_dir with engine.load_checkpoint, which takes this directory, or a checkpoint, of any number of ranks"
+                f"{dirs[0]} holds a run of {_ranks(theirs)}, and there {'is one' if world == 1 else f'are {world}'}: go on with as many, with "
+                "resume_ranks='any' beside resume, or in another state_dir with engine.load_checkpoint, which takes this directory, or a "
+                "checkpoint, of any number of ranks"
             )

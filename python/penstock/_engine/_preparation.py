@@ -138,7 +138,7 @@ class Preparation:
     @contextmanager
     def _met(self) -> Iterator[None]:
         if self._given.settings.world == 1:
-            self._places.check_ranks()
+            self._places.check_ranks(resumes=self._source is None)
             yield
             return
         meeting = Meeting(self._given.settings.rank_timeout)
@@ -146,7 +146,7 @@ class Preparation:
             meeting.check_model(self._given.module)
             self._run.ranks = meeting.connect()
             try:
-                self._places.check_ranks()
+                self._places.check_ranks(resumes=self._source is None)
                 restores = self._source is not None or self._places.may_resume()
                 if not self._given.values_are_gone and not restores:
                     meeting.share_values(self._given.module)
