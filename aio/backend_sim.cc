@@ -27,6 +27,7 @@ class SimBackend final : public Backend {
     transfer.data = piece.op == Op::kSync ? nullptr : piece.device_data();
     transfer.bytes = piece.device_bytes();
     transfer.tag = &piece;
+    disk_ = piece.slot->file->sim();  // that of all files of a queue, which is a device's
     disk_->Start(transfer);
   }
 
@@ -40,7 +41,7 @@ class SimBackend final : public Backend {
   int64_t NextEventNs() const override { return disk_->NextDueNs(); }
 
  private:
-  SimDisk* const disk_;
+  SimDisk* disk_;
   std::vector<SimDisk::Transfer> done_;
 };
 

@@ -279,10 +279,11 @@ absl::Status File::OpenOnDisk(const FileOptions& options) {
 }
 
 absl::Status File::OpenSimulated(const FileOptions& options) {
+  SimDisk* const disk = options.sim->DiskOf(path_);
   ASSIGN_OR_RETURN(std::shared_ptr<SimFile> file,
-                   options.sim->OpenFile(path_, options.create || options.nameless, options.exclusive,
-                                         options.truncate || options.nameless));
-  sim_ = options.sim;
+                   disk->OpenFile(path_, options.create || options.nameless, options.exclusive,
+                                  options.truncate || options.nameless));
+  sim_ = disk;
   sim_file_ = std::move(file);
   device_ = reinterpret_cast<uint64_t>(sim_);
   device_name_ = sim_->options().name;

@@ -116,6 +116,7 @@ struct SimDisk::State {
 
   const SimDiskOptions& options;
   mutable std::mutex mutex;
+  std::vector<std::pair<std::string, SimDisk*>> mounted;
   Random random;
   SimFaultRates rates;
   std::vector<PlacedFault> placed;
@@ -424,6 +425,19 @@ void SimDisk::MarkBad(const std::string& path, uint64_t offset, uint64_t bytes) 
 void SimDisk::ClearBadRanges() {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   state_->bad.clear();
+}
+
+void SimDisk::Mount(const std::string& directory, SimDisk* other) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->mounted.emplace_back(directory, other);
+}
+
+SimDisk* SimDisk::DiskOf(const std::string& path) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  for (const auto& [directory, disk] : state_->mounted) {
+    if (path.starts_with(directory)) return disk;
+  }
+  return this;
 }
 
 void SimDisk::SlowDown(double factor) {

@@ -102,6 +102,11 @@ class SimDisk {
   SimDisk(const SimDisk&) = delete;
   SimDisk& operator=(const SimDisk&) = delete;
 
+  // Files whose path begins with `directory` are on `other` from now on, a disk of its own with the same
+  // clock, as behind a mount point. It outlives this one.
+  void Mount(const std::string& directory, SimDisk* other);
+  SimDisk* DiskOf(const std::string& path);
+
   // --- Placing faults
   // -------------------------------------------------------------------------------------------------
   void set_rates(const SimFaultRates& rates);

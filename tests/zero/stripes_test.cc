@@ -5,14 +5,22 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdlib>
 #include <filesystem>
+#include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "aio/clock.h"
+#include "aio/engine.h"
 #include "aio/file.h"
 #include "aio/profile.h"
+#include "aio/sim_disk.h"
+#include "swap/aligned_buffer.h"
+#include "swap/store.h"
 
 namespace penstock::zero {
 namespace {
@@ -109,6 +117,90 @@ TEST_F(StripesTest, ADriveThatCannotBeMeasuredGetsAnEqualShareAndThatIsSaid) {
   storage = In({dir_ + "/a", other_ + "/b"});
   storage.measures_drives = false;
   EXPECT_THAT(ChooseStripes(storage, 0).weights, IsEmpty());
+}
+
+// A store whose tiles are read and written in order, some of them ahead, as a step does it: bytes a second of
+// virtual time.
+double StreamedBytesPerS(const std::vector<double>& bytes_per_s, const std::vector<double>& weights) {
+  constexpr uint32_t kTiles = 64, kAhead = 6;
+  aio::VirtualClock clock;
+  std::vector<std::unique_ptr<aio::SimDisk>> disks;
+  swap::StoreOptions options;
+  for (const double rate : bytes_per_s) {
+    aio::SimDiskOptions disk;
+    disk.clock = &clock;
+    disk.read_bytes_per_s = disk.write_bytes_per_s = rate;
+    disk.name = absl::StrCat("sim", disks.size());
+    options.directories.push_back(absl::StrCat("/", disk.name));
+    disks.push_back(std::make_unique<aio::SimDisk>(disk));
+    if (disks.size() > 1) disks.front()->Mount(options.directories.back(), disks.back().get());
+  }
+  options.weights = weights;
+  aio::EngineOptions engine_options;
+  engine_options.backend = aio::BackendKind::kSim;
+  engine_options.sim = disks.front().get();
+  engine_options.log = [](std::string_view) {};
+  const auto engine = aio::Engine::Create(engine_options);
+  EXPECT_TRUE(engine.ok()) << engine.status();
+  swap::Layout layout;
+  layout.tiles.assign(kTiles, {{512 << 10, 1536 << 10}});
+  const auto made = swap::Store::Create(**engine, options, layout, "{}");
+  EXPECT_TRUE(made.ok()) << made.status();
+  swap::Store& store = **made;
+  struct Slot {
+    Slot() : memory(2 << 20) {}
+    swap::AlignedBuffer memory;
+    std::array<swap::TileIo, 2> ios;
+    std::vector<uint64_t> checksums;
+    std::vector<void*> places() const { return {memory.data(), memory.data() + (512 << 10)}; }
+  };
+  std::vector<std::unique_ptr<Slot>> slots(2 * kAhead);
+  for (auto& slot : slots) slot = std::make_unique<Slot>();
+  const auto settle = [&](Slot& slot) {
+    if (slot.ios[1].kind() != swap::TileIo::Kind::kWrite || slot.checksums.empty()) return;
+    EXPECT_TRUE(store.Wait(&slot.ios[1]).ok());
+    EXPECT_TRUE(store.NoteWritten(&slot.ios[1], slot.checksums).ok());
+    slot.checksums.clear();
+  };
+  const auto write = [&](uint32_t tile, uint64_t version) {
+    Slot& slot = *slots[tile % slots.size()];
+    const std::vector<void*> places = slot.places();
+    for (uint32_t s = 0; s < 2; ++s)
+      slot.checksums.push_back(store.SegmentChecksum(tile, s, version, places[s]));
+    const std::vector<const void*> sources(places.begin(), places.end());
+    EXPECT_TRUE(store.WriteTile(&slot.ios[1], tile, version, sources, aio::Priority::kWriteBehind).ok());
+  };
+  for (uint32_t tile = 0; tile < kTiles; ++tile) {
+    settle(*slots[tile % slots.size()]);
+    write(tile, 1);
+  }
+  for (const auto& slot : slots) settle(*slot);
+  EXPECT_TRUE(store.CommitNow({.step = 0, .payload = ""}).ok());
+
+  const int64_t begin = clock.NowNs();
+  for (uint32_t tile = 0; tile < kTiles + kAhead; ++tile) {
+    if (tile < kTiles) {
+      Slot& slot = *slots[tile % slots.size()];
+      settle(slot);
+      const std::vector<void*> places = slot.places();
+      EXPECT_TRUE(store.ReadSegments(&slot.ios[0], tile, 0, 2, places, aio::Priority::kPrefetch).ok());
+    }
+    if (tile < kAhead) continue;
+    EXPECT_TRUE(store.Wait(&slots[(tile - kAhead) % slots.size()]->ios[0]).ok());
+    write(tile - kAhead, 2);
+  }
+  for (const auto& slot : slots) settle(*slot);
+  EXPECT_TRUE(store.CommitNow({.step = 1, .payload = ""}).ok());
+  return 2.0 * kTiles * (2 << 20) / (static_cast<double>(clock.NowNs() - begin) * 1e-9);
+}
+
+// In virtual time: whatever is waited for, and the order of tiles, included.
+TEST_F(StripesTest, ADriveOfAThirdOfTheSpeedOfAnotherAddsToIt) {
+  const std::vector<double> speeds = {3e9, 1e9};
+  EXPECT_GE(StreamedBytesPerS(speeds, WeightsBySpeed(speeds)), 0.9 * 4e9);
+  // Equal shares wait for the slower one: half of the sum.
+  EXPECT_LT(StreamedBytesPerS(speeds, {}), 0.52 * 4e9);
+  EXPECT_GE(StreamedBytesPerS({1e9, 1e9}, {}), 0.9 * 2e9);
 }
 
 }  // namespace
