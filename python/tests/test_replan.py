@@ -46,7 +46,7 @@ def says_long_forwards(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("host_memory, device", [(None, None), ("8MiB", None), (None, "capacity=256MiB,latency=1e-4")])
+@pytest.mark.parametrize("host_memory, device", [(None, None), ("9MiB", None), (None, "capacity=256MiB,latency=1e-4")])
 def test_a_run_that_was_predicted_wrong_is_planned_again_with_the_same_bits(tmp_path, says_long_forwards, monkeypatch, host_memory, device):
     if device is not None:  # with memory of its own, where the engine's blocks are
         monkeypatch.setenv("PENSTOCK_TEST_DEVICE", device)

@@ -267,12 +267,12 @@ class Engine {
   // several ranks all of them make this call, with examples of one shape, and a plan that is refused ends
   // them all.
   absl::Status Replan(Batch example);
-  // The same for a plan whose assumptions the run's steps have shown to be wrong: nothing is measured but
-  // memory, and times and machine are what was shown. With one rank. The plan stays, and nothing is done,
-  // where what was shown predicts the steps that showed it kUnexplained off or more; and where the plan that
-  // is made of it has everything where it was, or shortens a step by less than kWorthwhile, or all steps that
-  // are left by less than one step. After kFailedPrecondition, and where EngineHooks::planned refuses, the
-  // engine goes on as it was.
+  // The same for a plan whose assumptions the run's steps have shown to be wrong: for the same example, with
+  // its memory as it was measured, and times and machine as they were shown. With one rank. The plan stays,
+  // and nothing is done, where what was shown predicts the steps that showed it kUnexplained off or more; and
+  // where the plan that is made of it has everything where it was, or shortens a step by less than
+  // kWorthwhile, or all steps that are left by less than one step. After kFailedPrecondition, and where
+  // EngineHooks::planned refuses, the engine goes on as it was.
   absl::StatusOr<PlannedAgain> Replan(const ShownBySteps& shown);
   static constexpr double kUnexplained = 0.25, kWorthwhile = 0.05;  // of a step
 

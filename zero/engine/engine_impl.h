@@ -223,7 +223,8 @@ class Engine::Impl {
   absl::Status CheckReplan() const;
   // The plan that would be made of what is shown, beside the store that is there.
   absl::StatusOr<tiering::Plan> PlanOf(const ShownBySteps& shown) const;
-  // `shown`: in the place of times that are measured and of the machine that there was; null: neither.
+  // `shown`: in the place of what is measured of the example and of the machine that there was; null:
+  // neither.
   absl::Status PlanAnew(Batch example, const ShownBySteps* shown);
   // Plans are compared on this machine from here on; nobody is asked for one.
   void PlanOn(const tiering::MachineModel& machine);
@@ -241,7 +242,7 @@ class Engine::Impl {
   Counted earlier_;
   std::optional<uint64_t> saturating_bytes_;  // as the caller has said it
   swap::HeldFiles held_;                      // between two plans
-  std::optional<tiering::ModelGraph> times_;  // of the next plan's stages; empty: they are measured
+  std::optional<tiering::ModelGraph> known_;  // of the next plan; empty: it is measured
 
   nlohmann::json identity_;
   std::unique_ptr<HardwareLanes> lanes_;

@@ -136,7 +136,7 @@ absl::Status Engine::Impl::Prepare(bool asks) {
   devices_ = DeviceExchange();  // of a plan before
   options_.storage.io.device_transfers.reset();
   ASSIGN_OR_RETURN(PreparedModel prepared,
-                   PrepareModel(*compute_, options_, times_.has_value() ? &*times_ : nullptr));
+                   PrepareModel(*compute_, options_, known_.has_value() ? &*known_ : nullptr));
   plan_ = std::move(prepared.plan);
   layouts_ = std::move(prepared.layouts);
   identity_ = std::move(prepared.identity);

@@ -78,7 +78,9 @@ absl::StatusOr<tiering::Plan> Engine::Impl::PlanOf(const ShownBySteps& shown) co
   options.fixed_tiles = std::move(tiles.elements);
   options.frozen_apart = tiles.frozen_apart;
   options.blocks_alone = std::move(tiles.blocks_alone);
-  return tiering::MakePlan(shown.graph, options);
+  tiering::ModelGraph graph = shown.graph;
+  for (tiering::BlockShape& block : graph.blocks) block.init_bytes = 0;  // as for a run that goes on
+  return tiering::MakePlan(graph, options);
 }
 
 void Engine::Impl::PlanOn(const tiering::MachineModel& machine) {
@@ -103,10 +105,10 @@ absl::Status Engine::Impl::PlanAnew(Batch example, const ShownBySteps* shown) {
   tiering::ModelGraph graph_before = plan_.graph;
   const tiering::MachineModel machine_before = plan_.options.machine;
   PlanOn(shown != nullptr ? shown->machine : machine_before);
-  if (shown != nullptr) times_ = shown->graph;
+  if (shown != nullptr) known_ = shown->graph;
   example = std::exchange(options_.example, Kept(std::move(example)));
   absl::Status status = Reopen(last, /*asks=*/true);
-  times_.reset();
+  known_.reset();
   if (status.ok()) return status;
   Close();
   if (options_.comm != nullptr) {
@@ -115,9 +117,9 @@ absl::Status Engine::Impl::PlanAnew(Batch example, const ShownBySteps* shown) {
   }
   options_.example = std::move(example);
   PlanOn(machine_before);
-  times_ = std::move(graph_before);
+  known_ = std::move(graph_before);
   const absl::Status back = Reopen(last, /*asks=*/false);
-  times_.reset();
+  known_.reset();
   if (back.ok()) {
     return absl::Status(status.code(),
                         absl::StrCat(status.message(), "; the engine goes on with the plan that it had"));

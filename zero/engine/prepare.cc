@@ -72,10 +72,10 @@ absl::StatusOr<Measured> MeasureWithin(Compute& compute, const EngineOptions& op
 // all of them take the same steps, since some are exchanges.
 class Preparation {
  public:
-  Preparation(Compute& compute, const EngineOptions& options, const tiering::ModelGraph* times)
+  Preparation(Compute& compute, const EngineOptions& options, const tiering::ModelGraph* known)
       : compute_(compute),
         options_(options),
-        times_(times),
+        known_(known),
         on_nvme_(options.storage.offload == OffloadDevice::kNvme),
         in_place_(on_nvme_ && options.trains) {}
 
@@ -231,13 +231,14 @@ class Preparation {
 
   absl::Status Measure() {
     EnginePlan& plan = prepared_.plan;
-    const bool measures_time = options_.measures_time && times_ == nullptr;
+    const bool measures_time = options_.measures_time && known_ == nullptr;
     ASSIGN_OR_RETURN(measured_, MeasureWithin(compute_, options_, measures_time, &beyond_budget_));
     if (measured_.graph.blocks.empty() || measured_.graph.stages.empty() ||
         measured_.layouts.size() != measured_.graph.blocks.size()) {
       return absl::InvalidArgumentError(
           "a model needs at least one block and one stage, and a layout for each block");
     }
+    if (known_ != nullptr) measured_.graph = *known_;
     RETURN_IF_ERROR(CheckBuffers());
     RETURN_IF_ERROR(CheckNewWeights());
     plan.buffer_bytes = measured_.buffer_bytes;
@@ -252,12 +253,6 @@ class Preparation {
       if (options_.frozen != nullptr)
         block.elsewhere_bytes =
             options_.frozen->BytesOf(b, block.trains ? block.trained_from : block.elements);
-    }
-    if (times_ != nullptr) {
-      for (const tiering::StageIndex s : plan.graph.stages.indices()) {
-        plan.graph.stages[s].forward_seconds = times_->stages[s].forward_seconds;
-        plan.graph.stages[s].backward_seconds = times_->stages[s].backward_seconds;
-      }
     }
     plan.parameters = measured_.parameters;
     plan.compute_disturbed = measured_.disturbed && measures_time;
@@ -496,7 +491,7 @@ class Preparation {
 
   Compute& compute_;
   const EngineOptions& options_;
-  const tiering::ModelGraph* const times_;  // null: they are measured
+  const tiering::ModelGraph* const known_;  // null: it is measured
   const bool on_nvme_;
   const bool in_place_;
 
@@ -520,8 +515,8 @@ TileFormat FormatOf(const EngineOptions& options) {
 }
 
 absl::StatusOr<PreparedModel> PrepareModel(Compute& compute, const EngineOptions& options,
-                                           const tiering::ModelGraph* times) {
-  return Preparation(compute, options, times).Run();
+                                           const tiering::ModelGraph* known) {
+  return Preparation(compute, options, known).Run();
 }
 
 }  // namespace penstock::zero

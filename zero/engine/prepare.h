@@ -26,10 +26,10 @@ struct PreparedModel {
 // Measures the model and plans it under the options. With options.resume.enabled (or without options.trains)
 // the state directories (without a drive of its own: the checkpoint's) must hold a run of this very model,
 // type and seed (kFailedPrecondition names what differs), whose tiles the plan takes over; without, the
-// directories must be free or options.overwrite set. `times`: the same model, the times of whose stages are
-// taken as they are; null: they are measured.
+// directories must be free or options.overwrite set. `known`: what was measured of the same model for the
+// same example, which is taken as it is; null: it is measured.
 absl::StatusOr<PreparedModel> PrepareModel(Compute& compute, const EngineOptions& options,
-                                           const tiering::ModelGraph* times = nullptr);
+                                           const tiering::ModelGraph* known = nullptr);
 
 }  // namespace penstock::zero
 
