@@ -20,6 +20,9 @@ import peers
 NAMES = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    # of a mixture
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
+    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
 }  # fmt: skip
 WHOLE = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
 
@@ -38,12 +41,37 @@ def tensors(model):
                 yield name, numpy.frombuffer(file.read(end - begin), dtype=numpy.uint16).reshape(at["shape"])
 
 
+def renamed(model, experts):
+    """The same under llama.cpp's names: the matrices of a layer's experts are one tensor of three dimensions."""
+    stacks = {}
+    for name, bits in tensors(model):
+        if name in WHOLE:
+            yield WHOLE[name], bits
+            continue
+        _, _, layer, rest = name.split(".", 3)
+        rest = rest.removesuffix(".weight")
+        if not rest.startswith("mlp.experts."):
+            yield f"blk.{layer}.{NAMES[rest]}.weight", bits
+            continue
+        number, which = rest.removeprefix("mlp.experts.").split(".")
+        name = f"blk.{layer}.{NAMES[which]}.weight"
+        stack = stacks.setdefault(name, {})
+        stack[int(number)] = bits
+        if len(stack) == experts:
+            yield name, numpy.stack([stack[e] for e in range(experts)])
+            del stacks[name]
+    if stacks:
+        raise SystemExit(f"{model}: {next(iter(stacks))} has fewer than {experts} experts")
+
+
 def make(model, path):
     import gguf
 
     config = json.loads((pathlib.Path(model) / "config.json").read_text())
     heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(path, "llama", use_temp_file=True)
+    depth = config.get("head_dim") or config["hidden_size"] // heads
+    experts = config.get("num_experts") or config.get("num_local_experts", 0)
+    writer = gguf.GGUFWriter(path, "qwen3moe" if experts else "llama", use_temp_file=True)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -53,20 +81,21 @@ def make(model, path):
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_dimension_count(depth)
+    if experts:
+        writer.add_key_length(depth)
+        writer.add_value_length(depth)
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    for name, bits in tensors(model):
-        if name in WHOLE:
-            name = WHOLE[name]
-        else:
-            _, _, layer, rest = name.split(".", 3)
-            name = f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+    for name, bits in renamed(model, experts):
         for of, count in (("attn_q", heads), ("attn_k", key_heads)):
-            if f".{of}." in name:  # llama.cpp turns neighbours, transformers halves
+            if not experts and f".{of}." in name:  # of a Llama llama.cpp turns neighbours, transformers halves
                 bits = bits.reshape(count, 2, bits.shape[0] // count // 2, bits.shape[1]).swapaxes(1, 2).reshape(bits.shape)
-        if bits.ndim == 1:  # norms are fp32 there
+        if bits.ndim == 1 or "ffn_gate_inp" in name:  # norms and routers are fp32 there
             writer.add_tensor(name, (bits.astype(numpy.uint32) << 16).view(numpy.float32))
         else:
             writer.add_tensor(name, numpy.ascontiguousarray(bits).view(numpy.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
