@@ -215,6 +215,14 @@ def test_scales_that_are_missing_or_of_another_shape_are_named(tmp_path):
             penstock.LLM(coded)
 
 
+def test_a_plan_names_fp8_and_asks_for_no_packing_of_it(tmp_path):
+    coded, whole, _ = written(tmp_path, "deepseek", torch.bfloat16)
+    for directory, form, packs in ((coded, "parameters in fp8;", False), (whole, "parameters in 16 bit;", True)):
+        done = program("plan", "--generate", directory, "--host-memory", "64MiB")
+        assert done.returncode == 0, done.stderr
+        assert form in done.stdout and ("packed in 4 bit" in done.stdout) == packs
+
+
 def test_inspect_names_their_types(tmp_path):
     for form, name, words in (("deepseek", "fp8", "14 F8_E4M3"), ("gpt-oss", "mxfp4", "U8")):
         directory = tmp_path / name

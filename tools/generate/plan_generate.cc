@@ -113,7 +113,9 @@ absl::Status Plan(const PlanGenerateFlags& flags, const OpenGenerateDevice& open
                    generate::Generator::Survey(*model.model, OpenWeightsOf(model), &options));
   preparing.Clear();
   ASSIGN_OR_RETURN(const generate::GenerationPlan plan, generate::PlanGeneration(sizes, options.wish));
-  const std::vector<WhatIf> what_ifs = AskWhatIf(sizes, options, model.packed.has_value());
+  // Nothing packs what is coded already.
+  const bool coded = model.packed.has_value() || sizes.scaled.has_value();
+  const std::vector<WhatIf> what_ifs = AskWhatIf(sizes, options, coded);
   const int64_t parameters = model.model->Layout().parameters();
   if (flags.json) {
     nlohmann::ordered_json json = {{"version", 1},
@@ -134,9 +136,11 @@ absl::Status Plan(const PlanGenerateFlags& flags, const OpenGenerateDevice& open
     out << json.dump(2) << "\n" << std::flush;
     return absl::OkStatus();
   }
-  out << absl::StrFormat("%s: %.2f billion parameters in %d bit; texts of %d tokens after %d of prompt\n",
-                         flags.dirs.front(), static_cast<double>(parameters) / 1e9, WeightBits(model),
-                         flags.tokens, flags.prompt)
+  const std::string form = sizes.scaled.has_value() ? std::string(models::ScaledCodeName(*sizes.scaled))
+                                                    : absl::StrCat(WeightBits(model), " bit");
+  out << absl::StrFormat("%s: %.2f billion parameters in %s; texts of %d tokens after %d of prompt\n",
+                         flags.dirs.front(), static_cast<double>(parameters) / 1e9, form, flags.tokens,
+                         flags.prompt)
       << GenerationPlanText(plan, options.wish) << "what if\n";
   for (const WhatIf& what : what_ifs) out << TextOf(what);
   out << std::flush;
