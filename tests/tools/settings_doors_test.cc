@@ -78,6 +78,7 @@ class SettingsDoorsTest : public testing_support::ProgramTest {
                     {"offload", std::string(zero::Name(engine.storage.offload))},
                     {"saved_activations", static_cast<int>(engine.memory.saved_activations)},
                     {"replan", run::PlansAgain(settings->config.penstock, 1, zero::OffloadDevice::kNvme)},
+                    {"resume_ranks", settings->config.penstock.resume_ranks.value_or("same")},
                     {"state_dirs", engine.storage.state_dirs}};
     for (const run::Setting* setting : run::SettingsWithFlags()) {
       if (setting->option != nullptr) outcome[std::string(setting->flag)] = setting->option_of(engine);

@@ -79,6 +79,9 @@ class StartKeywords(Keywords, total=False):
     state_dir: Directory of the training state. Several directories share its bytes: in proportion to the measured speed of their drives, or to the
         weights of DIR=WEIGHT. It is made where it is missing. In the configuration, it takes the place of nvme_path. Default: required with offload
         to nvme.
+    replan: Whether a run whose first steps take half as much again as was predicted or more, or half as much or less, is planned once more with what
+        they showed (auto) or not (off). The engine plans before a later step and goes on with the same bits; ``engine.log()`` and ``engine.report()``
+        say what came of it. With state on a drive, in one process. Default: auto.
     seed: Seed of what the engine itself draws: the rounding of 8-bit optimizer states. Default: 1.
     device: Device that computes forward and backward: cpu, cuda or cuda:1. With torchrun each process has its own. Default: the GPU where torch has
         one.
@@ -86,12 +89,17 @@ class StartKeywords(Keywords, total=False):
         false.
     rank_timeout: Heartbeat timeout of other ranks in seconds; 10 times as long for the rendezvous, 60 times for a rank that answers but makes no
         progress. Default: 30.
+    resume_ranks: How many processes go on with a run: as many as made it (same), or any number (any). With any, its state is cut anew in its
+        directories, and made of the newest checkpoint where parts of it are gone. As after ``torchrun --max-restarts`` without a lost host. A kill
+        before the new state is whole leaves the old one. What is gone with a host, ``load_checkpoint`` makes up for. Default: same.
     """
 
     host_memory: Union[None, int, str]
     device_memory: Union[None, int, str]
     state_dir: Union[None, PathLike, Sequence[PathLike]]
+    replan: Optional[str]
     seed: Optional[int]
     device: Union[None, str, int, torch.device]
     progress: Optional[bool]
     rank_timeout: Optional[float]
+    resume_ranks: Optional[str]
