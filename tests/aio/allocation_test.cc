@@ -22,7 +22,7 @@ void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
 
-namespace penstock::aio {
+namespace penstock::aio::allocation_test {
 namespace {
 
 class AllocationTest : public testing::TestWithParam<BackendKind> {};
@@ -70,4 +70,4 @@ INSTANTIATE_TEST_SUITE_P(Backends, AllocationTest,
                          [](const auto& suite) { return std::string(BackendName(suite.param)); });
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::allocation_test

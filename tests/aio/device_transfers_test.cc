@@ -17,7 +17,7 @@
 #include "aio/bytes.h"
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::device_transfers_test {
 namespace {
 
 constexpr uintptr_t kElsewhere = uintptr_t{1} << 56;
@@ -202,4 +202,4 @@ INSTANTIATE_TEST_SUITE_P(Backends, DeviceTransfersTest,
                          [](const auto& of) { return std::string(BackendName(of.param)); });
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::device_transfers_test

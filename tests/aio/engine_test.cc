@@ -9,7 +9,7 @@
 
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::engine_test {
 namespace {
 
 using State = Request::State;
@@ -612,4 +612,4 @@ TEST(EngineNilTest, OneRequestOfMoreThanFourGiB) {
 }
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::engine_test

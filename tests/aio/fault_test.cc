@@ -18,7 +18,7 @@
 #include "tests/aio/refusing_kernel.h"
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::fault_test {
 namespace {
 
 using State = Request::State;
@@ -542,4 +542,4 @@ TEST(LadderTest, AForcedBackendThatIsNotThereIsAnError) {
 }
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::fault_test

@@ -10,7 +10,7 @@
 
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::fork_test {
 namespace {
 
 class ForkTest : public testing::TestWithParam<BackendKind> {};
@@ -74,4 +74,4 @@ INSTANTIATE_TEST_SUITE_P(Backends, ForkTest,
                          [](const auto& kind) { return std::string(BackendName(kind.param)); });
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::fork_test

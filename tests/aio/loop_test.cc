@@ -11,7 +11,7 @@
 #include "tests/aio/refusing_kernel.h"
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::loop_test {
 namespace {
 
 using testing::HasSubstr;
@@ -323,4 +323,4 @@ INSTANTIATE_TEST_SUITE_P(Backends, KernelQueueTest,
                          [](const auto& suite) { return std::string(BackendName(suite.param)); });
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::loop_test

@@ -11,7 +11,7 @@
 #include "tests/aio/loop_device.h"
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::profile_test {
 namespace {
 
 TEST(ProfileTest, MeasuresThisDiskAndLeavesNothing) {
@@ -281,4 +281,4 @@ TEST(ProbeTest, TellsAboutADirectory) {
 }
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::profile_test

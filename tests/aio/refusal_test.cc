@@ -13,7 +13,7 @@
 #include "tests/aio/refusing_kernel.h"
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::refusal_test {
 namespace {
 
 constexpr uint64_t kBytes = 8 * kMiB;
@@ -171,4 +171,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& suite) { return suite.param.name; });
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::refusal_test

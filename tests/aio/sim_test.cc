@@ -5,7 +5,7 @@
 #include "aio/sim_disk.h"
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::sim_test {
 namespace {
 
 using State = Request::State;
@@ -389,4 +389,4 @@ TEST(SimTest, FilesOutliveEnginesAndCanBeRenamedAndRemoved) {
 }
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::sim_test

@@ -5,7 +5,7 @@
 
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::stripe_test {
 namespace {
 
 TEST(StripeLayoutTest, EveryByteHasOnePlaceAndFilesHaveNoHoles) {
@@ -108,4 +108,4 @@ TEST(StripedFileTest, AFailingDriveIsNamed) {
 }
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::stripe_test

@@ -16,7 +16,7 @@
 #include "aio/stats.h"
 #include "tests/aio/test_support.h"
 
-namespace penstock::aio {
+namespace penstock::aio::unit_test {
 namespace {
 
 using testing::HasSubstr;
@@ -572,4 +572,4 @@ TEST(CutterTest, PiecesCoverARequestExactly) {
 }
 
 }  // namespace
-}  // namespace penstock::aio
+}  // namespace penstock::aio::unit_test

@@ -20,7 +20,7 @@
 #include "gtest/gtest.h"
 #include "tests/tampered_call.h"
 
-namespace penstock {
+namespace penstock::files_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -468,4 +468,4 @@ TEST_F(FilesTest, ManyAtOnceNeverMix) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::files_test

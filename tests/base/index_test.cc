@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <unordered_set>
 
-namespace penstock {
+namespace penstock::index_test {
 namespace {
 
 using Row = Index<struct RowTag>;
@@ -58,4 +58,4 @@ TEST(IndexedVectorDeathTest, EndsTheProcessAtWhatLiesOutside) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::index_test

@@ -6,7 +6,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace penstock {
+namespace penstock::json_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -75,4 +75,4 @@ TEST(JsonTest, AnObjectIsAskedFor) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::json_test

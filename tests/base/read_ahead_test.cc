@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-namespace penstock {
+namespace penstock::read_ahead_test {
 namespace {
 
 using Filled = absl::StatusOr<bool>;
@@ -94,4 +94,4 @@ TEST(ReadAheadTest, ItMayEndAnyTime) {
 }
 
 }  // namespace
-}  // namespace penstock
+}  // namespace penstock::read_ahead_test

@@ -7,7 +7,7 @@
 #include "tests/kernels/kernel_testing.h"
 #include "tests/kernels/optimizer_reference.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::adam_test {
 namespace {
 
 struct State {
@@ -250,4 +250,4 @@ TEST(Adam, FindsAMinimum) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::adam_test

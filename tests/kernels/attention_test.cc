@@ -6,7 +6,7 @@
 #include "kernels/layer.h"
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::attention_test {
 namespace {
 
 struct Case {
@@ -223,4 +223,4 @@ TEST(AttentionTest, AScoreThatIsNotANumberMakesAllOfItsHeadSo) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::attention_test

@@ -4,7 +4,7 @@
 
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::checksum_test {
 namespace {
 
 std::vector<unsigned char> Bytes(size_t n) {
@@ -81,4 +81,4 @@ TEST(Checksum, AnyAlignment) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::checksum_test

@@ -13,7 +13,7 @@
 #include "tests/kernels/cuda_element_shim.h"
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::cuda_kernels_test {
 namespace {
 
 constexpr size_t kHostN = 3000;
@@ -697,4 +697,4 @@ TEST_F(CudaDevice, ChecksumsAreTheLibrarys) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::cuda_kernels_test

@@ -5,7 +5,7 @@
 #include "kernels/thread_pool.h"
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::float16_test {
 namespace {
 
 // The nearest value of a 16-bit type by its definition: the neighbours in the type's own order, the even one
@@ -139,4 +139,4 @@ TEST(Float16, ConvertAgreesWithItsPartsAndWithAPool) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::float16_test

@@ -8,7 +8,7 @@
 
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::layer_test {
 namespace {
 
 constexpr DType kTypes[] = {DType::kFp32, DType::kBf16};
@@ -257,4 +257,4 @@ TEST(LayerTest, PairsAreSplitAndClamped) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::layer_test

@@ -6,7 +6,7 @@
 #include "kernels/thread_pool.h"
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::many_rows_test {
 namespace {
 
 struct Case {
@@ -134,4 +134,4 @@ TEST(ManyRowsTest, ARowHasItsBitsInAnyCompany) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::many_rows_test

@@ -10,7 +10,7 @@
 #include "tests/kernels/kernel_testing.h"
 #include "tests/kernels/optimizer_reference.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::optimizer_test {
 namespace {
 
 constexpr ParamType kParams[] = {ParamType::kFp32, ParamType::kSplit, ParamType::kBf16, ParamType::kFp16};
@@ -622,4 +622,4 @@ TEST(Lamb, TrustWithoutAFiniteNormIsNan) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::optimizer_test

@@ -12,7 +12,7 @@
 
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::product_test {
 namespace {
 
 // The definition, word by word.
@@ -319,4 +319,4 @@ TEST(ProductTest, TilesAreTheOrderOfWhoHasThem) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::product_test

@@ -5,7 +5,7 @@
 #include "kernels/thread_pool.h"
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::quantize_test {
 namespace {
 
 // f(code) by its definition: a small binary float with 3 bits of mantissa.
@@ -170,4 +170,4 @@ TEST(Quantize8, ZerosSpecialsAndTinyBlocks) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::quantize_test

@@ -6,7 +6,7 @@
 #include "kernels/thread_pool.h"
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::reduce_test {
 namespace {
 
 // The definition in kernels/reduce.h, one element at a time.
@@ -214,4 +214,4 @@ TEST(Reduce, ScaleRoundsOnce) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::reduce_test

@@ -5,7 +5,7 @@
 
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::split_master_test {
 namespace {
 
 // Checks [first, first + n) bit patterns against the definition; returns the number that differ.
@@ -106,4 +106,4 @@ TEST(SplitMaster, HighPartIsTheNearestBf16) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::split_master_test

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace penstock::kernels {
+namespace penstock::kernels::stream_copy_test {
 namespace {
 
 TEST(StreamCopy, CopiesAnyLengthToAnyAlignmentAndNothingElse) {
@@ -33,4 +33,4 @@ TEST(StreamCopy, CopiesAnyLengthToAnyAlignmentAndNothingElse) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::stream_copy_test

@@ -15,7 +15,7 @@
 #include <xmmintrin.h>
 #endif
 
-namespace penstock::kernels {
+namespace penstock::kernels::thread_pool_test {
 namespace {
 
 TEST(ThreadPool, CoversEveryElementOnceAtGrainBorders) {
@@ -112,4 +112,4 @@ TEST(ThreadPool, HelpersTakeOverTheFloatingPointMode) {
 #endif
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::thread_pool_test

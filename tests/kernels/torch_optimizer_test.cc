@@ -11,7 +11,7 @@
 #include "kernels/optimizer.h"
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::torch_optimizer_test {
 namespace {
 
 constexpr size_t kN = 4099;  // a tail for every vector width
@@ -137,4 +137,4 @@ TEST(TorchOptimizer, Sgd) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::torch_optimizer_test

@@ -4,7 +4,7 @@
 
 #include "tests/kernels/kernel_testing.h"
 
-namespace penstock::kernels {
+namespace penstock::kernels::weight_code_test {
 namespace {
 
 // What a coded row holds, by the words of the header.
@@ -182,4 +182,4 @@ TEST(WeightCodeTest, ZerosStayZerosAndAGroupThatIsNotFiniteIsNan) {
 }
 
 }  // namespace
-}  // namespace penstock::kernels
+}  // namespace penstock::kernels::weight_code_test

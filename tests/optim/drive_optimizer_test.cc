@@ -19,7 +19,7 @@
 #include "gtest/gtest.h"
 #include "kernels/split_master.h"
 
-namespace penstock::optim {
+namespace penstock::optim::drive_optimizer_test {
 namespace {
 
 using aio::kMiB;
@@ -345,4 +345,4 @@ TEST_P(FaultTest, AStepThatFailsIsMadeAgainOrTheStateIsKnownToBeLost) {
 }
 
 }  // namespace
-}  // namespace penstock::optim
+}  // namespace penstock::optim::drive_optimizer_test

@@ -14,7 +14,7 @@
 #include "run/settings.h"
 #include "zero/config/config_json.h"
 
-namespace penstock::run {
+namespace penstock::run::config_golden_test {
 
 using zero::ParseHjson;
 namespace {
@@ -175,4 +175,4 @@ TEST(ConfigGolden, TextsAreReadAsByHjson) {
 }
 
 }  // namespace
-}  // namespace penstock::run
+}  // namespace penstock::run::config_golden_test

@@ -14,7 +14,7 @@
 #include "run/settings.h"
 #include "zero/config/config_json.h"
 
-namespace penstock::run {
+namespace penstock::run::config_property_test {
 namespace {
 
 using Json = nlohmann::ordered_json;
@@ -367,4 +367,4 @@ TEST(ConfigMutation, TreesOfAValidConfiguration) {
 }
 
 }  // namespace
-}  // namespace penstock::run
+}  // namespace penstock::run::config_property_test

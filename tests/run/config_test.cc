@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "run/settings.h"
 
-namespace penstock::run {
+namespace penstock::run::config_test {
 
 using zero::WarmupType;
 namespace {
@@ -639,4 +639,4 @@ TEST(LoadConfig, FilesAndWhatIsNotOne) {
 }
 
 }  // namespace
-}  // namespace penstock::run
+}  // namespace penstock::run::config_test

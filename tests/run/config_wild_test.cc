@@ -8,7 +8,7 @@
 #include "run/config.h"
 #include "run/settings.h"
 
-namespace penstock::run {
+namespace penstock::run::config_wild_test {
 namespace {
 
 using testing::Contains;
@@ -232,4 +232,4 @@ TEST(WildConfigs, KeysOfAClient) {
 }
 
 }  // namespace
-}  // namespace penstock::run
+}  // namespace penstock::run::config_wild_test

@@ -14,7 +14,7 @@
 #include "tests/tiering/plans.h"
 #include "tiering/program/program.h"
 
-namespace penstock::run {
+namespace penstock::run::plan_bounds_test {
 namespace {
 
 using tiering::BlockPlan;
@@ -238,4 +238,4 @@ TEST(PlanBounds, NothingSaidBoundsNothing) {
 }
 
 }  // namespace
-}  // namespace penstock::run
+}  // namespace penstock::run::plan_bounds_test

@@ -12,7 +12,7 @@
 
 #include "run/settings.h"
 
-namespace penstock::run {
+namespace penstock::run::resolve_test {
 namespace {
 
 using nlohmann::ordered_json;
@@ -187,4 +187,4 @@ TEST(Resolve, WhatIsWrongIsNamedAsItsCallerSpeltIt) {
 }
 
 }  // namespace
-}  // namespace penstock::run
+}  // namespace penstock::run::resolve_test

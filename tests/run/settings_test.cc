@@ -16,7 +16,7 @@
 #include "run/settings_page.h"
 #include "run/unused_keys.h"
 
-namespace penstock::run {
+namespace penstock::run::settings_test {
 namespace {
 
 using nlohmann::json;
@@ -347,4 +347,4 @@ TEST(Settings, TheCommittedPagesAreThoseOfTheTable) {
 }
 
 }  // namespace
-}  // namespace penstock::run
+}  // namespace penstock::run::settings_test

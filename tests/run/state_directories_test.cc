@@ -11,7 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "run/config.h"
 
-namespace penstock::run {
+namespace penstock::run::state_directories_test {
 namespace {
 
 using testing::ElementsAre;
@@ -54,4 +54,4 @@ TEST(StateDirectories, TheConfigurationNamesThemToo) {
 }
 
 }  // namespace
-}  // namespace penstock::run
+}  // namespace penstock::run::state_directories_test

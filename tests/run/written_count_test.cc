@@ -9,7 +9,7 @@
 #include <fstream>
 #include <string>
 
-namespace penstock::run {
+namespace penstock::run::written_count_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -56,4 +56,4 @@ TEST_F(WrittenCountTest, WhatOthersMadeStays) {
 }
 
 }  // namespace
-}  // namespace penstock::run
+}  // namespace penstock::run::written_count_test

@@ -23,7 +23,7 @@ extern "C" int flock(int fd, int operation) noexcept {
   return -1;
 }
 
-namespace penstock::swap {
+namespace penstock::swap::checkpoint_lock_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -120,4 +120,4 @@ TEST_F(CheckpointLockTest, WhereTheFileSystemHasNoLocksNothingIsLeftBehind) {
 }
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::checkpoint_lock_test

@@ -55,7 +55,7 @@ extern "C" int stat(const char* path, struct stat* info) noexcept {
   return Fails("stat", path) ? -1 : real(path, info);
 }
 
-namespace penstock::swap {
+namespace penstock::swap::checkpoint_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -726,4 +726,4 @@ TEST_F(CheckpointTest, ACheckpointIsNeverWrittenTo) {
 }
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::checkpoint_test

@@ -18,7 +18,7 @@
 #include "swap/store.h"
 #include "tests/swap/store_fixture.h"
 
-namespace penstock::swap {
+namespace penstock::swap::directory_test {
 namespace {
 
 using ::testing::ElementsAre;
@@ -463,4 +463,4 @@ TEST_F(DirectoryTest, ZeroedHeadersBeforeARunAreDamageForAllWhoLook) {
 }
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::directory_test

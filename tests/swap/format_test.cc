@@ -9,7 +9,7 @@
 #include <cstring>
 #include <random>
 
-namespace penstock::swap {
+namespace penstock::swap::format_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -352,4 +352,4 @@ TEST(FormatTest, UuidReadsAsUsual) {
 }
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::format_test

@@ -16,7 +16,7 @@
 #include "tests/swap/no_leak.h"
 #include "tests/swap/scratch_directory.h"
 
-namespace penstock::swap {
+namespace penstock::swap::kill_test {
 namespace {
 
 // Kills at random moments in each test that makes them.
@@ -190,4 +190,4 @@ INSTANTIATE_TEST_SUITE_P(Sync, KillTest, ::testing::Values(Sync::kProcess, Sync:
                          [](const auto& kind) { return kind.param == Sync::kPower ? "power" : "process"; });
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::kill_test

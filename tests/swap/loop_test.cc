@@ -13,7 +13,7 @@
 #include "tests/swap/no_leak.h"
 #include "tests/swap/store_fixture.h"
 
-namespace penstock::swap {
+namespace penstock::swap::loop_test {
 namespace {
 
 class LoopStoreTest : public StoreTest {
@@ -185,4 +185,4 @@ INSTANTIATE_TEST_SUITE_P(FileSystems, CloneTest, testing::Values("xfs", "btrfs")
                          [](const auto& suite) { return std::string(suite.param); });
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::loop_test

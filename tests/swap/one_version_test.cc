@@ -12,7 +12,7 @@
 #include "tests/swap/sim_world.h"
 #include "tests/swap/store_fixture.h"
 
-namespace penstock::swap {
+namespace penstock::swap::one_version_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -284,4 +284,4 @@ TEST_F(OneVersionTest, ACommitCannotBeTakenBack) {
 }
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::one_version_test

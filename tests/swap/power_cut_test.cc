@@ -21,7 +21,7 @@
 #include "tests/swap/no_leak.h"
 #include "tests/swap/power_cut_disk.h"
 
-namespace penstock::swap {
+namespace penstock::swap::power_cut_test {
 namespace {
 
 struct Mode {
@@ -146,4 +146,4 @@ INSTANTIATE_TEST_SUITE_P(Modes, PowerCutTest,
                          [](const auto& mode) { return std::string(mode.param.name); });
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::power_cut_test

@@ -17,7 +17,7 @@
 #include "swap/inspect.h"
 #include "tests/swap/store_fixture.h"
 
-namespace penstock::swap {
+namespace penstock::swap::replace_parts_test {
 namespace {
 
 using ::testing::ElementsAreArray;
@@ -165,4 +165,4 @@ TEST_F(ReplacePartsTest, APartThatWasTrainedOnMeanwhileStays) {
 }
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::replace_parts_test

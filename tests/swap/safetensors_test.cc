@@ -14,7 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "tests/swap/scratch_directory.h"
 
-namespace penstock::swap {
+namespace penstock::swap::safetensors_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -221,4 +221,4 @@ TEST_F(SafetensorsTest, MutatedHeadersNeverCrashAndNeverPassTheEnd) {
 }
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::safetensors_test

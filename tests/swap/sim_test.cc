@@ -14,7 +14,7 @@
 #include "tests/swap/no_leak.h"
 #include "tests/swap/sim_world.h"
 
-namespace penstock::swap {
+namespace penstock::swap::sim_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -670,4 +670,4 @@ INSTANTIATE_TEST_SUITE_P(Sync, SimTest, ::testing::Values(Sync::kProcess, Sync::
                          [](const auto& kind) { return kind.param == Sync::kPower ? "power" : "process"; });
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::sim_test

@@ -12,7 +12,7 @@
 #include "tests/swap/count_allocations.h"
 #include "tests/swap/store_fixture.h"
 
-namespace penstock::swap {
+namespace penstock::swap::store_test {
 namespace {
 
 using ::testing::HasSubstr;
@@ -514,4 +514,4 @@ TEST_F(StoreTest, TheSteadyStateAllocatesNothing) {
 }
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::store_test

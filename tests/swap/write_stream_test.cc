@@ -22,7 +22,7 @@
 #include "swap/format.h"
 #include "tests/swap/scratch_directory.h"
 
-namespace penstock::swap {
+namespace penstock::swap::write_stream_test {
 namespace {
 
 using testing::HasSubstr;
@@ -192,4 +192,4 @@ TEST_F(WriteStreamTest, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::swap
+}  // namespace penstock::swap::write_stream_test

@@ -13,7 +13,7 @@
 
 #include "tests/text/byte_tokenizer.h"
 
-namespace penstock::text {
+namespace penstock::text::example_test {
 namespace {
 
 using testing::HasSubstr;
@@ -201,4 +201,4 @@ TEST_F(ExampleTest, ATemplateNeedsItsTokens) {
 }
 
 }  // namespace
-}  // namespace penstock::text
+}  // namespace penstock::text::example_test

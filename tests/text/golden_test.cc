@@ -16,7 +16,7 @@
 #include "text/tokenizer.h"
 #include "text/utf8.h"
 
-namespace penstock::text {
+namespace penstock::text::golden_test {
 namespace {
 
 using nlohmann::json;
@@ -183,4 +183,4 @@ INSTANTIATE_TEST_SUITE_P(Files, ConfigGoldenTest, testing::ValuesIn(NamesIn(PENS
                          [](const auto& files) { return files.param; });
 
 }  // namespace
-}  // namespace penstock::text
+}  // namespace penstock::text::golden_test

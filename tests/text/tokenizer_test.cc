@@ -17,7 +17,7 @@
 #include "text/regex.h"
 #include "text/utf8.h"
 
-namespace penstock::text {
+namespace penstock::text::tokenizer_test {
 namespace {
 
 using nlohmann::json;
@@ -443,4 +443,4 @@ TEST_F(TokenizerDirectoryTest, AFileThatIsMissingIsNamed) {
 }
 
 }  // namespace
-}  // namespace penstock::text
+}  // namespace penstock::text::tokenizer_test

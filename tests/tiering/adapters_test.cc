@@ -11,7 +11,7 @@
 #include "tiering/program/step_ops.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::adapters_test {
 namespace {
 
 constexpr int64_t kRank = 16;
@@ -193,4 +193,4 @@ INSTANTIATE_TEST_SUITE_P(Llama, Adapters,
                          [](const auto& each) { return std::string(each.param.name); });
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::adapters_test

@@ -7,7 +7,7 @@
 #include <map>
 #include <random>
 
-namespace penstock::tiering {
+namespace penstock::tiering::belady_test {
 namespace {
 
 // Fewest misses over every choice of what to give up, with the content as a set of bits. `bypass`: what is
@@ -168,4 +168,4 @@ TEST(ResidentSet, AThousandDifferentItemsTakeNoTimeAndAreNoWorseThanGreedy) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::belady_test

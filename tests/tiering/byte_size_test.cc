@@ -5,7 +5,7 @@
 #include <limits>
 #include <random>
 
-namespace penstock::tiering {
+namespace penstock::tiering::byte_size_test {
 namespace {
 
 int64_t Size(std::string_view text) {
@@ -131,4 +131,4 @@ TEST(FormatBandwidth, PowersOf1000) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::byte_size_test

@@ -10,7 +10,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::clipped_test {
 namespace {
 
 // A GPT over bytes, of which a step takes so many seconds of compute.
@@ -150,4 +150,4 @@ INSTANTIATE_TEST_SUITE_P(Presets, ClippedStep,
                          [](const auto& each) { return std::string(each.param.name); });
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::clipped_test

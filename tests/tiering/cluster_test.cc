@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-namespace penstock::tiering {
+namespace penstock::tiering::cluster_test {
 namespace {
 
 using testing::HasSubstr;
@@ -180,4 +180,4 @@ TEST(Cluster, JsonIsReadStrictly) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::cluster_test

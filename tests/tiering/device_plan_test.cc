@@ -19,7 +19,7 @@
 #include "tiering/program/program.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::device_plan_test {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
@@ -524,4 +524,4 @@ TEST(Device, AStepOfOneCardIsBoundByTheProcessorsUpdatesUntilStateLivesThere) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::device_plan_test

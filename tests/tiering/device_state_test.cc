@@ -12,7 +12,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::device_state_test {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
@@ -214,4 +214,4 @@ TEST(DeviceState, TheChoiceIsAsGoodAsEveryRatio) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::device_state_test

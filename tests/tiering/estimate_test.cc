@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-namespace penstock::tiering {
+namespace penstock::tiering::estimate_test {
 namespace {
 
 using testing::HasSubstr;
@@ -170,4 +170,4 @@ TEST(FormatTiers, OneLineARow) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::estimate_test

@@ -8,7 +8,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::large_models_test {
 namespace {
 
 constexpr int64_t kGiB = int64_t{1} << 30;
@@ -37,4 +37,4 @@ TEST(Planner, SeventyBillionParametersArePlannedAndPredicted) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::large_models_test

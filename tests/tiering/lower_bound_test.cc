@@ -13,7 +13,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::lower_bound_test {
 namespace {
 
 struct Case {
@@ -130,4 +130,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& each) { return std::string(each.param.name); });
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::lower_bound_test

@@ -16,7 +16,7 @@
 #include "tiering/simulate/sim_lanes.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::plan_test {
 namespace {
 
 using testing::HasSubstr;
@@ -452,4 +452,4 @@ TEST(Planner, PinnedMemoryDoesNotGrowWithTheNumberOfBlocks) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::plan_test

@@ -11,7 +11,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::policy_test {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
@@ -121,4 +121,4 @@ TEST(Policies, NoneBeatsAutoInAnyCell) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::policy_test

@@ -21,7 +21,7 @@
 #include "tiering/simulate/sim_lanes.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::program_test {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
@@ -897,4 +897,4 @@ TEST(Executor, StallsAreNamedByCause) {
 }
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::program_test

@@ -15,7 +15,7 @@
 #include "tiering/program/step_ops.h"
 #include "tiering/simulate/simulate.h"
 
-namespace penstock::tiering {
+namespace penstock::tiering::sample_test {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
@@ -188,4 +188,4 @@ INSTANTIATE_TEST_SUITE_P(Plans, Sample,
                          [](const auto& each) { return std::string(each.param.name); });
 
 }  // namespace
-}  // namespace penstock::tiering
+}  // namespace penstock::tiering::sample_test

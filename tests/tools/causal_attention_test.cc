@@ -12,7 +12,7 @@
 #include "zero/compute/libtorch/tensor_allocator.h"
 #include "zero/memory/tensor_memory.h"
 
-namespace penstock::models {
+namespace penstock::models::causal_attention_test {
 namespace {
 
 using torch::Tensor;
@@ -196,4 +196,4 @@ TEST(CausalAttention, NeverHoldsTheScoresOfAWholeSequence) {
 }
 
 }  // namespace
-}  // namespace penstock::models
+}  // namespace penstock::models::causal_attention_test

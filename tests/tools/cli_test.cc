@@ -8,7 +8,7 @@
 
 #include "base/io_error.h"
 
-namespace penstock::tools {
+namespace penstock::tools::cli_test {
 namespace {
 
 TEST(OrBug, WhatIsThrownIsOneLineAndExitCode1) {
@@ -44,4 +44,4 @@ TEST(StreamError, IsNeverOk) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::cli_test

@@ -17,7 +17,7 @@
 #include "models/data/token_file.h"
 #include "tests/text/byte_tokenizer.h"
 
-namespace penstock::models {
+namespace penstock::models::data_mixture_test {
 namespace {
 
 using testing::ElementsAre;
@@ -173,4 +173,4 @@ TEST_F(DataMixtureTest, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::models
+}  // namespace penstock::models::data_mixture_test

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace penstock::models {
+namespace penstock::models::data_records_test {
 namespace {
 
 using testing::ElementsAre;
@@ -177,4 +177,4 @@ TEST_F(DataRecordsTest, ADirectoryIsNamedWithWhatIsGivenInItsPlace) {
 }
 
 }  // namespace
-}  // namespace penstock::models
+}  // namespace penstock::models::data_records_test

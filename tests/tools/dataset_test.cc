@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-namespace penstock::models {
+namespace penstock::models::dataset_test {
 namespace {
 
 class DatasetTest : public testing::Test {
@@ -306,4 +306,4 @@ TEST_F(DatasetTest, TextForAModelWithATokenizerSaysHowToEncodeIt) {
 }
 
 }  // namespace
-}  // namespace penstock::models
+}  // namespace penstock::models::dataset_test

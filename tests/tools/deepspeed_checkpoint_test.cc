@@ -30,7 +30,7 @@
 #include "tiering/plan/model_graph.h"
 #include "zero/engine/new_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::deepspeed_checkpoint_test {
 namespace {
 
 using nlohmann::json;
@@ -659,4 +659,4 @@ TEST_F(DeepSpeedCheckpointTest, AFlippedBitOfAValueIsRefusedAndTheOldRunStays) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::deepspeed_checkpoint_test

@@ -20,7 +20,7 @@
 #include "models/weights/torch_file.h"
 #include "tests/tampered_call.h"
 
-namespace penstock::models {
+namespace penstock::models::deepspeed_universal_test {
 namespace {
 
 using testing::HasSubstr;
@@ -179,4 +179,4 @@ TEST_F(DeepSpeedUniversalTest, NamesThatAreNoneOrTwosAreRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::models
+}  // namespace penstock::models::deepspeed_universal_test

@@ -7,7 +7,7 @@
 #include "tests/tools/penstock_program.h"
 #include "tests/tools/rank_programs.h"
 
-namespace penstock::tools {
+namespace penstock::tools::device_cli_test {
 namespace {
 
 using nlohmann::json;
@@ -235,4 +235,4 @@ TEST_F(DeviceFlags, WithoutCudaTheLineSaysWhatIsMissingAndTheWayOut) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::device_cli_test

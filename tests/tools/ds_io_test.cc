@@ -15,7 +15,7 @@
 #include "tools/ds/ds_io_bench.h"
 #include "tools/ds/ds_io_tune.h"
 
-namespace penstock::tools {
+namespace penstock::tools::ds_io_test {
 namespace {
 
 using nlohmann::json;
@@ -480,4 +480,4 @@ TEST_F(ProgramTest, TuneMeasuresAndEndsWithTheBlock) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::ds_io_test

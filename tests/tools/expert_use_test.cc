@@ -17,7 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "generate/routing.h"
 
-namespace penstock::generate {
+namespace penstock::generate::expert_use_test {
 namespace {
 
 using testing::HasSubstr;
@@ -293,4 +293,4 @@ TEST(RoutingTest, AScoreThatIsNoNumberIsDamage) {
 }
 
 }  // namespace
-}  // namespace penstock::generate
+}  // namespace penstock::generate::expert_use_test

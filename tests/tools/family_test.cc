@@ -7,7 +7,7 @@
 #include "models/families/stages.h"
 #include "zero/compute/libtorch/block.h"
 
-namespace penstock::models {
+namespace penstock::models::family_test {
 namespace {
 
 // Where the numbers say that a tensor lies, the module has it.
@@ -101,4 +101,4 @@ TEST(ModelLayoutTest, NamesAndShapesAreThoseOfHuggingFace) {
 }
 
 }  // namespace
-}  // namespace penstock::models
+}  // namespace penstock::models::family_test

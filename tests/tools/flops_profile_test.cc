@@ -4,7 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace penstock::tools {
+namespace penstock::tools::flops_profile_test {
 namespace {
 
 using testing::HasSubstr;
@@ -40,4 +40,4 @@ TEST(FlopsProfiles, NothingIsFasterThanTheMachine) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::flops_profile_test

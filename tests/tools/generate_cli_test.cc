@@ -15,7 +15,7 @@
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::tools {
+namespace penstock::tools::generate_cli_test {
 namespace {
 
 using nlohmann::json;
@@ -420,4 +420,4 @@ TEST_F(GenerateCliTest, ADirectoryThatCannotBeListedIsNotOneWithoutWeights) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::generate_cli_test

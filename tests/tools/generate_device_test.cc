@@ -16,7 +16,7 @@
 #include "zero/compute/libtorch/tensors.h"
 #include "zero/compute/test_device.h"
 
-namespace penstock::generate {
+namespace penstock::generate::generate_device_test {
 namespace {
 
 using kernels::DType;
@@ -387,4 +387,4 @@ TEST_F(GenerateOnDeviceTest, TablesThatAreDecodedOrConvertedAreLoadedWithinTheBo
 }
 
 }  // namespace
-}  // namespace penstock::generate
+}  // namespace penstock::generate::generate_device_test

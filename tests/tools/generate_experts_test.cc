@@ -15,7 +15,7 @@
 #include "tests/tools/generating.h"
 #include "tests/tools/mixtures.h"
 
-namespace penstock::generate {
+namespace penstock::generate::generate_experts_test {
 namespace {
 
 using nlohmann::json;
@@ -441,4 +441,4 @@ TEST_F(GenerateExpertsTest, AMixtureIsNotTrainedFromTheCommandLine) {
 }
 
 }  // namespace
-}  // namespace penstock::generate
+}  // namespace penstock::generate::generate_experts_test

@@ -5,7 +5,7 @@
 #include "tests/tools/generating.h"
 #include "zero/compute/libtorch/cuda_device.h"
 
-namespace penstock::generate {
+namespace penstock::generate::generate_gpu_test {
 namespace {
 
 using nlohmann::json;
@@ -117,4 +117,4 @@ TEST_F(GenerateGpuTest, TokensDependOnNeitherBudgetNorPlaceNorBatch) {
 }
 
 }  // namespace
-}  // namespace penstock::generate
+}  // namespace penstock::generate::generate_gpu_test

@@ -14,7 +14,7 @@
 #include "tests/tools/mixtures.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::generate {
+namespace penstock::generate::generate_pass_test {
 namespace {
 
 using nlohmann::json;
@@ -317,4 +317,4 @@ TEST_F(GeneratePassTest, APassOfLibTorchsProductsHasTheSameRows) {
 }
 
 }  // namespace
-}  // namespace penstock::generate
+}  // namespace penstock::generate::generate_pass_test

@@ -16,7 +16,7 @@
 #include "zero/compute/libtorch/initial_values.h"
 #include "zero/memory/tensor_memory.h"
 
-namespace penstock::generate {
+namespace penstock::generate::generate_test {
 namespace {
 
 using nlohmann::json;
@@ -445,4 +445,4 @@ TEST(PlanTest, ResidentUnitsAreSpreadAndFillTheBudget) {
 }
 
 }  // namespace
-}  // namespace penstock::generate
+}  // namespace penstock::generate::generate_test

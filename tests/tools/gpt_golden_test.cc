@@ -21,7 +21,7 @@
 #include "zero/compute/optimizer.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::tools {
+namespace penstock::tools::gpt_golden_test {
 namespace {
 
 using nlohmann::json;
@@ -271,4 +271,4 @@ TEST(OptimizersGolden, UpdateAsLibTorchAndDeepSpeed) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::gpt_golden_test

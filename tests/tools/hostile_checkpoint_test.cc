@@ -19,7 +19,7 @@
 #include "tests/hostile_files.h"
 #include "tests/tools/penstock_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::hostile_checkpoint_test {
 namespace {
 
 using nlohmann::json;
@@ -244,4 +244,4 @@ TEST_F(HostileTest, ShortCheckpointsOfDeepSpeedTakeNoLongMemory) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::hostile_checkpoint_test

@@ -20,7 +20,7 @@
 #include "zero/compute/libtorch/tensors.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::tools {
+namespace penstock::tools::llama_golden_test {
 namespace {
 
 using nlohmann::json;
@@ -409,4 +409,4 @@ TEST_F(LlamaGoldenTest, WeightsComeBackToTheBitThroughTheProgram) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::llama_golden_test

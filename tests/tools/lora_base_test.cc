@@ -13,7 +13,7 @@
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::tools {
+namespace penstock::tools::lora_base_test {
 namespace {
 
 using nlohmann::json;
@@ -328,4 +328,4 @@ TEST_F(LoraBaseTest, PackedWeightsTrainAsWhatTheyDecodeTo) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::lora_base_test

@@ -10,7 +10,7 @@
 #include "tests/tools/penstock_program.h"
 #include "tests/tools/rank_programs.h"
 
-namespace penstock::tools {
+namespace penstock::tools::lora_files_test {
 namespace {
 
 using nlohmann::json;
@@ -235,4 +235,4 @@ TEST_F(LoraFilesTest, SeveralRanksDoNotGoOnWithAdapters) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::lora_files_test

@@ -20,7 +20,7 @@
 #include "zero/compute/libtorch/tensors.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::tools {
+namespace penstock::tools::lora_test {
 namespace {
 
 using nlohmann::json;
@@ -418,4 +418,4 @@ TEST_F(LoraCliTest, ARunGoesOnWithTheAdaptersThatItHas) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::lora_test

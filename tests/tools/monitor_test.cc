@@ -16,7 +16,7 @@
 #include "run/watch/prometheus_file.h"
 #include "tests/tampered_call.h"
 
-namespace penstock::tools {
+namespace penstock::tools::monitor_test {
 namespace {
 
 using testing::AnyOf;
@@ -378,4 +378,4 @@ TEST(PrometheusFile, WhatCannotBeWrittenIsToldOnceUntilItCan) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::monitor_test

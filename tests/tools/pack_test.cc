@@ -15,7 +15,7 @@
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::tools {
+namespace penstock::tools::pack_test {
 namespace {
 
 using generate::CachePlace;
@@ -469,4 +469,4 @@ TEST_F(PackTest, DamagedPackedWeightsAreRefusedInOneLine) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::pack_test

@@ -21,7 +21,7 @@
 #include "tools/pages/step_charts.h"
 #include "tools/pages/trace_view.h"
 
-namespace penstock::tools {
+namespace penstock::tools::pages_test {
 namespace {
 
 using nlohmann::json;
@@ -685,4 +685,4 @@ TEST_F(BrowsedPages, APlanIsSeenByDayAndNightOnDeskAndPhone) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::pages_test

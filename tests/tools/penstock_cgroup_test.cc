@@ -10,7 +10,7 @@
 #include "gmock/gmock.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_cgroup_test {
 namespace {
 
 using testing::HasSubstr;
@@ -88,4 +88,4 @@ TEST_F(CgroupTest, WhatDoesNotFitIsRefusedWithTheWayOut) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_cgroup_test

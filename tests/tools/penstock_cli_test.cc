@@ -11,7 +11,7 @@
 #include "swap/safetensors.h"
 #include "tests/tools/penstock_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_cli_test {
 namespace {
 
 using nlohmann::json;
@@ -722,4 +722,4 @@ TEST_F(CliTest, SamplesAtEveryLengthInTheLeastMemoryOfTheLongest) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_cli_test

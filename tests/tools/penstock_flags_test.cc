@@ -6,7 +6,7 @@
 #include "gmock/gmock.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_flags_test {
 namespace {
 
 using testing::HasSubstr;
@@ -238,4 +238,4 @@ TEST_F(FlagsTest, TwoRunsInOneDirectory) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_flags_test

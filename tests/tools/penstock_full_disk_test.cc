@@ -6,7 +6,7 @@
 #include "tests/aio/loop_device.h"
 #include "tests/tools/penstock_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_full_disk_test {
 namespace {
 
 using nlohmann::json;
@@ -249,4 +249,4 @@ TEST_F(FullDiskTest, RoomForSpilledInputsIsCountedAndTakenAtTheStart) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_full_disk_test

@@ -9,7 +9,7 @@
 #include "base/file_lock.h"
 #include "tests/tools/penstock_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_keeping_test {
 namespace {
 
 using nlohmann::json;
@@ -243,4 +243,4 @@ TEST_F(KeepingTest, TheBudgetOfWearCountsWhatAKilledRunWroteBeforeItsFirstCheckp
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_keeping_test

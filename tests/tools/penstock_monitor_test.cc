@@ -3,7 +3,7 @@
 
 #include "tests/tools/penstock_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_monitor_test {
 namespace {
 
 using nlohmann::json;
@@ -111,4 +111,4 @@ TEST_F(MonitorCliTest, WhatHasNoClientHereIsAnsweredWithTheWayOut) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_monitor_test

@@ -14,7 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "tests/tools/penstock_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_old_state_test {
 namespace {
 
 using nlohmann::json;
@@ -153,4 +153,4 @@ TEST_F(OldStateTest, GoesOnWithTheSameLosses) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_old_state_test

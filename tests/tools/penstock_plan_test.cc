@@ -6,7 +6,7 @@
 #include "gmock/gmock.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_plan_test {
 namespace {
 
 using testing::HasSubstr;
@@ -123,4 +123,4 @@ TEST_F(PlanTest, WhatIsOfNoEffectWithoutADriveIsTold) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_plan_test

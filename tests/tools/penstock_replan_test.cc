@@ -6,7 +6,7 @@
 
 #include "tests/tools/penstock_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_replan_test {
 namespace {
 
 using testing::HasSubstr;
@@ -61,4 +61,4 @@ TEST_F(ReplanCliTest, WhereItHasNoEffectALineSaysSoToWhoAsksForIt) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_replan_test

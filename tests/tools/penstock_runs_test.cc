@@ -13,7 +13,7 @@
 
 #include "tests/tools/penstock_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_runs_test {
 namespace {
 
 using nlohmann::json;
@@ -857,4 +857,4 @@ TEST_F(RunsTest, AKilledRunLeavesNoReportOfAnEarlierOne) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_runs_test

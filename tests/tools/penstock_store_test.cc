@@ -7,7 +7,7 @@
 #include "tests/tampered_call.h"
 #include "tests/tools/penstock_state.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_store_test {
 namespace {
 
 using nlohmann::json;
@@ -485,4 +485,4 @@ TEST_F(StoreCliTest, MovedDirectoriesAreFineAndALostOrSwappedOneIsNamed) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_store_test

@@ -10,7 +10,7 @@
 #include "tests/text/byte_tokenizer.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_text_test {
 namespace {
 
 using testing::HasSubstr;
@@ -273,4 +273,4 @@ TEST_F(PenstockTextTest, WhatIsWrongIsSaid) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_text_test

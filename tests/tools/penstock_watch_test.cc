@@ -8,7 +8,7 @@
 #include "tests/tools/penstock_state.h"
 #include "tests/tools/rank_programs.h"
 
-namespace penstock::tools {
+namespace penstock::tools::penstock_watch_test {
 namespace {
 
 using nlohmann::json;
@@ -450,4 +450,4 @@ TEST_F(WatchCliTest, TheBudgetOfWearCountsTheCheckpointThatARunEndsWith) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::penstock_watch_test

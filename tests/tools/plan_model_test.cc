@@ -9,7 +9,7 @@
 #include "tests/tools/penstock_program.h"
 #include "zero/compute/libtorch/create_engine.h"
 
-namespace penstock::tools {
+namespace penstock::tools::plan_model_test {
 namespace {
 
 using nlohmann::json;
@@ -137,4 +137,4 @@ TEST_F(PlanModelTest, ALargeLayerIsPlannedFromItsConfigAlone) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::plan_model_test

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-namespace penstock::tools {
+namespace penstock::tools::progress_test {
 namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -178,4 +178,4 @@ TEST_F(ProgressTest, ManyThreads) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::progress_test

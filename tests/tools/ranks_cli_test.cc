@@ -9,7 +9,7 @@
 #include "tests/aio/loop_device.h"
 #include "tests/tools/rank_programs.h"
 
-namespace penstock::tools {
+namespace penstock::tools::ranks_cli_test {
 namespace {
 
 using nlohmann::json;
@@ -557,4 +557,4 @@ TEST_F(RanksTest, AStoppedRankZeroIsNamedWhileItIsStopped) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::ranks_cli_test

@@ -13,7 +13,7 @@
 #include "tests/tools/penstock_state.h"
 #include "tests/tools/rank_programs.h"
 
-namespace penstock::tools {
+namespace penstock::tools::ranks_hosts_test {
 namespace {
 
 using testing::AnyOf;
@@ -148,4 +148,4 @@ TEST_F(HostsTest, AHostThatIsCutOffIsNamedAllEndAndTheRunGoesOn) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::ranks_hosts_test

@@ -9,7 +9,7 @@
 #include "run/settings.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::tools {
+namespace penstock::tools::recorded_config_test {
 namespace {
 
 using nlohmann::json;
@@ -159,4 +159,4 @@ TEST_F(RecordedConfigTest, WhatALaterVersionKeptIsNamedWithTheWayOut) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::recorded_config_test

@@ -14,7 +14,7 @@
 #include "tools/penstock/train_settings.h"
 #include "zero/config/modes.h"
 
-namespace penstock::tools {
+namespace penstock::tools::settings_doors_test {
 namespace {
 
 using nlohmann::json;
@@ -148,4 +148,4 @@ TEST_F(SettingsDoorsTest, AFlagAndAKeyOfTheSameSettingHaveTheSameEffect) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::settings_doors_test

@@ -6,7 +6,7 @@
 #include <limits>
 #include <map>
 
-namespace penstock::models {
+namespace penstock::models::text_sampler_test {
 namespace {
 
 const std::vector<float> kLogits = {0.0f, std::log(2.0f), std::log(5.0f),
@@ -136,4 +136,4 @@ TEST(TextSamplerTest, ExtremesAreSurvived) {
 }
 
 }  // namespace
-}  // namespace penstock::models
+}  // namespace penstock::models::text_sampler_test

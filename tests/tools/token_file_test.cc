@@ -21,7 +21,7 @@
 #include "models/data/dataset.h"
 #include "tests/text/byte_tokenizer.h"
 
-namespace penstock::models {
+namespace penstock::models::token_file_test {
 namespace {
 
 using testing::ElementsAre;
@@ -326,4 +326,4 @@ TEST_F(TokenFileTest, ManyAtOnceMakeItOnce) {
 }
 
 }  // namespace
-}  // namespace penstock::models
+}  // namespace penstock::models::token_file_test

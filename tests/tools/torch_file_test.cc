@@ -17,7 +17,7 @@
 #include "tests/fuzz/torch_archive.h"
 #include "tests/hostile_files.h"
 
-namespace penstock::models {
+namespace penstock::models::torch_file_test {
 namespace {
 
 using nlohmann::json;
@@ -318,4 +318,4 @@ TEST_F(TorchFileTest, DamageNeverDoesMoreThanEndInALine) {
 }
 
 }  // namespace
-}  // namespace penstock::models
+}  // namespace penstock::models::torch_file_test

@@ -9,7 +9,7 @@
 
 #include "tests/tampered_call.h"
 
-namespace penstock::tools {
+namespace penstock::tools::train_log_test {
 namespace {
 
 using nlohmann::json;
@@ -221,4 +221,4 @@ TEST_F(TrainLogTest, APipeOrADeviceIsWrittenToAndNotLookedAt) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::train_log_test

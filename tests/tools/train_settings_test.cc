@@ -19,7 +19,7 @@
 #include "zero/compute/libtorch/tensors.h"
 #include "zero/ranks/comm.h"
 
-namespace penstock::tools {
+namespace penstock::tools::train_settings_test {
 namespace {
 
 using testing::AllOf;
@@ -251,4 +251,4 @@ TEST(OldestRecordTest, IsThatOfTheRankThatHasComeLeastFar) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::train_settings_test

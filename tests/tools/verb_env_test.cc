@@ -21,7 +21,7 @@
 #include "tools/machine/env_probe.h"
 #include "tools/machine/nvme_health.h"
 
-namespace penstock::tools {
+namespace penstock::tools::verb_env_test {
 namespace {
 
 using testing::HasSubstr;
@@ -215,4 +215,4 @@ TEST(DsReport, TellsWhatEnvTellsAndTakesDeepSpeedsFlags) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::verb_env_test

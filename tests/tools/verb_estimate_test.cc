@@ -7,7 +7,7 @@
 #include <sstream>
 #include <vector>
 
-namespace penstock::tools {
+namespace penstock::tools::verb_estimate_test {
 namespace {
 
 using testing::HasSubstr;
@@ -159,4 +159,4 @@ TEST(Estimate, WrongFlags) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::verb_estimate_test

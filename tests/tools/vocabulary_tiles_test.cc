@@ -24,7 +24,7 @@
 #include "zero/compute/libtorch/tensors.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::tools {
+namespace penstock::tools::vocabulary_tiles_test {
 namespace {
 
 using nlohmann::json;
@@ -594,4 +594,4 @@ TEST_F(VocabularyTilesTest, AdaptersTrainBesideThem) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::vocabulary_tiles_test

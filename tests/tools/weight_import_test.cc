@@ -10,7 +10,7 @@
 #include "models/families/gpt.h"
 #include "tests/tools/penstock_program.h"
 
-namespace penstock::tools {
+namespace penstock::tools::weight_import_test {
 namespace {
 
 using testing::HasSubstr;
@@ -173,4 +173,4 @@ TEST_F(WeightImportTest, WhatDoesNotFitIsNamed) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::tools::weight_import_test

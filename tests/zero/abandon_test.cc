@@ -30,7 +30,7 @@
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::abandon_test {
 namespace {
 
 using testing_support::Owner;
@@ -306,4 +306,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& mode) { return mode.param.name; });
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::abandon_test

@@ -15,7 +15,7 @@
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::calls_of_a_step_test {
 namespace {
 
 using testing_support::FailingCompute;
@@ -275,4 +275,4 @@ INSTANTIATE_TEST_SUITE_P(Drive, CallsOfAStepOnDriveTest, testing::ValuesIn(kOnDr
                          [](const auto& mode) { return mode.param.name; });
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::calls_of_a_step_test

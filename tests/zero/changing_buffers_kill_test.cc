@@ -16,7 +16,7 @@
 #include "tests/zero/ranks.h"
 #include "tests/zero/wide_training.h"
 
-namespace penstock::zero {
+namespace penstock::zero::changing_buffers_kill_test {
 namespace {
 
 using testing_support::MakeWideModel;
@@ -123,4 +123,4 @@ TEST_F(ChangingBuffersKill, SeveralRanksAreRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::changing_buffers_kill_test

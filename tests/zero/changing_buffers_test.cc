@@ -11,7 +11,7 @@
 #include "tests/zero/wide_training.h"
 #include "zero/compute/libtorch/libtorch_compute.h"
 
-namespace penstock::zero {
+namespace penstock::zero::changing_buffers_test {
 namespace {
 
 using testing::HasSubstr;
@@ -237,4 +237,4 @@ TEST_F(ChangingBuffersTest, WhatDoesNotFitIntoACommitIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::changing_buffers_test

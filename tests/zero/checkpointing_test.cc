@@ -18,7 +18,7 @@
 #include "tests/zero/training.h"
 #include "zero/engine/restore.h"
 
-namespace penstock::zero {
+namespace penstock::zero::checkpointing_test {
 namespace {
 
 using testing_support::RunOptions;
@@ -381,4 +381,4 @@ TEST_F(CheckpointingTest, AnotherRunsCheckpointIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::checkpointing_test

@@ -21,7 +21,7 @@
 #include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::combinations_test {
 namespace {
 
 using testing_support::Freeze;
@@ -274,4 +274,4 @@ TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::combinations_test

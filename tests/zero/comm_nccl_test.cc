@@ -20,7 +20,7 @@
 #include "tests/zero/fake_nccl.h"
 #include "zero/ranks/comm.h"
 
-namespace penstock::zero {
+namespace penstock::zero::comm_nccl_test {
 namespace {
 
 constexpr int kWorld = 3;
@@ -243,4 +243,4 @@ TEST(CommNccl, WhoExchangesSomethingElseThanTheOthersEndsAllOfIt) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::comm_nccl_test

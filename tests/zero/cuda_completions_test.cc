@@ -79,7 +79,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 }  // extern "C"
 
-namespace penstock::zero {
+namespace penstock::zero::cuda_completions_test {
 namespace {
 
 using testing::HasSubstr;
@@ -176,4 +176,4 @@ TEST_F(CudaCompletionsTest, WaitingForAStreamWaitsForWhatWasEnqueuedAlsoAfterAnE
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::cuda_completions_test

@@ -22,7 +22,7 @@
 #include "zero/engine/engine.h"
 #include "zero/engine/restore.h"
 
-namespace penstock::zero {
+namespace penstock::zero::device_state_test {
 namespace {
 
 using testing_support::MakeTestDevice;
@@ -418,4 +418,4 @@ TEST_F(DeviceStateTest, ACopyOfStateThatFailsEndsTheRunInWords) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::device_state_test

@@ -16,7 +16,7 @@
 #include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::device_test {
 namespace {
 
 using testing_support::MakeTestDevice;
@@ -200,4 +200,4 @@ TEST(Device, WithoutCudaTheWordsSayWhatIsMissing) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::device_test

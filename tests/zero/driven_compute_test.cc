@@ -27,7 +27,7 @@
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
 
-namespace penstock::zero {
+namespace penstock::zero::driven_compute_test {
 namespace {
 
 using testing_support::Owner;
@@ -581,4 +581,4 @@ TEST_F(DrivenComputeTest, DriversEnterTheirOwnMicroBatches) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::driven_compute_test

@@ -29,7 +29,7 @@
 #include "zero/compute/test_device.h"
 #include "zero/engine/driven_engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::driven_device_test {
 namespace {
 
 using kernels::DType;
@@ -476,4 +476,4 @@ TEST_F(DrivenDeviceTest, ACopyThatFailsEndsTheStepAndTheLastCommitStands) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::driven_device_test

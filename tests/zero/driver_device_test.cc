@@ -22,7 +22,7 @@
 #include "tests/zero/arithmetic_owner.h"
 #include "zero/engine/driven_engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::driver_device_test {
 namespace {
 
 using kernels::DType;
@@ -219,4 +219,4 @@ TEST_F(DriverDeviceTest, ALostDeviceEndsTheStepAndTheLastCommitStands) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::driver_device_test

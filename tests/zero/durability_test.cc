@@ -11,7 +11,7 @@
 #include "tests/zero/training.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::durability_test {
 namespace {
 
 using testing_support::RunOptions;
@@ -162,4 +162,4 @@ TEST_F(DurabilityTest, OneVersionTakesHalfTheSpace) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::durability_test

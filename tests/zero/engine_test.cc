@@ -30,7 +30,7 @@
 #include "zero/compute/libtorch/tensor_allocator.h"
 #include "zero/memory/tensor_memory.h"
 
-namespace penstock::zero {
+namespace penstock::zero::engine_test {
 namespace {
 
 using testing_support::RunOptions;
@@ -705,4 +705,4 @@ TEST(TensorMemory, CountsPoolsAndRefuses) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::engine_test

@@ -17,7 +17,7 @@
 #include "tests/soak.h"
 #include "tests/zero/training.h"
 
-namespace penstock::zero {
+namespace penstock::zero::fault_test {
 namespace {
 
 using testing_support::RunOptions;
@@ -264,4 +264,4 @@ TEST_F(FaultTest, AFullDriveStopsAtTheLastCommitAndRoomLetsItGoOn) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::fault_test

@@ -22,7 +22,7 @@
 #include "zero/engine/engine.h"
 #include "zero/memory/tensor_memory.h"
 
-namespace penstock::zero {
+namespace penstock::zero::foreign_process_test {
 namespace {
 
 using testing_support::Owner;
@@ -297,4 +297,4 @@ TEST_F(ForeignProcessTest, WhatSignalsDoIsWhatItWas) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::foreign_process_test

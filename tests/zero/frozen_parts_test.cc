@@ -20,7 +20,7 @@
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
 
-namespace penstock::zero {
+namespace penstock::zero::frozen_parts_test {
 namespace {
 
 using testing::HasSubstr;
@@ -495,4 +495,4 @@ TEST_F(FrozenPartsTest, AStateInAnotherOrderIsRefusedInALine) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::frozen_parts_test

@@ -11,7 +11,7 @@
 #include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::gds_test {
 namespace {
 
 using testing::Contains;
@@ -174,4 +174,4 @@ TEST(Gds, ALineSaysWhichWayIsTaken) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::gds_test

@@ -23,7 +23,7 @@
 #include "tests/zero/plain_batch.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::give_up_test {
 namespace {
 
 using testing_support::PlainBatch;
@@ -326,4 +326,4 @@ INSTANTIATE_TEST_SUITE_P(Modes, GiveUpTest, testing::ValuesIn(Modes()), NameOfMo
 INSTANTIATE_TEST_SUITE_P(Modes, GiveUpKillTest, testing::ValuesIn(KillModes()), NameOfMode);
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::give_up_test

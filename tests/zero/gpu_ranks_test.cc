@@ -7,7 +7,7 @@
 #include "tests/zero/ranks.h"
 #include "zero/compute/libtorch/cuda_device.h"
 
-namespace penstock::zero {
+namespace penstock::zero::gpu_ranks_test {
 namespace {
 
 using testing_support::RankOutcome;
@@ -66,4 +66,4 @@ TEST(GpuRanks, LossesAreTheProcessorsWithinRoundingAndTheSameInEveryOffloadMode)
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::gpu_ranks_test

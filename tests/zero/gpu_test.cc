@@ -19,7 +19,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
-namespace penstock::zero {
+namespace penstock::zero::gpu_test {
 namespace {
 
 using testing_support::RunOptions;
@@ -195,4 +195,4 @@ TEST_F(Gpu, GpuDirectStorageChangesNoBit) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::gpu_test

@@ -10,7 +10,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 
-namespace penstock::zero {
+namespace penstock::zero::handshake_test {
 namespace {
 
 RankSecret Secret(std::string_view words = "sixteen bytes at least") { return *RankSecret::Of(words); }
@@ -134,4 +134,4 @@ TEST(Handshake, AShortSecretIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::handshake_test

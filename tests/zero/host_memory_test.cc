@@ -6,7 +6,7 @@
 #include <fstream>
 #include <string>
 
-namespace penstock::zero {
+namespace penstock::zero::host_memory_test {
 namespace {
 
 constexpr int64_t kMiB = 1 << 20;
@@ -159,4 +159,4 @@ TEST_F(HostMemoryTest, WhatCannotBeReadIsNoLimit) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::host_memory_test

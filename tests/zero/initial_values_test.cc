@@ -17,7 +17,7 @@
 #include "zero/engine/engine.h"
 #include "zero/memory/tensor_memory.h"
 
-namespace penstock::zero {
+namespace penstock::zero::initial_values_test {
 namespace {
 
 // Parameters of the given sizes.
@@ -211,4 +211,4 @@ TEST(MeasureModel, TheBudgetHoldsWhileABlockIsBuilt) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::initial_values_test

@@ -26,7 +26,7 @@
 #include "zero/engine/report.h"
 #include "zero/engine/restore.h"
 
-namespace penstock::zero {
+namespace penstock::zero::kill_test {
 namespace {
 
 using testing_support::RunOptions;
@@ -237,4 +237,4 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::kill_test

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <random>
 
-namespace penstock::zero {
+namespace penstock::zero::loss_scale_test {
 namespace {
 
 LossScaler Dynamic(LossScaleOptions options) {
@@ -161,4 +161,4 @@ TEST(LossScaler, DamagedStateIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::loss_scale_test

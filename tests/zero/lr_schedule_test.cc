@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-namespace penstock::zero {
+namespace penstock::zero::lr_schedule_test {
 namespace {
 
 LrSchedule Make(const LrScheduleSpec& spec) {
@@ -271,4 +271,4 @@ TEST(LrSchedule, RefusesNonsenseByName) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::lr_schedule_test

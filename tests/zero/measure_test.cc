@@ -14,7 +14,7 @@
 #include "zero/compute/libtorch/threads.h"
 #include "zero/memory/thread_times.h"
 
-namespace penstock::zero {
+namespace penstock::zero::measure_test {
 namespace {
 
 // Processes that compute without end, four a processor.
@@ -80,4 +80,4 @@ TEST(MeasureModel, OtherWorkIsTakenOffAndSaid) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::measure_test

@@ -11,7 +11,7 @@
 
 #include "absl/strings/match.h"
 
-namespace penstock::zero {
+namespace penstock::zero::mesh_link_test {
 namespace {
 
 std::string AllToSend(MeshLink& link) {
@@ -154,4 +154,4 @@ TEST(MeshLink, WhatWasDroppedIsTouchedNoMore) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::mesh_link_test

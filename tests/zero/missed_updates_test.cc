@@ -31,7 +31,7 @@
 #include "zero/compute/update.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::missed_updates_test {
 namespace {
 
 using testing_support::PlainBatch;
@@ -611,4 +611,4 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& each) { return each.param.name; });
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::missed_updates_test

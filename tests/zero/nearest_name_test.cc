@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace penstock::zero {
+namespace penstock::zero::nearest_name_test {
 namespace {
 
 TEST(EditDistance, CountsEditsAndSwaps) {
@@ -37,4 +37,4 @@ TEST(DidYouMean, IsEmptyOrASuggestion) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::nearest_name_test

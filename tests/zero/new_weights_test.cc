@@ -16,7 +16,7 @@
 #include "swap/inspect.h"
 #include "zero/engine/driven_engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::new_weights_test {
 namespace {
 
 using testing::HasSubstr;
@@ -202,4 +202,4 @@ TEST_F(NewWeightsTest, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::new_weights_test

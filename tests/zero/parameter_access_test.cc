@@ -17,7 +17,7 @@
 #include "zero/engine/engine.h"
 #include "zero/memory/tensor_memory.h"
 
-namespace penstock::zero {
+namespace penstock::zero::parameter_access_test {
 namespace {
 
 using testing_support::RunOptions;
@@ -228,4 +228,4 @@ INSTANTIATE_TEST_SUITE_P(Types, StateWrittenIn, testing::Values(kernels::DType::
                          });
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::parameter_access_test

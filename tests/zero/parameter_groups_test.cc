@@ -22,7 +22,7 @@
 #include "zero/compute/update.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::parameter_groups_test {
 namespace {
 
 // A block's weights, states and gradient in host memory.
@@ -295,4 +295,4 @@ TEST_F(GroupsByNameTest, WhatNamesNothingAndWhatNoOptimizerHasIsRefusedBeforeAny
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::parameter_groups_test

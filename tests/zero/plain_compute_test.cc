@@ -16,7 +16,7 @@
 #include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::plain_compute_test {
 namespace {
 
 using testing_support::PlainBatch;
@@ -253,4 +253,4 @@ TEST_F(PlainComputeTest, AModelWithoutLayersIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::plain_compute_test

@@ -29,7 +29,7 @@
 #include "zero/compute/update.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::precision_test {
 namespace {
 
 using testing_support::PlainModel;
@@ -639,4 +639,4 @@ TEST(Precision, FrozenParametersStayAsTheyAreBesideCompactStates) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::precision_test

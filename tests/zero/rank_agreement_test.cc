@@ -16,7 +16,7 @@
 #include "tiering/plan/machine.h"
 #include "tiering/plan/model_graph.h"
 
-namespace penstock::zero {
+namespace penstock::zero::rank_agreement_test {
 namespace {
 
 using testing::HasSubstr;
@@ -117,4 +117,4 @@ TEST(RankAgreement, AnErrorOfAnotherRankIsOneLine) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::rank_agreement_test

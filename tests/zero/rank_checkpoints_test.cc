@@ -14,7 +14,7 @@
 #include "zero/engine/restore.h"
 #include "zero/ranks/sharded_state.h"
 
-namespace penstock::zero {
+namespace penstock::zero::rank_checkpoints_test {
 namespace {
 
 using testing_support::Alone;
@@ -344,4 +344,4 @@ TEST_F(RankCheckpointsTest, PartsOfTwoCheckpointsAreRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::rank_checkpoints_test

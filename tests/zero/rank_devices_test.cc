@@ -12,7 +12,7 @@
 #include "zero/compute/test_device.h"
 #include "zero/engine/rank_agreement.h"
 
-namespace penstock::zero {
+namespace penstock::zero::rank_devices_test {
 namespace {
 
 using testing_support::Alone;
@@ -374,4 +374,4 @@ TEST(RankDevices, RanksOfOneDeviceShareItsMemory) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::rank_devices_test

@@ -5,7 +5,7 @@
 
 #include <map>
 
-namespace penstock::zero {
+namespace penstock::zero::rank_environment_test {
 namespace {
 
 absl::StatusOr<RankEnvironment> Read(const std::map<std::string, std::string>& variables) {
@@ -132,4 +132,4 @@ TEST(RankEnvironment, WhatIsWrongIsNamed) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::rank_environment_test

@@ -7,7 +7,7 @@
 
 #include "zero/ranks/store_service.h"
 
-namespace penstock::zero {
+namespace penstock::zero::rank_position_test {
 namespace {
 
 RankPosition Somewhere() {
@@ -81,4 +81,4 @@ TEST(RankPosition, DifferencesAreFoundAndNamed) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::rank_position_test

@@ -19,7 +19,7 @@
 #include "zero/engine/engine.h"
 #include "zero/ranks/sharded_state.h"
 
-namespace penstock::zero {
+namespace penstock::zero::rank_state_test {
 namespace {
 
 using testing::HasSubstr;
@@ -205,4 +205,4 @@ TEST_F(RankStateTest, WhatIsWrongIsToldToAllAndEndsNothing) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::rank_state_test

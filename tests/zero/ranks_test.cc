@@ -21,7 +21,7 @@
 #include "tiering/advice/tier_table.h"
 #include "zero/ranks/agree.h"
 
-namespace penstock::zero {
+namespace penstock::zero::ranks_test {
 namespace {
 
 using testing_support::Alone;
@@ -592,4 +592,4 @@ TEST(Ranks, KilledInAnyPhaseTheOtherEndsAndTheRunGoesOn) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::ranks_test

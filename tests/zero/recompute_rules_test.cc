@@ -16,7 +16,7 @@
 #include "zero/compute/libtorch/initial_values.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::recompute_rules_test {
 namespace {
 
 using testing::AllOf;
@@ -224,4 +224,4 @@ TEST(RecomputeRules, MemoryThatParametersShareIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::recompute_rules_test

@@ -22,7 +22,7 @@
 #include "zero/engine/restore.h"
 #include "zero/lanes/hardware_lanes.h"
 
-namespace penstock::zero {
+namespace penstock::zero::recorded_json_test {
 namespace {
 
 using nlohmann::json;
@@ -229,4 +229,4 @@ TEST_F(RecordedJson, NorDoesAPartOfSeveralRanks) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::recorded_json_test

@@ -29,7 +29,7 @@
 #include "zero/engine/prediction_check.h"
 #include "zero/engine/report.h"
 
-namespace penstock::zero {
+namespace penstock::zero::replan_by_steps_test {
 namespace {
 
 using testing::HasSubstr;
@@ -422,4 +422,4 @@ TEST_F(ReplanByStepsTest, KilledAtAnyMomentOfItTheRunGoesOnWithTheSameBits) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::replan_by_steps_test

@@ -14,7 +14,7 @@
 #include "tests/zero/training.h"
 #include "tests/zero/wide_training.h"
 
-namespace penstock::zero {
+namespace penstock::zero::replan_models_test {
 namespace {
 
 using testing::HasSubstr;
@@ -316,4 +316,4 @@ TEST_F(ReplanModelsTest, OverSeveralRanks) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::replan_models_test

@@ -23,7 +23,7 @@
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::replan_test {
 namespace {
 
 using testing::HasSubstr;
@@ -561,4 +561,4 @@ TEST_F(DrivenReplanTest, NotWhileAPassIsOpen) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::replan_test

@@ -15,7 +15,7 @@
 #include "absl/strings/match.h"
 #include "tests/swap/scratch_directory.h"
 
-namespace penstock::zero {
+namespace penstock::zero::secret_file_test {
 namespace {
 
 class SecretFile : public testing::Test {
@@ -81,4 +81,4 @@ TEST_F(SecretFile, WhatIsNoSecretIsRefusedInWords) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::secret_file_test

@@ -4,7 +4,7 @@
 
 #include "tests/zero/wide_training.h"
 
-namespace penstock::zero {
+namespace penstock::zero::several_blocks_test {
 namespace {
 
 using testing::AllOf;
@@ -311,4 +311,4 @@ TEST_F(SeveralBlocksTest, AModuleOfOtherShapesThanItsKindIsRefused) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::several_blocks_test

@@ -10,7 +10,7 @@
 #include <variant>
 #include <vector>
 
-namespace penstock::zero {
+namespace penstock::zero::step_outcome_test {
 namespace {
 
 kernels::SumOfSquares OfNorm(double norm) {
@@ -189,4 +189,4 @@ TEST(StepOutcome, ParametersWithoutAGradientKeepTheirCounts) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::step_outcome_test

@@ -22,7 +22,7 @@
 #include "swap/aligned_buffer.h"
 #include "swap/store.h"
 
-namespace penstock::zero {
+namespace penstock::zero::stripes_test {
 namespace {
 
 using testing::DoubleEq;
@@ -204,4 +204,4 @@ TEST_F(StripesTest, ADriveOfAThirdOfTheSpeedOfAnotherAddsToIt) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::stripes_test

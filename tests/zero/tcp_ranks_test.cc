@@ -36,7 +36,7 @@
 #include "zero/ranks/tcp_mesh.h"
 #include "zero/ranks/tcp_store.h"
 
-namespace penstock::zero {
+namespace penstock::zero::tcp_ranks_test {
 namespace {
 
 using testing_support::Owner;
@@ -788,4 +788,4 @@ TEST_F(CodedExchangeTest, RanksThatWantOtherCodesEndTogether) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::tcp_ranks_test

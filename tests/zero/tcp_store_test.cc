@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-namespace penstock::zero {
+namespace penstock::zero::tcp_store_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -273,4 +273,4 @@ TEST(TcpStore, ListensEverywhereWhereTheAddressIsNotItsOwn) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::tcp_store_test

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-namespace penstock::zero {
+namespace penstock::zero::tensor_region_test {
 namespace {
 
 constexpr int64_t kGranule = TensorRegion::kGranule;
@@ -131,4 +131,4 @@ TEST(TensorRegion, AStepLikeTheLastTakesNoFreshMemory) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::tensor_region_test

@@ -13,7 +13,7 @@
 #include "tests/zero/training.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::tiled_linear_test {
 namespace {
 
 constexpr int64_t kIn = 96, kOut = 240, kRows = 8;
@@ -180,4 +180,4 @@ TEST(TiledLinear, RefusesTilesThatDoNotDivideTheOutputs) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::tiled_linear_test

@@ -12,7 +12,7 @@
 
 #include "zero/compute/tile_format.h"
 
-namespace penstock::zero {
+namespace penstock::zero::update_test {
 namespace {
 
 // A tile's segments and its gradient, each on pages of its own.
@@ -114,4 +114,4 @@ TEST(UpdateTileInto, HasTheBitsOfAnUpdateInPlaceAndLeavesTheVersionBefore) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::update_test

@@ -25,7 +25,7 @@
 #include "tests/zero/plain_batch.h"
 #include "zero/engine/engine.h"
 
-namespace penstock::zero {
+namespace penstock::zero::watchdog_test {
 namespace {
 
 using News = StuckOperation::News;
@@ -323,4 +323,4 @@ TEST_F(WatchedTraining, OneThatIsLeftAloneByItsCallerIsNotToldToBeStuck) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::watchdog_test

@@ -7,7 +7,7 @@
 #include "tests/zero/wide_training.h"
 #include "zero/compute/libtorch/libtorch_compute.h"
 
-namespace penstock::zero {
+namespace penstock::zero::wide_model_test {
 namespace {
 
 using testing::AllOf;
@@ -311,4 +311,4 @@ TEST_F(WideModelTest, WhatIsWrongWithAListIsSaid) {
 }
 
 }  // namespace
-}  // namespace penstock::zero
+}  // namespace penstock::zero::wide_model_test
