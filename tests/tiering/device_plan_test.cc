@@ -24,12 +24,6 @@ namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-int64_t LeastOf(const absl::Status& status) {
-  const std::string message(status.message()), words = "least that works is ";
-  const size_t at = message.find(words);
-  return at == std::string::npos ? -1 : std::stoll(message.substr(at + words.size()));
-}
-
 // The least device budget, from the words of the refusal.
 int64_t LeastDeviceMemory(const ModelGraph& graph, PlanOptions options) {
   options.device.budget_bytes = 1;
@@ -67,8 +61,7 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     const auto more = static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 24));
     options.device.budget_bytes = least_device + (random() % 3 == 0 ? 0 : more);
     if (options.on_nvme) {
-      options.host_memory_budget_bytes = 1;
-      const int64_t least = LeastOf(MakePlan(graph, options).status());
+      const int64_t least = LeastHostMemory(graph, options);
       ASSERT_GT(least, 0);
       options.host_memory_budget_bytes =
           least + static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 20));
@@ -402,8 +395,7 @@ TEST(Device, RanksWhoseDevicesExchangeCopyTheirPartsAlone) {
       EXPECT_EQ(plan->device.ledger().total(), plan->device.bytes());
       RunPasses(graph, *plan, MachineModel(), nullptr);
       // In host memory less than what ranks that meet there need.
-      options.host_memory_budget_bytes = 1;
-      const int64_t least = LeastOf(MakePlan(graph, options).status());
+      const int64_t least = LeastHostMemory(graph, options);
       options.device.collectives = false;
       options.device.budget_bytes = LeastDeviceMemory(graph, options);
       EXPECT_LT(least, LeastOf(MakePlan(graph, options).status()));

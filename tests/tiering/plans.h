@@ -2,14 +2,30 @@
 #ifndef PENSTOCK_TESTS_TIERING_PLANS_H_
 #define PENSTOCK_TESTS_TIERING_PLANS_H_
 
+#include <absl/status/status.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
 #include <random>
+#include <string>
 
 #include "tiering/plan/plan.h"
 
 namespace penstock::tiering {
+
+// The least budget, from the words of a refusal; -1: it names none.
+inline int64_t LeastOf(const absl::Status& refused) {
+  const std::string message(refused.message()), words = "least that works is ";
+  const size_t at = message.find(words);
+  return at == std::string::npos ? -1 : std::stoll(message.substr(at + words.size()));
+}
+
+// A refusal costs no plan.
+inline int64_t LeastHostMemory(const ModelGraph& graph, PlanOptions options) {
+  options.host_memory_budget_bytes = 1;
+  return LeastOf(MakePlan(graph, options).status());
+}
 
 inline ModelGraph Chain(int layers, int64_t elements, double forward = 1e-3) {
   constexpr int64_t kMiB = int64_t{1} << 20;

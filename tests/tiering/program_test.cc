@@ -296,17 +296,16 @@ TEST(Planner, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
                                        Precision::Bf16().WithMoments(1), kStateless}) {
       PlanOptions options;
       options.precision = precision;
+      options.compares_policies = false;  // any plan will do
       options.host_memory_budget_bytes = 1;
       absl::StatusOr<Plan> refused = MakePlan(graph, options);
       ASSERT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
-      options.host_memory_budget_bytes = int64_t{1} << 40;
-      const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
-      EXPECT_NE(std::string(refused.status().message()).find(std::to_string(least)), std::string::npos)
-          << refused.status();
+      const int64_t least = LeastOf(refused.status());
       options.host_memory_budget_bytes = least;
       absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok()) << plan.status();
       EXPECT_LE(plan->host_bytes(), least);
+      EXPECT_EQ(plan->least_host_memory_bytes, least);
       RunPasses(graph, *plan, MachineModel(), nullptr);
       options.host_memory_budget_bytes = least - 1;
       EXPECT_FALSE(MakePlan(graph, options).ok());
@@ -323,11 +322,10 @@ TEST(Planner, NeverExceedsTheBudgetAndIsNoSlowerWithMoreMemory) {
     }
     PlanOptions options;
     options.compares_policies = false;
-    options.host_memory_budget_bytes = int64_t{1} << 40;
-    const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
+    const int64_t least = LeastHostMemory(graph, options);
     double fastest = 1e9;
     int64_t bytes = 0;
-    const int64_t more = (tests::Soak() > 1 ? 5 : 15) * kMiB;
+    const int64_t more = (tests::Soak() > 1 ? 5 : 40) * kMiB;
     for (int64_t budget = least; budget < 400 * kMiB; budget += more) {
       options.host_memory_budget_bytes = budget;
       absl::StatusOr<Plan> plan = MakePlan(graph, options);
@@ -398,6 +396,7 @@ TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
                                         {Precision::Bf16().WithMoments(1), 14.25}}) {
     PlanOptions options;
     options.precision = precision;
+    options.compares_policies = false;
     // Enough for every gradient and the comfortable working set; weights and state stream.
     options.bounds.resident_elements = 0;
     options.bounds.state_fraction = 0;
@@ -416,7 +415,7 @@ TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
     }
     // Gradients on the drive cost one write and one read of them; one that is used in backward is read again
     // only when clipping asks for it, and without clipping it is never needed again.
-    options.host_memory_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes + 8 * kMiB;
+    options.host_memory_budget_bytes = LeastHostMemory(graph, options) + 8 * kMiB;
     const double bytes = precision.gradient_bytes;
     for (const auto& [order, clips, spilled] : {std::tuple{UpdateOrder::kInNextForward, true, 2 * bytes},
                                                 {UpdateOrder::kInBackward, true, bytes},
@@ -752,11 +751,12 @@ TEST(Planner, InputsGoToTheDriveWhereTheBudgetAsksForIt) {
   }
   PlanOptions options;
   options.host_memory_budget_bytes = int64_t{1} << 40;
+  options.compares_policies = false;
   const Plan roomy = *MakePlan(graph, options);
   EXPECT_EQ(roomy.input_scratch_bytes, 0);
   EXPECT_LT(roomy.least_host_memory_bytes, 32 * 8 * kMiB / 4) << "a fraction of the inputs alone";
   int64_t moved = std::numeric_limits<int64_t>::max();
-  for (int64_t budget = roomy.least_host_memory_bytes; budget < 400 * kMiB; budget += 24 * kMiB) {
+  for (int64_t budget = roomy.least_host_memory_bytes; budget < 400 * kMiB; budget += 48 * kMiB) {
     options.host_memory_budget_bytes = budget;
     const Plan plan = *MakePlan(graph, options);
     EXPECT_LE(plan.host_bytes(), budget);
@@ -777,9 +777,11 @@ TEST(Simulate, StepIsWithinFivePercentOfItsLowerBound) {
       stage.backward_seconds = ratio * drive_seconds / 24 * 3 / 4;
     }
     PlanOptions options;
-    options.host_memory_budget_bytes = int64_t{1} << 40;
-    const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
+    const int64_t least = LeastHostMemory(graph, options);
     for (const double share : {0.02, 0.15, 0.6}) {
+      // `make soak` has every cell; here a share for each ratio, and all of them where drive and compute are
+      // even.
+      if (tests::Soak() == 1 && ratio != 1.0 && (share < 0.1 || share > 0.3)) continue;
       const int64_t state = graph.elements() * 14;
       options.host_memory_budget_bytes = least + static_cast<int64_t>(share * static_cast<double>(state));
       absl::StatusOr<Plan> plan = MakePlan(graph, options);
