@@ -157,14 +157,14 @@ void ExpectGoodCheckpoints(RunOptions run, const std::string& scratch, size_t le
   }
 }
 
-TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
+TEST(Kill, KillsLeaveNoTraceInTheLog) {
   std::random_device entropy;
   const uint64_t seed = entropy();
   SCOPED_TRACE(testing::Message() << "seed " << seed);
   std::mt19937_64 random(seed);
-  const int enough = 100 * tests::Soak();
+  const int enough = 30 * tests::Soak();
   int kills = 0;
-  for (int round = 0; kills < enough; ++round) {
+  for (int round = 0; kills < enough || round < 5; ++round) {  // every kind at least once
     RunOptions run;
     run.model = {2, 32, 2, 16, 256, 0.1};
     run.batch = 2;
