@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "swap/checkpoint.h"
+#include "tests/soak.h"
 #include "tests/zero/ranks.h"
 #include "zero/compute/test_device.h"
 #include "zero/engine/rank_agreement.h"
@@ -68,9 +69,15 @@ void ExpectWithinBudgets(const RunOptions& run, const nlohmann::json& processors
   if (!run.state_dir.empty()) std::filesystem::remove_all(run.state_dir);
 }
 
+// One number of micro-batches tells of the types whose paths bf16 has gone already; `make soak` has all.
+bool IsLeftOut(kernels::DType dtype, int micro_batches) {
+  return tests::Soak() == 1 && dtype == (micro_batches == 1 ? kernels::DType::kFp16 : kernels::DType::kFp32);
+}
+
 TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
   for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
     for (const int micro_batches : {1, 2}) {
+      if (IsLeftOut(dtype, micro_batches)) continue;
       SCOPED_TRACE(testing::Message() << dtype << ", " << micro_batches << " micro-batches");
       RunOptions run = SmallRun(dtype, micro_batches);
       run.model.dropout = 0.1;
@@ -133,6 +140,7 @@ TEST(RankDevices, CodedExchangesHaveTheBitsOfProcessors) {
 TEST(RankDevices, StateLivesOnLinkedDevices) {
   for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
     for (const int micro_batches : {1, 2}) {
+      if (IsLeftOut(dtype, micro_batches)) continue;
       RunOptions run = SmallRun(dtype, micro_batches);
       run.poison_step = 3;
       run.announce_always = true;  // and so some steps are called off
