@@ -76,7 +76,7 @@ soak: suite
 	@cd $(BUILD) && for test in swap_kill_test swap_power_cut_test swap_sim_test swap_one_version_test swap_checkpoint_test tiering_program_test \
 	    tiering_device_plan_test tiering_lower_bound_test tiering_policy_test \
 	    zero_abandon_test zero_changing_buffers_kill_test zero_combinations_test zero_device_state_test zero_durability_test zero_engine_test \
-	    zero_fault_test zero_give_up_test zero_kill_test zero_rank_devices_test zero_ranks_test tools_pack_test tools_penstock_store_test; do \
+	    zero_fault_test zero_give_up_test zero_kill_test zero_rank_devices_test zero_ranks_test tools_export_over_another_test tools_pack_test; do \
 	  filter=; test $$test != zero_ranks_test || filter='--gtest_filter=*Kill* --gtest_repeat=$(SOAK)'; \
 	  test ! -x tests/$$test || PENSTOCK_SOAK=$(SOAK) tests/$$test $$filter || exit 1; done
 	@cd $(BUILD) && test ! -x tests/faults_command_line_test || { for shard in $$(seq 0 $$(($(JOBS) - 1))); do \
