@@ -3,7 +3,7 @@ PRESET  ?= release
 BUILD   := build/$(PRESET)
 JOBS    ?= $(shell nproc)
 
-.PHONY: bench-check classes suite wheel test-deps test-python help train test check build gpu deps soak sanitize fuzz docs lint format clean asan ubsan tsan
+.PHONY: bench-check classes deepspeed-parity suite wheel test-deps test-python help train test check build gpu deps soak sanitize fuzz docs lint format clean asan ubsan tsan
 
 help:
 	@echo "make train   install what is missing, build, train a GPT whose state is several times its memory budget"
@@ -16,6 +16,7 @@ help:
 	@echo "make fuzz    what reads files and flags, with clang's libFuzzer, FUZZ_SECONDS=120 each"
 	@echo "make wheel   the Python package as wheels, in build/wheels (PYTHONS=\"python3.10 python3.12\");  make test-python  its tests"
 	@echo "make classes  SAMPLE=250 of transformers' classes beside plain PyTorch, an hour: a table in build/classes.md"
+	@echo "make deepspeed-parity  scripts and trainers under DeepSpeed itself and under Penstock, on the CPU: the same losses, in ten minutes"
 	@echo "make docs    a reference of the public headers, in build/docs/html (doxygen)"
 	@echo "make lint    the order of the rooms, clang-format and clang-tidy checks;  make format  rewrites in place"
 	@echo "make clean   remove build/"
@@ -109,6 +110,10 @@ wheel: deps
 # The Python package's tests in a virtual environment with PyPI's torch, which all clones share (scripts/python-test).
 test-python: deps
 	@JOBS=$(JOBS) scripts/python-test
+
+# The same scripts under DeepSpeed itself, on the CPU, and under Penstock: the same losses. Without a network it is skipped, in words.
+deepspeed-parity: deps
+	@JOBS=$(JOBS) scripts/deepspeed-parity
 
 # Classes of transformers, drawn at random, beside plain PyTorch. What build/classes.jsonl has is not done again.
 SAMPLE ?= 250
