@@ -89,6 +89,8 @@ bench-check: deps
 	@test -f $(BUILD)/build.ninja || cmake --preset $(PRESET)
 	@cmake --build $(BUILD) -j $(JOBS) --target bench_check
 	@cd $(BUILD) && failed=; for bars in bars/*_bars; do $$bars --gtest_brief=1 || failed="$$failed $$bars"; done; \
+	  python=$(CURDIR)/build/python/venv/bin/python; if ! test -x $$python; then echo "the front end in Python is not judged: make test-python installs it"; \
+	  else mkdir -p python/tmp && $$python $(CURDIR)/bench/python_front_end.py python/tmp/front_end --most 1 || failed="$$failed front_end"; fi; \
 	  test -z "$$failed" || { echo "bars missed:$$failed" >&2; exit 1; }
 
 # Each target starts from its corpus; what it finds lies in build/fuzz/found afterwards.
