@@ -111,27 +111,6 @@ RunOptions GptRun(const std::string& directory, kernels::DType dtype) {
   return run;
 }
 
-// A machine, and what a stage takes there in forward; backward takes three times as long.
-struct World {
-  double drive = 0, seconds = 0;  // bytes a second, of a stage
-  tiering::MachineModel Machine() const {
-    tiering::MachineModel machine;
-    machine.read_bytes_per_s = machine.write_bytes_per_s = machine.mixed_bytes_per_s = drive;
-    return machine;
-  }
-  ShownBySteps Shown(const EnginePlan& plan) const {
-    ShownBySteps shown;
-    shown.graph = plan.graph;
-    for (tiering::StageShape& stage : shown.graph.stages) {
-      stage.forward_seconds = seconds;
-      stage.backward_seconds = 3 * seconds;
-    }
-    shown.machine = Machine();
-    shown.measured_seconds = tiering::Predict(shown.graph, plan.plan, shown.machine)->step_seconds;
-    return shown;
-  }
-};
-
 const std::vector<Stretch> kStretches = {{2, 3}, {8, 5}, {1, 7}};
 
 TEST_F(ReplanModelsTest, EveryTypeHasTheBitsOfARunThatIsClosedAndGoesOnInTheBudgetOfTheLargest) {
@@ -172,43 +151,6 @@ TEST_F(ReplanModelsTest, ANewLossScaleIsNotBegunAgain) {
   }
   EXPECT_EQ(both[1].Numbers(), both[0].Numbers());
   EXPECT_GT(both[0].loss_scales.back(), both[0].loss_scales.front());
-}
-
-// By what its steps are said to have shown, within the least budget that works.
-TEST_F(ReplanModelsTest, ByStepsTheBitsAreThoseOfARunThatGoesOn) {
-  RunOptions run = GptRun(scratch_ + "/state", kernels::DType::kBf16);
-  const auto plan = PlanFor(run, 2);
-  ASSERT_TRUE(plan.ok()) << plan.status();
-  run.host_memory_budget_bytes = plan->plan.least_host_memory_bytes;
-  const World fast = {.drive = 1e9, .seconds = 4e-3}, slow = {.drive = 1e7, .seconds = 4e-3};
-  std::vector<std::vector<double>> losses(2);
-  bool moved = false;
-  for (const bool replans : {false, true}) {
-    EngineOptions options = OptionsOf(run);
-    options.storage.overwrite = true;
-    options.optimizer.clip = 0;
-    options.hooks.machine = [&](int64_t, const std::function<void()>&) { return fast.Machine(); };
-    auto made = CreateEngine(models::MakeGpt(run.model), options);
-    ASSERT_TRUE(made.ok()) << made.status();
-    Engine& engine = **made;
-    while (engine.step() < 6) {
-      const int64_t step = engine.step() + 1;
-      const auto result = engine.Step({MakeBatch(run, step, 0), MakeBatch(run, step, 1)}, Next::kTrain);
-      ASSERT_TRUE(result.ok()) << result.status();
-      losses[replans ? 1 : 0].push_back(result->loss);
-      if (!replans || step % 2 != 0) continue;
-      const auto again = engine.Replan(slow.Shown(engine.plan()));
-      ASSERT_TRUE(again.ok()) << again.status();
-      EXPECT_TRUE(again->explained);
-      moved |= !again->moved.empty();
-    }
-    const auto evaluation = engine.Evaluate({MakeBatch(run, -1, 0)});
-    ASSERT_TRUE(evaluation.ok()) << evaluation.status();
-    losses[replans ? 1 : 0].push_back(*evaluation);
-    EXPECT_LE(engine.peak_managed_bytes(), run.host_memory_budget_bytes);
-  }
-  EXPECT_EQ(losses[1], losses[0]);
-  EXPECT_TRUE(moved);
 }
 
 TEST_F(ReplanModelsTest, BesideADeviceWithMemoryOfItsOwn) {
