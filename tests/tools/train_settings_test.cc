@@ -139,7 +139,7 @@ TEST_F(TrainSettingsTest, WithoutOffloadThereIsNoneButForAStateDir) {
 // DeepSpeed's "Adam" is AdamW unless its file says otherwise; a flag means what it says.
 TEST_F(TrainSettingsTest, AnOptimizerByFlagIsThatOneAndALineSaysWhatBecomesOfTheFilesParameters) {
   TrainOptions flags;
-  flags.optimizer = "Adam";
+  flags.optimizer = std::string("Adam");
   EXPECT_EQ(AdamOf(Resolve("{}", flags)).mode, kernels::AdamMode::kAdam);
   const std::string file = R"({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.5}}})";
   EXPECT_EQ(AdamOf(Resolve(file, flags)).mode, kernels::AdamMode::kAdamW) << "as the file has it";
@@ -148,7 +148,7 @@ TEST_F(TrainSettingsTest, AnOptimizerByFlagIsThatOneAndALineSaysWhatBecomesOfThe
         absl::StrCat(R"({"train_batch_size": 4, "optimizer": {"type": ")", other, R"("}})");
     EXPECT_EQ(AdamOf(Resolve(of_other, flags)).mode, kernels::AdamMode::kAdam) << other;
   }
-  flags.optimizer = "Lion";
+  flags.optimizer = std::string("Lion");
   const TrainSettings lion = Resolve(file, flags);
   EXPECT_EQ(std::get<kernels::LionOptions>(lion.engine.optimizer.algorithm).lr, 0.5F);
   EXPECT_THAT(lion.notes, Contains(HasSubstr("--optimizer Lion in the place of the config's Adam")));
