@@ -1,8 +1,8 @@
 // `penstock train` where the first steps take much longer than was predicted: it is planned once more, and
 // goes on with the same bits. The clock runs faster from the moment that the run's state is made, so that all
 // that was measured before is wrong by the same factor, however long anything takes.
-#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "tests/tools/penstock_state.h"
 
@@ -15,13 +15,18 @@ using namespace testing_support;
 
 class ReplanCliTest : public CliTest {
  protected:
+  static Arguments Loud(Arguments arguments) {
+    std::erase(arguments, "--quiet");
+    return arguments;
+  }
   Ran TrainFast(const std::string& state, const Arguments& more) {
-    return Program(dir_,
-                   Train(state, Arguments{"--steps", "8", "--batch", "1", "--seq", "64", "--host-memory",
-                                          "64MiB", "--log", state + ".log", "--report", state + ".json"} +
-                                    more),
-                   {"env", "LD_PRELOAD=" PENSTOCK_FAST_CLOCK, "FAST_CLOCK_FACTOR=40",
-                    "FAST_CLOCK_FROM=" + state + "/penstock.store"})
+    return Program(
+               dir_,
+               Loud(Train(state, Arguments{"--steps", "8", "--batch", "1", "--seq", "64", "--host-memory",
+                                           "64MiB", "--log", state + ".log", "--report", state + ".json"} +
+                                     more)),
+               {"env", "LD_PRELOAD=" PENSTOCK_FAST_CLOCK, "FAST_CLOCK_FACTOR=40",
+                "FAST_CLOCK_FROM=" + state + "/penstock.store"})
         .Wait();
   }
   static json Report(const std::string& state) { return json::parse(ReadFile(state + ".json")); }
@@ -51,10 +56,8 @@ TEST_F(ReplanCliTest, ARunWhoseStepsTakeMuchLongerIsPlannedOnceMoreWithTheSameBi
 
 TEST_F(ReplanCliTest, WhereItHasNoEffectALineSaysSoToWhoAsksForIt) {
   const Arguments in_memory = {"--offload", "cpu", "--steps", "2", "--batch", "1", "--seq", "32"};
-  Arguments asked = Train(dir_ + "/a", in_memory + Arguments{"--replan", "auto"});
-  asked.erase(std::find(asked.begin(), asked.end(), "--quiet"));
-  Arguments unasked = Train(dir_ + "/b", in_memory);
-  unasked.erase(std::find(unasked.begin(), unasked.end(), "--quiet"));
+  const Arguments asked = Loud(Train(dir_ + "/a", in_memory + Arguments{"--replan", "auto"}));
+  const Arguments unasked = Loud(Train(dir_ + "/b", in_memory));
   const std::string line = "penstock.replan \"auto\": of no effect without offload to nvme";
   EXPECT_THAT(Run(asked).out, HasSubstr(line));
   EXPECT_THAT(Run(unasked).out, Not(HasSubstr(line)));

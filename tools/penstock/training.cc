@@ -399,7 +399,7 @@ class Training {
     absl::StatusOr<std::string> line = check_->PlanAgain(*engine_, settings_.steps - engine_->step());
     preparing_.Clear();
     RETURN_IF_ERROR(line.status());
-    Tell(*line);
+    if (!flags_.quiet) progress_.Print(*line);
     return SaveWritten();
   }
 
