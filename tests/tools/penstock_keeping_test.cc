@@ -113,9 +113,10 @@ TEST_F(KeepingTest, OfTwoThatOverwriteAtOneInstantOneHasTheDirectory) {
     const std::string state = dir_ + "/" + offload;
     const Arguments arguments = Small(state, {"--offload", offload});
     ASSERT_EQ(Run(arguments + Arguments{"--steps", "1"}).code, 0);
-    for (int round = 0; round < 4; ++round) {  // tests/faults has the campaign
-      Program first(dir_, arguments + Arguments{"--overwrite", "--steps", "2"});
-      Program second(dir_, arguments + Arguments{"--overwrite", "--steps", "3"});
+    for (int round = 0; round < 2; ++round) {  // tests/faults has the campaign
+      // By an exec: loading the program takes longer than it is from one start to the other.
+      Program first(dir_, arguments + Arguments{"--overwrite", "--steps", "2"}, {"env"});
+      Program second(dir_, arguments + Arguments{"--overwrite", "--steps", "3"}, {"env"});
       const Ran two = first.Wait(), three = second.Wait();
       const Ran& refused = two.code == 0 ? three : two;
       EXPECT_EQ(std::min(two.code, three.code), 0) << two.err << three.err;
