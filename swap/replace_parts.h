@@ -26,17 +26,19 @@ namespace penstock::swap {
 std::vector<std::string> NextDirectories(const std::vector<std::string>& directories);
 
 // Returns whether a kill has left new parts that count and are not all in their places.
-absl::StatusOr<bool> IsReplacementCutShort(const std::string& first_directory);
+absl::StatusOr<bool> IsReplacementCutShort(const std::vector<std::string>& directories);
 
 // Moves these to their places, and drops new parts that never came to count. Does nothing where neither is
-// there, or another process is at work on it. kFailedPrecondition: an old part is in use.
+// there, or another process is at work on it. kFailedPrecondition: an old part is in use, or a new one that
+// counts is not there with all of its directories, of which one may not be mounted.
 absl::Status FinishReplacement(const std::vector<std::string>& directories);
 
 class PartsReplacement {
  public:
-  // `directories`: of the state, as all ranks are given them. Locks the first one against others who replace
-  // its parts, finishes what a kill left, and notes the newest commits that are there.
-  // kFailedPrecondition: another process is at it.
+  // `directories`: of the state, as all ranks are given them. Locks them against others who replace their
+  // parts, finishes what a kill left, and notes the newest commits that are there. kFailedPrecondition:
+  // another process is at it, a place for a part is on another file system than its directory, or what is
+  // there is not all of one run.
   static absl::StatusOr<std::unique_ptr<PartsReplacement>> Begin(std::vector<std::string> directories);
 
   // The stores in NextDirectories, which are closed, take the places of the old ones, which are removed.
@@ -52,8 +54,9 @@ class PartsReplacement {
   explicit PartsReplacement(std::vector<std::string> directories) : directories_(std::move(directories)) {}
 
   const std::vector<std::string> directories_;
-  DirectoryLock lock_;
+  std::vector<std::unique_ptr<DirectoryLock>> locks_;
   std::vector<CommitSeen> seen_;
+  std::vector<std::string> made_;  // of the places of new parts
   bool counts_ = false;
 };
 

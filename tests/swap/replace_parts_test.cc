@@ -50,8 +50,9 @@ class ReplacePartsTest : public ::testing::Test {
     for (int rank = 0; rank < ranks; ++rank) {
       StoreOptions options;
       options.directories = PartOf(directories, rank, ranks);
+      options.uuid = Uuid{static_cast<uint8_t>(payload.front())};  // of all parts of a run
       const Layout layout = SmallLayout();
-      auto store = Store::Create(**engine, options, layout, "{}");
+      auto store = Store::Create(**engine, options, layout, absl::StrCat("{\"rank\": ", rank, "}"));
       if (!store.ok()) return store.status();
       FakeModel model(layout, static_cast<uint64_t>(rank));
       model.Initialize();
@@ -95,11 +96,28 @@ class ReplacePartsTest : public ::testing::Test {
     std::sort(paths.begin(), paths.end());
     EXPECT_THAT(StoresThere(), ElementsAreArray(paths));
     for (const std::string& next : NextDirectories(directories_)) EXPECT_FALSE(fs::exists(next)) << next;
-    EXPECT_FALSE(*IsReplacementCutShort(directories_.front()));
+    EXPECT_FALSE(*IsReplacementCutShort(directories_));
     std::ifstream described(PartOf(directories_, 0, ranks).front() + "/" + kDescriptionFile);
     std::string text;
     described >> text;
     EXPECT_EQ(text, "old");  // it goes with the parts, whoever made them
+  }
+
+  // 2 parts are replaced by 3, and a kill comes before this change. Returns whether it came.
+  bool CutShort(int before) const {
+    for (const std::string& directory : directories_) fs::remove_all(directory);
+    EXPECT_EQ(InAProcess([&] { return Make(directories_, 2, "old").ok() ? 0 : 1; }), 0);
+    const int code = InAProcess([&] {
+      const auto replacement = PartsReplacement::Begin(directories_);
+      if (!replacement.ok() || !Make(NextDirectories(directories_), 3, "new").ok()) return 1;
+      fs::remove(PartOf(NextDirectories(directories_), 0, 3).front() + "/" + kDescriptionFile);
+      const absl::Status done = (*replacement)->Commit([left = before]() mutable {
+        if (left-- == 0) ::kill(::getpid(), SIGKILL);
+      });
+      return done.ok() ? 0 : 2;
+    });
+    EXPECT_TRUE(code == -1 || code == 0) << code;
+    return code == -1;
   }
 
   ScratchDirectory scratch_;
@@ -136,6 +154,73 @@ TEST_F(ReplacePartsTest, EveryKillLeavesAllOldPartsOrAllNewOnes) {
     }
     EXPECT_GT(changes, 6);
   }
+}
+
+// Who starts again may name the directories in another order, forget one, or have it not mounted.
+TEST_F(ReplacePartsTest, ACutIsFinishedWithAllDirectoriesInAnyOrderAndWithNoneLess) {
+  const std::vector<std::string> other = {directories_[1], directories_[0]};
+  const std::vector<std::vector<std::string>> less = {{directories_[0]}, {directories_[1]}};
+  for (int before = 0; CutShort(before); ++before) {
+    SCOPED_TRACE(before);
+    const bool counts = *IsReplacementCutShort(other);
+    for (const std::vector<std::string>& directories : less) (void)FinishReplacement(directories);
+    for (const std::string& missing : directories_) {
+      fs::rename(missing, missing + "-elsewhere");
+      fs::create_directory(missing);
+      (void)FinishReplacement(directories_);
+      (void)FinishReplacement(other);
+      fs::remove_all(missing);
+      fs::rename(missing + "-elsewhere", missing);
+    }
+    const absl::Status finished = FinishReplacement(other);
+    EXPECT_TRUE(finished.ok()) << finished;
+    ExpectParts(counts || before > 0 ? 3 : 2, counts || before > 0 ? "new" : "old");
+  }
+}
+
+// What the new parts' moves would fail at is found while the old ones are the run.
+TEST_F(ReplacePartsTest, WhatCannotBeMovedIsRefusedAndTheOldPartsStay) {
+  ASSERT_TRUE(Make(directories_, 2, "old").ok());
+  const std::string memory = absl::StrCat("/dev/shm/penstock-replace-", ::getpid());
+  if (!fs::create_directory(memory)) GTEST_SKIP() << "no other file system";
+  const std::string third = directories_[0] + "/rank-2";
+  fs::create_directory_symlink(memory, third);
+  EXPECT_THAT(std::string(PartsReplacement::Begin(directories_).status().message()),
+              HasSubstr(third + " is on another file system"));
+  fs::remove(third);
+  {
+    const auto replacement = PartsReplacement::Begin(directories_);
+    ASSERT_TRUE(replacement.ok()) << replacement.status();
+    ASSERT_TRUE(Make(NextDirectories(directories_), 3, "new").ok());
+    fs::remove(PartOf(NextDirectories(directories_), 0, 3).front() + "/" + kDescriptionFile);
+    fs::create_directory_symlink(memory, third);
+    EXPECT_THAT(std::string((*replacement)->Commit().message()), HasSubstr("is on another file system"));
+    fs::remove(third);
+    std::ofstream(third) << "a file";
+    EXPECT_THAT(std::string((*replacement)->Commit().message()), HasSubstr("Not a directory"));
+    fs::remove(third);
+    fs::remove_all(NextDirectories(directories_)[1] + "/rank-2");  // somebody has cleared it
+    EXPECT_THAT(std::string((*replacement)->Commit().message()),
+                HasSubstr(".penstock.next/rank-2/penstock.store"));
+  }
+  fs::remove_all(memory);
+  EXPECT_TRUE(FinishReplacement(directories_).ok());
+  fs::remove_all(NextDirectories(directories_)[0]);
+  ExpectParts(2, "old");
+}
+
+TEST_F(ReplacePartsTest, APartOfAnotherRunIsNotRemoved) {
+  ASSERT_TRUE(Make(directories_, 2, "old").ok());
+  const std::string other = scratch_.Sub("c"), there = directories_[0] + "/rank-7";
+  ASSERT_TRUE(Make({other}, 1, "another").ok());
+  fs::rename(other, there);
+  EXPECT_THAT(std::string(PartsReplacement::Begin(directories_).status().message()),
+              HasSubstr(there + "/penstock.store is of another run"));
+  fs::remove_all(there);
+  fs::copy(directories_[0] + "/rank-1", there);
+  EXPECT_THAT(std::string(PartsReplacement::Begin(directories_).status().message()),
+              HasSubstr("/penstock.store is a copy of what is in "));
+  EXPECT_TRUE(fs::exists(there + "/penstock.store"));
 }
 
 TEST_F(ReplacePartsTest, APartThatWasTrainedOnMeanwhileStays) {

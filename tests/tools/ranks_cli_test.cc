@@ -281,6 +281,17 @@ TEST_F(RanksTest, KilledTheyGoOnWithAnotherNumberWhereThatIsSaid) {
     for (const Ran& ran : go_on(place, ranks, any)) EXPECT_EQ(ran.code, 0) << ran.err;
   }
 
+  // A part that cannot be read is not one that is gone, though there is a checkpoint.
+  const std::string unread = copy("unread");
+  std::filesystem::rename(unread + "/rank-1/penstock.store", unread + "/elsewhere");
+  std::filesystem::create_symlink(unread + "/elsewhere", unread + "/rank-1/penstock.store");
+  const Ran refused = go_on(unread, 1, {"--resume-ranks", "any"}).front();
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("could not read all parts, and none of them is taken for gone"));
+  std::filesystem::rename(unread + "/elsewhere", unread + "/rank-1/penstock.store");
+  for (const Ran& ran : go_on(unread, 1, {"--resume-ranks", "any"})) ASSERT_EQ(ran.code, 0) << ran.err;
+  expect_from(LogOf(unread + ".jsonl"), killed_at);
+
   // The host of a rank is gone, and its part of the state with it.
   const std::string lost = copy("lost");
   std::filesystem::remove_all(lost + "/rank-1");

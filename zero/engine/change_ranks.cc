@@ -1,10 +1,12 @@
 #include "zero/engine/change_ranks.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 #include "swap/inspect.h"
 #include "swap/replace_parts.h"
@@ -42,17 +44,31 @@ absl::StatusOr<std::string> CommitIn(const std::vector<std::string>& directories
                       record.sequence, " ", record.step);
 }
 
-// The same commit on all ranks: OK; else why it cannot be gone on from.
-absl::StatusOr<absl::Status> SeenByAll(Comm* comm, const char* what, const std::vector<std::string>& where) {
+// A part that could not be read just now is not gone: EIO, EACCES, EMFILE and others may pass.
+absl::Status Unread(size_t rank, const std::string& why) {
+  const int error = ErrnoOf(absl::DataLossError(why));
+  if (error == 0 || error == ENOENT || error == ENOTDIR) return absl::OkStatus();
+  return absl::Status(
+      IoErrorCode(error),
+      absl::StrCat("rank ", rank, " could not read all parts, and none of them is taken for gone: ", why));
+}
+
+// `seen`: OK where all ranks have the same commit; else why it cannot be gone on from. Returns the error of a
+// rank that could not read it.
+absl::Status SeeOnAll(Comm* comm, const char* what, const std::vector<std::string>& where,
+                      absl::Status* seen) {
   const absl::StatusOr<std::string> mine = CommitIn(where);
   ASSIGN_OR_RETURN(const std::vector<std::string> commits, Texts(comm, what, mine.value_or("")));
   std::string why(mine.status().message());
   ASSIGN_OR_RETURN(const std::vector<std::string> whys, Texts(comm, what, why));
-  for (size_t rank = 0; rank < commits.size(); ++rank) {
-    if (commits[rank].empty()) return absl::DataLossError(whys[rank]);
-    if (commits[rank] != commits.front())
-      return absl::DataLossError(
-          absl::StrCat("rank ", rank, " and rank 0 see two states in ", where.front()));
+  for (size_t rank = 0; rank < whys.size(); ++rank) RETURN_IF_ERROR(Unread(rank, whys[rank]));
+  for (size_t rank = 0; rank < commits.size() && seen->ok(); ++rank) {
+    if (commits[rank].empty()) {
+      *seen = absl::DataLossError(whys[rank]);
+    } else if (commits[rank] != commits.front()) {
+      *seen =
+          absl::DataLossError(absl::StrCat("rank ", rank, " and rank 0 see two states in ", where.front()));
+    }
   }
   return absl::OkStatus();
 }
@@ -85,9 +101,9 @@ absl::StatusOr<OtherRanks> FindOtherRanks(Comm* comm, const std::vector<std::str
   }
   const bool other = found.ranks != 0 && found.ranks != world;
   if (!other && (found.ranks == 0 || !lacking)) return found;
-  absl::Status state = absl::DataLossError("");
+  absl::Status state;
   if (other) {
-    ASSIGN_OR_RETURN(state, SeenByAll(comm, "the state", directories));
+    RETURN_IF_ERROR(SeeOnAll(comm, "the state", directories, &state));
     int leader = 0;
     if (comm != nullptr) {
       ASSIGN_OR_RETURN(leader, LeaderAt(*comm, directories.front()));
@@ -101,14 +117,15 @@ absl::StatusOr<OtherRanks> FindOtherRanks(Comm* comm, const std::vector<std::str
       return found;
     }
   }
-  absl::Status kept = absl::DataLossError("");
   const int64_t named = checkpoint.empty() ? 0 : 1;
   std::vector<int64_t> all_named = {named};
   if (comm != nullptr) {
     ASSIGN_OR_RETURN(all_named, AllNumbers(*comm, "the checkpoint", named));
   }
+  absl::Status kept = absl::DataLossError("");
   if (std::count(all_named.begin(), all_named.end(), 0) == 0) {
-    ASSIGN_OR_RETURN(kept, SeenByAll(comm, "the checkpoint", {checkpoint}));
+    kept = absl::OkStatus();
+    RETURN_IF_ERROR(SeeOnAll(comm, "the checkpoint", {checkpoint}, &kept));
   }
   if (kept.ok()) {
     found.from = {checkpoint};

@@ -59,7 +59,7 @@ std::vector<std::string> RankDirectories(const std::vector<std::string>& directo
 
 absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& directories) {
   if (directories.empty()) return absl::InvalidArgumentError("no directory was given");
-  ASSIGN_OR_RETURN(const bool cut_short, swap::IsReplacementCutShort(directories.front()));
+  ASSIGN_OR_RETURN(const bool cut_short, swap::IsReplacementCutShort(directories));
   if (cut_short) {
     return absl::DataLossError(
         absl::StrCat(directories.front(),
