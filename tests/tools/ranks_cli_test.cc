@@ -272,6 +272,13 @@ TEST_F(RanksTest, KilledTheyGoOnWithAnotherNumberWhereThatIsSaid) {
     EXPECT_TRUE(std::filesystem::exists(place + "/rank-1/penstock.store"));
     const Arguments any =
         ranks == 1 ? Arguments{"--resume-ranks", "any"} : Arguments{"--config", dir_ + "/any.json"};
+    // Nor does a start that is refused.
+    for (const Ran& ran : go_on(place, ranks, any + Arguments{"--model", "gpt-small"})) {
+      EXPECT_EQ(ran.code, 2);
+      EXPECT_THAT(ran.err, HasSubstr("holds a run of another model"));
+    }
+    EXPECT_TRUE(std::filesystem::exists(place + "/rank-1/penstock.store"));
+    EXPECT_FALSE(std::filesystem::exists(place + "/rank-2"));
     for (const Ran& ran : go_on(place, ranks, any)) ASSERT_EQ(ran.code, 0) << ran.err;
     expect_from(LogOf(place + ".jsonl"), killed_at);
     EXPECT_EQ(std::filesystem::exists(place + "/rank-0"), ranks == 3);

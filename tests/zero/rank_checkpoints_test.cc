@@ -178,6 +178,43 @@ TEST_F(RankCheckpointsTest, TheStateItselfGoesOnWithAnyNumberOfRanks) {
   }
 }
 
+// Another start may change the number of ranks between the plan and the opening of the state; and parts may
+// be of two runs, at the same step.
+TEST_F(RankCheckpointsTest, RanksTrainNothingButThePartsThatTheyPlannedForOfOneRun) {
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
+  run.tile_bytes = 1 << 16;
+  run.evaluate_every = 0;
+  const auto part = [&](const std::string& name, int rank) {
+    return scratch_ + "/" + name + "/rank-" + std::to_string(rank);
+  };
+  for (const auto& [name, ranks] : {std::pair{"state", 2}, {"three", 3}, {"mixed", 2}, {"another", 2}}) {
+    RunOptions made = run;
+    made.stop_after = 2;
+    made.state_dir = scratch_ + "/" + name;
+    ASSERT_EQ(Train(made, ranks, false)["status"], "");
+  }
+  run.resume = run.keep_state = true;
+  run.state_dir = scratch_ + "/state";
+  const auto replaced = TrainRanks(2, run, [&](int rank, RunOptions* own) {
+    own->adjust = [&, rank](EngineOptions& options) {
+      options.hooks.planned = [&, rank](const EnginePlan&) {
+        std::filesystem::rename(part("state", rank), part("state", 10 + rank));
+        std::filesystem::rename(part("three", rank), part("state", rank));
+        return absl::OkStatus();
+      };
+    };
+  });
+  for (const RankOutcome& outcome : replaced)
+    EXPECT_THAT(outcome.text(),
+                testing::HasSubstr("another process has replaced the run while this one started"));
+
+  std::filesystem::remove_all(part("mixed", 1));
+  std::filesystem::rename(part("another", 1), part("mixed", 1));
+  run.state_dir = scratch_ + "/mixed";
+  for (const RankOutcome& outcome : TrainRanks(2, run))
+    EXPECT_THAT(outcome.text(), testing::HasSubstr("bring the parts of one run together"));
+}
+
 // Processes killed at random moments, most of them while a checkpoint is on its way: what has a name is
 // whole, and the run goes on with the bits of one left alone, also where only checkpoints are durable.
 TEST_F(RankCheckpointsTest, KilledAnyTimeTheyAreWholeOrNotThere) {

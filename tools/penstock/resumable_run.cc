@@ -146,6 +146,7 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config,
 
 absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
                                               const std::vector<std::string>& directories, bool starts,
+                                              const std::function<absl::Status()>& would_start,
                                               bool* restores, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   std::string newest;
@@ -167,10 +168,7 @@ absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
     *restores = true;
     return run;
   }
-  if (run.is_object()) {
-    const auto model = models::ModelFromJson(run["model"]);  // one that is unknown is told of later
-    if (model.ok()) RETURN_IF_ERROR(CheckOneProcess(**model, engine.world()));
-  }
+  RETURN_IF_ERROR(would_start());
   if (from_checkpoint) {
     ASSIGN_OR_RETURN(const int64_t step, StepIn(other.from));
     RETURN_IF_ERROR(CheckNoneNewer(newest, step, *settings));

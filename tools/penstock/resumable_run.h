@@ -2,6 +2,7 @@
 #ifndef PENSTOCK_TOOLS_PENSTOCK_RESUMABLE_RUN_H_
 #define PENSTOCK_TOOLS_PENSTOCK_RESUMABLE_RUN_H_
 
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -24,9 +25,11 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const ru
 
 // With --resume-ranks any, before FindResumable: makes the run in `directories`, which are those of all
 // ranks, one of as many ranks as there are, where it was made by others. Where training does not start,
-// *restores says that it would, and the record is returned; else null.
+// *restores says that it would, and the record is returned; else null. `would_start`: whether it would, asked
+// before anything is made: a start that is refused leaves the run as it is.
 absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
                                               const std::vector<std::string>& directories, bool starts,
+                                              const std::function<absl::Status()>& would_start,
                                               bool* restores, TrainSettings* settings);
 
 }  // namespace penstock::tools

@@ -221,8 +221,11 @@ class Resolver {
   absl::Status TakeRun() {
     bool restores = false;
     if (flags_.resume && config_.penstock.resume_ranks == "any" && !all_ranks_dirs_.empty()) {
-      ASSIGN_OR_RETURN(
-          run_, TakeOtherRanks(config_, all_ranks_dirs_, /*starts=*/needs_data_, &restores, &settings_));
+      const auto would_start = [this] {
+        return Resolver(flags_, /*needs_data=*/false, engine_.comm).Resolve().status();
+      };
+      ASSIGN_OR_RETURN(run_, TakeOtherRanks(config_, all_ranks_dirs_, /*starts=*/needs_data_, would_start,
+                                            &restores, &settings_));
     }
     if (restores) {
       settings_.resumes = true;

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/io_error.h"
 #include "base/status_macros.h"
+#include "swap/format.h"
 #include "swap/inspect.h"
 #include "swap/replace_parts.h"
 #include "zero/engine/rank_agreement.h"
@@ -100,6 +102,15 @@ absl::StatusOr<OtherRanks> FindOtherRanks(Comm* comm, const std::vector<std::str
     if (ranks != 0 && (found.ranks == 0 || ranks != world)) found.ranks = ranks;
   }
   const bool other = found.ranks != 0 && found.ranks != world;
+  if (comm != nullptr && !other) {
+    // Where each rank has directories of its own, a change may have come to an end in some of them alone.
+    const swap::Uuid uuid = swap::Probe(RankDirectories(directories, comm->rank())).uuid;
+    ASSIGN_OR_RETURN(const std::vector<std::string> uuids,
+                     Texts(comm, "the run", uuid == swap::Uuid{} ? "" : swap::UuidText(uuid)));
+    std::set<std::string> runs(uuids.begin(), uuids.end());
+    runs.erase("");
+    lacking = lacking || runs.size() > 1;
+  }
   if (!other && (found.ranks == 0 || !lacking)) return found;
   absl::Status state;
   if (other) {

@@ -8,6 +8,7 @@
 #include "base/status_macros.h"
 #include "swap/inspect.h"
 #include "zero/engine/rank_agreement.h"
+#include "zero/engine/state_identity.h"
 #include "zero/engine/store_layout.h"
 #include "zero/memory/tensor_memory.h"
 
@@ -175,7 +176,26 @@ absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFile
                        ? swap::Store::Open(*io_, store_options, std::exchange(held, {}))
                        : swap::Store::Create(*io_, store_options, LayoutOf(plan_.plan), identity));
   store_ = std::move(store);
-  return options_.resumes() && options_.comm != nullptr ? GoBackTogether() : absl::OkStatus();
+  if (!options_.resumes()) return absl::OkStatus();
+  RETURN_IF_ERROR(CheckPlannedFor(store_->shape(), identity));
+  return options_.comm != nullptr ? GoBackTogether() : absl::OkStatus();
+}
+
+// Another start may have replaced what was planned for, by a part of another number of ranks too.
+absl::Status RunResources::CheckPlannedFor(const swap::StoreShape& shape, const std::string& identity) const {
+  swap::Inspection opened;
+  opened.shape = shape;
+  bool same = RecordedIdentity(opened, /*with_rank=*/options_.trains) == nlohmann::json::parse(identity);
+  if (same && options_.trains) {
+    const tiering::PlanOptions& planned = plan_.options;
+    const absl::StatusOr<StoreTiles> tiles =
+        TilesOf(shape, plan_.graph, planned.world, planned.precision, planned.frozen_elsewhere);
+    same = tiles.ok() && tiles->elements == planned.fixed_tiles;
+  }
+  if (same) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(options_.storage.state_dirs.front(),
+                   ": another process has replaced the run while this one started: start this one again"));
 }
 
 // Goes on from the newest commit that every rank has made; they make the same ones. With two versions none
@@ -183,6 +203,14 @@ absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFile
 // have are one ahead at the most. With one version who is ahead cannot go back, which is kDataLoss.
 absl::Status RunResources::GoBackTogether() {
   const uint64_t step = store_->committed_step(), sequence = store_->committed_sequence();
+  ASSIGN_OR_RETURN(const std::vector<std::string> uuids,
+                   options_.comm->AllTexts(Channel::kSetup, {"the run"}, swap::UuidText(store_->uuid())));
+  for (size_t rank = 1; rank < uuids.size(); ++rank) {
+    if (uuids[rank] == uuids.front()) continue;
+    return absl::DataLossError(
+        absl::StrCat("rank ", rank, " has a part of run ", uuids[rank], ", and rank 0 of run ", uuids.front(),
+                     ": bring the parts of one run together, or go on from a checkpoint"));
+  }
   ASSIGN_OR_RETURN(std::vector<int64_t> all,
                    AllNumbers(*options_.comm, "the newest commit", static_cast<int64_t>(sequence)));
   const auto common = static_cast<uint64_t>(*std::min_element(all.begin(), all.end()));

@@ -75,6 +75,7 @@ class RunResources {
   absl::Status MakeIo();
   absl::Status MakeStore(const std::string& identity, swap::HeldFiles& held);
   absl::Status OpenOthers(swap::StoreOptions* own);
+  absl::Status CheckPlannedFor(const swap::StoreShape& shape, const std::string& identity) const;
   absl::Status GoBackTogether();
   void Log(const std::string& line) const {
     if (options_.hooks.log) options_.hooks.log(line);
