@@ -73,7 +73,7 @@ def penalty(model):
     return 0.1 * up.pow(2).sum() + (down @ up).trace() * 0.01 + model.head.weight.norm() + 0.05 * (model.layers[3].norm.weight - 1).abs().sum()
 
 
-WAYS = ("after the forward", "before the forward", "by itself", "by itself before")
+WAYS = ("after the forward", "before the forward", "by itself", "by itself before", "by itself first")
 # Without it a forward whose pass is open is not computed again, and such a loss is refused by name.
 needs_edges = pytest.mark.skipif(
     not hasattr(torch.autograd.graph, "get_gradient_edge"), reason="torch before 2.1 does not ask for gradients at edges"
@@ -87,6 +87,11 @@ needs_edges = pytest.mark.skipif(
 def test_a_loss_of_weights_themselves_is_that_of_plain_torch(tmp_path, way, several, tied):
     def loss_of(model, call, batch, number, backward):
         before = penalty(model) if "before" in way and number % 3 else None
+        if way == "by itself first" and number % 3:
+            backward(penalty(model))
+            loss = call(**batch)
+            backward(loss)
+            return loss.item()
         loss = call(**batch)
         more = [] if number % 3 == 0 else [penalty(model) if before is None else before]
         if "by itself" in way:
@@ -132,6 +137,8 @@ def test_a_step_of_weights_alone_is_that_of_plain_torch(tmp_path, several):
         loss = of(plain, plain, number)
         (loss / several).backward()
         losses["plain"].append(loss.item())
+        if number == 3:
+            gradient = plain.layers[1].up.weight.grad.clone()
         if (number + 1) % several == 0:
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             optimizer.step()
@@ -141,6 +148,8 @@ def test_a_step_of_weights_alone_is_that_of_plain_torch(tmp_path, several):
         for number in range(len(data)):
             loss = of(model, engine, number)
             engine.backward(loss)
+            if number == 3:
+                torch.testing.assert_close(engine.read_state(model.layers[1].up.weight, "gradient"), gradient)
             engine.step()
             losses["ours"].append(loss.item())
             if several == 1 and number == 3:

@@ -459,6 +459,11 @@ class Accumulation:
         """Those that a backward has come to."""
         return [each for each in self._forwards if each.has_gradients]
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has come to a forward of the next step, or to values that a loss is made of."""
+        return bool(self.forwards() or self.outside)
+
     def drop_gradients(self) -> None:
         """As zero_grad: what backward left counts for nothing; a forward whose backward comes later stays."""
         for forward in self.forwards():

@@ -127,6 +127,7 @@ class Training:
         if self.interrupted(with_gradients=self._several or not self._result) or not came:
             return
         runtime.give_up("no step")
+        self._accumulation.drop_gradients()
         lost = "the backward before this forward had no engine.step(), and its gradients"
         if not self._result:
             raise RuntimeError(
@@ -230,7 +231,7 @@ class Training:
         if self._made_early:
             self._made_early = False
             return
-        if runtime.is_open and self._accumulation.forwards():
+        if runtime.is_open and self._accumulation.has_gradients:
             if not self.interrupted():
                 raise RuntimeError("forwards of this step had their backward in two ways: engine.backward(loss) for all of them is served")
         if not runtime.is_open and (self._accumulates or self._accumulation.under_way or self._accumulation.outside):
@@ -275,7 +276,7 @@ class Training:
     def make_early(self) -> None:
         """Makes the step whose backwards have been called, so that its gradients can be read. ``step`` must follow."""
         runtime = self._run.ready()
-        if self._made_early or not (runtime.gradient_came if runtime.is_open else self._accumulation.forwards()):
+        if self._made_early or not (runtime.gradient_came if runtime.is_open else self._accumulation.has_gradients):
             return
         if not self.is_gradient_accumulation_boundary():
             raise RuntimeError("gradients are read after backward of the last micro-batch of a step, when they are whole, or after step()")
@@ -296,7 +297,7 @@ class Training:
     def _repeat(self, accumulation: Accumulation) -> None:
         runtime = self._run.ready()
         forwards = accumulation.forwards()
-        if not forwards and not accumulation.outside:
+        if not accumulation.has_gradients:
             accumulation.end()
             raise RuntimeError("step() without a backward: engine.backward(loss) comes first; the forwards are given up")
         try:
