@@ -13,11 +13,21 @@
 ``penstock``, ``penstock.LLM`` and ``penstock.ops.aio`` import no torch: who hands over a tensor has imported it.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._core import ShortFileError, __version__
 
 __all__ = ["ShortFileError", "__version__"]
+
+if TYPE_CHECKING:  # what __getattr__ gives, for who reads types alone
+    from . import optim as optim
+    from ._engine._base_weights import init_without_values as init_without_values
+    from ._engine._engine import Engine as Engine
+    from ._engine._initialize import initialize as initialize
+    from ._engine._on_disk import init_on_disk as init_on_disk
+    from ._engine._plan import Plan as Plan, plan as plan
+    from ._files import load as load, save as save
+    from .llm import LLM as LLM
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ import os
 import pkgutil
 import re
 import types
+import typing
 import warnings
 
 import pytest
@@ -1140,6 +1141,25 @@ def keywords_of(call):
 @pytest.mark.parametrize("name", sorted(set(CALLS) - set(MODELS) - set(RESULTS) - REFUSE))
 def test_each_keyword_has_a_row_and_each_row_its_keyword(name):
     assert set(KEYWORDS.get(name, ())) == keywords_of(CALLS[name])
+
+
+@pytest.mark.parametrize("call", [penstock.initialize, penstock.plan])
+def test_the_type_of_each_keyword_can_be_asked_for(call):
+    hints = typing.get_type_hints(call)
+    assert set(hints) == {*inspect.signature(call).parameters, "return"}
+    assert hints["zero_quantized_weights"] == typing.Optional[bool]
+
+
+def test_readers_of_types_are_given_what_the_package_gives():
+    """Else penstock.initialize is Any to them, and no keyword of it is known."""
+    with open(penstock.__file__, encoding="utf-8") as stream:
+        tree = ast.parse(stream.read())
+    for_types = next(each for each in tree.body if isinstance(each, ast.If))
+    assert ast.unparse(for_types.test) == "TYPE_CHECKING"
+    given = {name.name: importlib.import_module("." * each.level + (each.module or ""), "penstock") for each in for_types.body for name in each.names}
+    assert set(given) == {*names_in(penstock)} - {*penstock.__all__}
+    for name, module in given.items():
+        assert getattr(penstock, name) is getattr(module, name)
 
 
 def test_each_row_is_of_a_call():

@@ -6,14 +6,14 @@ import difflib
 import importlib.util
 import inspect
 import os
-from typing import Any, Callable, Dict, Mapping, Optional, TypeVar, Union
+from typing import Any, Callable, Dict, Mapping, Optional, TypeVar, Union, get_type_hints
 
 import torch
 
 from .. import _core
 from .._small_files import check_directory, check_output
 
-PathLike = Union[str, "os.PathLike[str]"]
+PathLike = Union[str, os.PathLike[str]]
 
 # Types of weights and gradients, by the engine's names; and the other way.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,11 +27,12 @@ def takes(*keywords: type) -> Callable[[_Function], _Function]:
 
     def with_names(function: _Function) -> _Function:
         signature = inspect.signature(function)
-        named = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-        for name, kind in {name: kind for each in keywords for name, kind in each.__annotations__.items()}.items():
-            annotation = getattr(kind, "__forward_arg__", kind)
-            named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
-        function.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+        named = {name: each for name, each in signature.parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        for each in keywords:
+            for name, kind in get_type_hints(each, localns={"torch": torch, "PathLike": PathLike}).items():
+                named[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        function.__signature__ = signature.replace(parameters=list(named.values()))  # type: ignore[attr-defined]
+        function.__annotations__ = {**{name: each.annotation for name, each in named.items()}, "return": signature.return_annotation}
         meanings = [str(each.__doc__).split("\n\n", 1)[1].rstrip() for each in keywords]
         function.__doc__ = "\n".join([str(function.__doc__).rstrip(), "", "    Settings:", "", *meanings, ""])
         return function
