@@ -32,8 +32,7 @@ bool IsLatentType(std::string_view model_type) {
   return model_type == "deepseek_v2" || model_type == "deepseek_v3";
 }
 
-void ReadLatent(std::string_view model_type, const nlohmann::json& config, ModelKeys* keys,
-                LatentConfig* latent) {
+void ReadLatent(std::string_view model_type, ModelKeys* keys, LatentConfig* latent) {
   const auto refuse = [&](const char* key) {
     if (keys->Find(key) != nullptr)
       keys->Wrong(key, absl::StrCat("which no ", std::string(model_type), " has"));
@@ -49,12 +48,12 @@ void ReadLatent(std::string_view model_type, const nlohmann::json& config, Model
     latent->shape.*each.size = each.usual;
     keys->Whole(each.key, &(latent->shape.*each.size));
   }
-  // Null is not absence: queries are made of what the layer takes, by one matrix.
-  if (config.contains("q_lora_rank") && config["q_lora_rank"].is_null()) {
+  if (keys->IsNull("q_lora_rank")) {  // queries are made of what the layer takes, by one matrix
     latent->shape.query_rank = 0;
   } else if (latent->shape.query_rank < 1 && keys->Find("q_lora_rank") != nullptr) {
     keys->Wrong("q_lora_rank", "neither null nor 1 or more");
   }
+  latent->turns_neighbours = model_type == "deepseek_v2" || !keys->IsNull(kInterleave);
   keys->Switch(kInterleave, &latent->turns_neighbours);
   if (model_type == "deepseek_v2" && !latent->turns_neighbours)
     keys->Wrong(kInterleave, "and positions turn neighbours in every deepseek_v2");

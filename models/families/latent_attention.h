@@ -23,9 +23,7 @@ struct LatentConfig {
 bool IsLatentType(std::string_view model_type);
 
 // The keys of config.json that are about latents. In a model of a type without latents none may ask for them.
-// `config`: the object that `keys` reads.
-void ReadLatent(std::string_view model_type, const nlohmann::json& config, ModelKeys* keys,
-                LatentConfig* latent);
+void ReadLatent(std::string_view model_type, ModelKeys* keys, LatentConfig* latent);
 // What transformers reads back.
 void WriteLatent(std::string_view model_type, const LatentConfig& latent, nlohmann::ordered_json* json);
 absl::Status CheckLatent(const LatentConfig& latent);

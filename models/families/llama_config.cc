@@ -337,8 +337,8 @@ void ReadTurns(ModelKeys* keys, LlamaConfig* c) {
 }
 
 // DeepSeek's attention, and the layers behind the last that predict further tokens.
-void ReadLatents(const json& config, ModelKeys* keys, LlamaConfig* c) {
-  ReadLatent(c->type, config, keys, &c->latent);
+void ReadLatents(ModelKeys* keys, LlamaConfig* c) {
+  ReadLatent(c->type, keys, &c->latent);
   if (c->type == kPredictsFurther) {
     c->passed_layers = 1;
     for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers"})
@@ -366,13 +366,12 @@ Rope GptOssRope() {
 }
 
 // Which layers look at a part of the sequence alone, and how long it is.
-void ReadWindows(const TypeDefaults& defaults, const json& config, ModelKeys* keys, LlamaConfig* c) {
+void ReadWindows(const TypeDefaults& defaults, ModelKeys* keys, LlamaConfig* c) {
   const std::string type(defaults.type);
   const bool switched = defaults.windows == Windows::kSwitched || defaults.windows == Windows::kAllSwitched ||
                         defaults.windows == Windows::kUnturned;
   int64_t width = defaults.window, full = 28, pattern = defaults.pattern;
-  // Null switches it off, which is not what absence does.
-  if (config.contains("sliding_window") && config["sliding_window"].is_null()) width = 0;
+  if (keys->IsNull("sliding_window")) width = 0;
   keys->Whole("sliding_window", &width);
   keys->Whole("max_window_layers", &full);
   keys->Whole("sliding_window_pattern", &pattern);
@@ -638,17 +637,16 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   c.norms_from_one = c.tangent_gelu = c.scales_embedding = defaults->gemma;
   c.score_cap = defaults->score_cap;
   c.logit_cap = defaults->logit_cap;
-  // Null switches a cap off, which is not what absence does.
   for (const auto& [key, cap] :
        {std::pair{"attn_logit_softcapping", &c.score_cap}, {"final_logit_softcapping", &c.logit_cap}}) {
-    if (json.contains(key) && json[key].is_null()) *cap = 0;
+    if (keys.IsNull(key)) *cap = 0;
   }
   c.rope.theta = defaults->theta;
   ReadTypesOwn(*defaults, &keys, &c);
   ReadMultipliers(&keys, &c);
   ReadTurns(&keys, &c);
   ReadMixture(c.type, c.layers, c.inner, &keys, &c.mixture);
-  ReadLatents(json, &keys, &c);
+  ReadLatents(&keys, &c);
   ReadTileRows(c.vocab, &keys, &c.tile_rows);
   bool interleaved = false;
   keys.Switch("rope_interleaved", &interleaved);
@@ -662,7 +660,7 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
       c.rope = GptOssRope();
     ReadRope({.takes_part = defaults->phi, .phi3 = defaults->phi}, c.positions, &keys, &c.rope);
   }
-  ReadWindows(*defaults, json, &keys, &c);
+  ReadWindows(*defaults, &keys, &c);
   for (const char* key : kKeptKeys) {
     if (json.contains(key)) c.kept[key] = json[key];
   }

@@ -337,7 +337,8 @@ void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, Mod
     keys->Fail(absl::StrCat("model: moe_intermediate_size is ", mixture->inner, ", not from 1 to ", 1 << 24));
   if (spelling->shared_inner > 0 && (mixture->shared_inner < 1 || mixture->shared_inner > 1 << 24))
     keys->Wrong("shared_expert_intermediate_size", "not 1 or more");
-  mixture->normalizes = spelling->normalizes;
+  mixture->normalizes =
+      spelling->normalizes && !(spelling->has_normalizes_key && keys->IsNull("norm_topk_prob"));
   keys->Switch("norm_topk_prob", &mixture->normalizes);
   if (deepseek) ReadDeepSeek(*spelling, keys, mixture);
   if (!spelling->has_normalizes_key && mixture->normalizes != spelling->normalizes)

@@ -57,6 +57,11 @@ const nlohmann::json* ModelKeys::Find(const char* key) const {
   return it == json_.end() || it->is_null() ? nullptr : &*it;
 }
 
+bool ModelKeys::IsNull(const char* key) const {
+  const auto it = json_.find(key);
+  return it != json_.end() && it->is_null();
+}
+
 const char* ModelKeys::NameOf(const char* key) const {
   const auto there = [this](const char* name) { return json_.contains(name) && !json_[name].is_null(); };
   for (const KeyAlias& alias : aliases_) {

@@ -27,6 +27,8 @@ class ModelKeys {
       : json_(json), aliases_(aliases) {}
 
   const nlohmann::json* Find(const char* key) const;
+  // Where transformers takes null for "no", and has another default.
+  bool IsNull(const char* key) const;
   // What stands there in place of `key`, if that is absent.
   const char* NameOf(const char* key) const;
   void Whole(const char* key, int64_t* value);

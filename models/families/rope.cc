@@ -109,9 +109,10 @@ void ReadKind(const json& given, const char* name, const RopeKinds& kinds, Model
     if (!(rope->slow > 0 && rope->fast >= rope->slow))
       return wrong("and 0 < beta_slow <= beta_fast is not so");
     ReadOptional(&keys, "mscale", &rope->mscale);
-    ReadOptional(&keys, "mscale_all_dim", &rope->mscale_all_dim);
+    rope->truncate = !keys.IsNull("truncate");
     keys.Switch("truncate", &rope->truncate);
   }
+  if (rope->kind != Kind::kDefault) ReadOptional(&keys, "mscale_all_dim", &rope->mscale_all_dim);
   if (rope->kind == Kind::kLongRope && (!ReadFactors(given, "short_factor", &rope->short_factors) ||
                                         !ReadFactors(given, "long_factor", &rope->long_factors)))
     return wrong("without lists of numbers above 0 in short_factor and long_factor");
@@ -200,7 +201,7 @@ double Rope::DivisorOf(int64_t positions) const {
 }
 
 double Rope::AllDimensionsScale(int64_t positions) const {
-  if (kind != Kind::kYarn || mscale_all_dim.value_or(0) == 0) return 1;
+  if (mscale_all_dim.value_or(0) == 0) return 1;
   const double scale = YarnScale(DivisorOf(positions), *mscale_all_dim);
   return scale * scale;
 }
@@ -262,7 +263,9 @@ nlohmann::ordered_json Rope::ToJson() const {
     made["beta_fast"] = fast;
     made["beta_slow"] = slow;
     if (mscale.has_value()) made["mscale"] = *mscale;
-    if (mscale_all_dim.has_value()) made["mscale_all_dim"] = *mscale_all_dim;
+  }
+  if (mscale_all_dim.has_value()) made["mscale_all_dim"] = *mscale_all_dim;
+  if (kind == Kind::kYarn) {
     made["truncate"] = truncate;
     if (!factor.has_value()) made["factor"] = nullptr;
   }

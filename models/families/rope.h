@@ -30,7 +30,9 @@ struct Rope {
   std::optional<double> attention_factor;  // of cosine and sine; absent: as the papers have it
   double low = 1, high = 4;                // kLlama3
   double fast = 32, slow = 1;              // kYarn
-  std::optional<double> mscale, mscale_all_dim;
+  std::optional<double> mscale;            // kYarn
+  std::optional<double>
+      mscale_all_dim;  // of any kind but kDefault; kYarn and DeepSeek's attention look at it
   bool truncate = true;
   int64_t original_context = 0;
   std::vector<double> short_factors, long_factors;  // kLongRope
@@ -39,7 +41,7 @@ struct Rope {
   int64_t Turning(int64_t depth) const;
   // `positions`: the model's max_position_embeddings. Frequencies are in fp32, as transformers has them.
   Rotation RotationOf(int64_t depth, int64_t positions) const;
-  // kYarn with mscale_all_dim: what DeepSeek multiplies scores by; else 1.
+  // With mscale_all_dim: what DeepSeek multiplies scores by; else 1.
   double AllDimensionsScale(int64_t positions) const;
 
   // rope_scaling, or null where the kind is kDefault.

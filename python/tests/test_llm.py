@@ -152,6 +152,37 @@ def test_experts_in_one_tensor_are_read_in_place(directory, family):
         assert [text.tokens for text in llm.generate(prompts, max_tokens=12)] == [greedy(model, prompt, 12) for prompt in prompts]
 
 
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale_all_dim": 0.8}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": 0.5}},
+        {"rope_scaling": {**YARN, "truncate": None}},
+        {"rope_interleave": None},
+        {"norm_topk_prob": None},
+    ],
+    ids=["linear-mscale", "llama3-mscale", "truncate-null", "interleave-null", "norm-null"],
+)  # fmt: skip
+def test_a_deepseek_v3_is_computed_as_transformers_reads_what_few_configurations_say(directory, unusual):
+    written(directory, "deepseek_v3")
+    file = os.path.join(directory, "config.json")
+    with open(file) as stream:
+        config = json.load(stream)
+
+    def tokens(**given):
+        with open(file, "w") as stream:
+            json.dump({**{name: value for name, value in config.items() if name != "rope_parameters"}, **given}, stream)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+        with penstock.LLM(directory, host_memory="256MiB") as llm:
+            texts = llm.generate(prompts, max_tokens=20)
+        assert [text.tokens for text in texts] == [greedy(model, prompt, 20) for prompt in prompts]
+        return [text.tokens for text in texts]
+
+    prompts = [[1, 2, 3], list(range(3, 150))]
+    usual = {"rope_scaling": {**unusual["rope_scaling"], **({"truncate": True} if "truncate" in unusual["rope_scaling"] else {"mscale_all_dim": 0.0})}} if "rope_scaling" in unusual else {}
+    assert tokens(**unusual) != tokens(**usual)
+
+
 def test_corrections_of_scores_are_kept_in_fp32(directory):
     torch_files = pytest.importorskip("safetensors.torch")
     written(directory, "deepseek_v3-16b", torch.bfloat16)
