@@ -168,7 +168,11 @@ absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
     *restores = true;
     return run;
   }
-  RETURN_IF_ERROR(would_start());
+  if (!from_checkpoint) RETURN_IF_ERROR(would_start());
+  if (run.is_object()) {
+    const auto model = models::ModelFromJson(run["model"]);  // one that is unknown is told of later
+    if (model.ok()) RETURN_IF_ERROR(CheckOneProcess(**model, engine.world()));
+  }
   if (from_checkpoint) {
     ASSIGN_OR_RETURN(const int64_t step, StepIn(other.from));
     RETURN_IF_ERROR(CheckNoneNewer(newest, step, *settings));

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/numa.h"
+#include "base/json.h"
 #include "base/status_macros.h"
 #include "swap/inspect.h"
 #include "zero/engine/rank_agreement.h"
@@ -185,7 +186,8 @@ absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFile
 absl::Status RunResources::CheckPlannedFor(const swap::StoreShape& shape, const std::string& identity) const {
   swap::Inspection opened;
   opened.shape = shape;
-  bool same = RecordedIdentity(opened, /*with_rank=*/options_.trains) == nlohmann::json::parse(identity);
+  bool same = RecordedIdentity(opened, /*with_rank=*/options_.trains) ==
+              ParseJsonObject(identity, "").value_or(nlohmann::json());
   if (same && options_.trains) {
     const tiering::PlanOptions& planned = plan_.options;
     const absl::StatusOr<StoreTiles> tiles =
