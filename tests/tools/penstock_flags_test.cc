@@ -68,6 +68,10 @@ TEST_F(FlagsTest, NumbersThatMakeNoSense) {
                      {"--host-memory: must be a size such as \"4GiB\" of 1 or more, not \"0\""}});
   }
   cases.push_back({bare + Arguments{"--dtype", "int3"}, 2, {"--dtype int3", "bf16"}});
+  for (const char* const value : {"auto", "x", "nan"}) {
+    const std::string flag = "--zero-quantized-weights";
+    cases.push_back({bare + Arguments{flag + "=" + value}, 2, {flag, value}});
+  }
   cases.push_back({bare + Arguments{"--model", "gpt-9t"}, 2, {"gpt-9t", "gpt-125m"}});
   cases.push_back({Train(state, {"--eval-data", text_, "--eval-every", "0"}), 2, {"--eval-every 0"}});
   Check(cases);

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <CLI/CLI.hpp>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -56,6 +57,25 @@ class TrainSettingsTest : public testing_support::ProgramTest {
     return line;
   }
 };
+
+TEST_F(TrainSettingsTest, OfASwitchOfTheTableTheLastValueCounts) {
+  const std::string flag = "--zero-quantized-weights";
+  for (const auto& [given, is] :
+       std::vector<std::pair<std::vector<std::string>, bool>>{{{""}, true},
+                                                              {{"=false"}, false},
+                                                              {{"=false", ""}, true},
+                                                              {{"", "=off"}, false},
+                                                              {{"", ""}, true}}) {
+    CLI::App app;
+    TrainOptions flags;
+    DeclareTrainOptions(app, flags, /*plans=*/false);
+    EXPECT_FALSE(GivenFlags(flags).contains(flag));
+    std::vector<std::string> arguments;  // CLI11 takes them in reverse
+    for (const std::string& value : given) arguments.insert(arguments.begin(), flag + value);
+    app.parse(arguments);
+    EXPECT_EQ(GivenFlags(flags).at(flag), is);
+  }
+}
 
 TEST_F(TrainSettingsTest, AWarmUpOfAutoStepsFitsTheRun) {
   const std::string config = R"({"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",

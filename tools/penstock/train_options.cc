@@ -1,6 +1,7 @@
 #include "tools/penstock/train_options.h"
 
 #include <CLI/CLI.hpp>
+#include <memory>
 #include <set>
 #include <string>
 #include <type_traits>
@@ -84,9 +85,11 @@ void DeclareOther(const run::Setting& setting, CLI::App& app, run::GivenValues& 
   const std::string flag(setting.flag), help = run::HelpOf(flag);
   const auto take = [&values, flag](const auto& value) { values[flag] = value; };
   if (setting.type == run::KeyType::kBool) {
-    // "--flag=false" is -1.
-    app.add_flag_function(
-        flag, [take](int64_t count) { take(count > 0); }, help);
+    // Of several the last one counts; what is neither true nor false is refused as of any other flag.
+    const auto last = std::make_shared<bool>(false);
+    app.add_flag(flag, *last, help)->each([take, last](const std::string& given) {
+      if (CLI::detail::lexical_cast(given, *last)) take(*last);
+    });
   } else if (setting.type == run::KeyType::kWhole) {
     app.add_option_function<int64_t>(flag, take, help);
   } else if (setting.type == run::KeyType::kNumber) {
