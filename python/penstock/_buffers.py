@@ -87,7 +87,7 @@ def memory_of(buffer: Any, what: str = "buffer", writable: bool = False) -> Memo
 
 def whole_number(value: Any, name: str, least: int, most: int = MAX_OFFSET) -> int:
     """The value as an int of [least, most]; TypeError for what is no whole number, ValueError outside."""
-    if isinstance(value, (str, bytes, float)):
+    if isinstance(value, (str, bytes, float, bool)):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     try:
         number = operator.index(value)

@@ -218,6 +218,12 @@ def test_the_configurations_micro_batch_and_its_notes_are_the_plans():
         penstock.plan(net(), batch=4, example=batches(1)[0], offload="none")
 
 
+@pytest.mark.parametrize("name", ["batch", "seq"])
+def test_true_is_no_number_of_samples_or_tokens(name):
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, not True"):
+        penstock.plan(net(), offload="none", **{name: True})
+
+
 def test_more_tokens_than_a_model_takes_are_refused_with_both_numbers():
     class Config:
         n_positions = 16
