@@ -364,4 +364,28 @@ PartsReplacement::~PartsReplacement() {
   for (auto made = made_.rbegin(); made != made_.rend(); ++made) (void)::rmdir(made->c_str());
 }
 
+absl::Status CheckNoneInHalves(const std::vector<std::string>& directories) {
+  std::set<std::string> names = {""};
+  for (const std::string& directory : directories) {
+    const absl::StatusOr<std::vector<std::string>> parts = RankPartsIn(directory);
+    if (absl::IsNotFound(parts.status())) continue;
+    RETURN_IF_ERROR(parts.status());
+    for (const std::string& part : *parts) names.insert(part.substr(directory.size()));
+  }
+  for (const std::string& name : names) {
+    const std::string* has = nullptr;
+    const std::string* lacks = nullptr;
+    for (const std::string& directory : directories) {
+      ASSIGN_OR_RETURN(const bool there, PathExists(StorePath(directory + name)));
+      (there ? has : lacks) = &directory;
+    }
+    if (has == nullptr || lacks == nullptr) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat(*has, name, " has a half of the state whose other half is not in ", *lacks,
+                     ": bring that drive back, or, if it is lost, go on from the checkpoint with other "
+                     "--state-dir directories"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace penstock::swap

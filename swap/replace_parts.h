@@ -33,6 +33,10 @@ absl::StatusOr<bool> IsReplacementCutShort(const std::vector<std::string>& direc
 // counts is not there with all of its directories, of which one may not be mounted.
 absl::Status FinishReplacement(const std::vector<std::string>& directories);
 
+// A part that is in some of the directories alone is not gone: a drive may not be mounted.
+// kFailedPrecondition: there is such a part, whose place another state must not take.
+absl::Status CheckNoneInHalves(const std::vector<std::string>& directories);
+
 class PartsReplacement {
  public:
   // `directories`: of the state, as all ranks are given them. Locks them against others who replace their

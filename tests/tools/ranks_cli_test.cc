@@ -316,6 +316,26 @@ TEST_F(RanksTest, KilledTheyGoOnWithAnotherNumberWhereThatIsSaid) {
   EXPECT_TRUE(std::filesystem::exists(nothing + "/rank-1/penstock.store"));
 }
 
+// Of parts in two directories, one of which is not there now, none makes room for an older checkpoint.
+TEST_F(RanksTest, PartsOfWhichADriveIsAwayAreNotReplacedByACheckpoint) {
+  const std::string a = dir_ + "/a", b = dir_ + "/b", away = dir_ + "/away", kept = dir_ + "/kept";
+  const Arguments drives = {"--state-dir", b, "--checkpoint-dir", kept};
+  const Arguments two = Small(a, drives + Arguments{"--steps", "6", "--checkpoint-every", "4"});
+  for (const Ran& ran : Wait(Start({two, two}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  const Arguments one = Small(a, drives + Arguments{"--steps", "7", "--resume", "--resume-ranks", "any"});
+  std::filesystem::rename(b, away);
+  const Ran refused = Run(one);
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_EQ(Lines(refused.err).size(), 1u) << refused.err;
+  EXPECT_THAT(refused.err, HasSubstr("has a half of the state whose other half is not in " + b));
+  EXPECT_TRUE(std::filesystem::exists(a + "/rank-1/penstock.store"));
+  std::filesystem::remove_all(b);  // made anew by the start that was refused, if at all
+  std::filesystem::rename(away, b);
+  const Ran ran = Run(one);
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(json::parse(Run({"inspect", a, b, "--json"}).out)["step"], 7);
+}
+
 // One version on each of two ranks: killed, the state is refused by all, and comes back from the newest
 // checkpoint with the losses of a run left alone.
 TEST_F(RanksTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {

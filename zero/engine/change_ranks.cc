@@ -139,6 +139,7 @@ absl::StatusOr<OtherRanks> FindOtherRanks(Comm* comm, const std::vector<std::str
     RETURN_IF_ERROR(SeeOnAll(comm, "the checkpoint", {checkpoint}, &kept));
   }
   if (kept.ok()) {
+    RETURN_IF_ERROR(OnAll(comm, swap::CheckNoneInHalves(directories)));
     found.from = {checkpoint};
   } else if (other) {
     return absl::DataLossError(
