@@ -119,15 +119,16 @@ absl::Status CheckSeen(const std::string& parent, std::span<const CheckpointSeen
 // The checkpoints of a directory that a new run replaces, locked until then: nobody begins to read one.
 class ReplacedCheckpoints {
  public:
-  // Locks all checkpoints in `parent`. CheckSeen's errors. kFailedPrecondition: one is in use, or not of this
-  // program's making.
+  // Locks all checkpoints in `parent`. CheckSeen's errors. kFailedPrecondition: one is in use, not of this
+  // program's making, or has something of somebody else's in it, which would stay.
   static absl::StatusOr<ReplacedCheckpoints> Lock(const std::string& parent,
                                                   std::span<const CheckpointSeen> seen);
   ReplacedCheckpoints(ReplacedCheckpoints&&) noexcept;
   ReplacedCheckpoints& operator=(ReplacedCheckpoints&&) noexcept;
   ~ReplacedCheckpoints();  // unlocks what was not removed
 
-  // Removes them, what killed runs left, and `latest`. Nothing else is touched.
+  // Removes them, the newest first, what killed runs left, and `latest`. Nothing else is touched. After an
+  // error those that were not removed stay.
   absl::Status Remove();
 
  private:

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <set>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -166,6 +167,25 @@ class LockedCheckpoint {
       taken.names_.push_back(path.substr(directory.size()));
     }
     return taken;
+  }
+
+  // kFailedPrecondition: a file or directory lies in it that Remove leaves, which would keep the directory.
+  absl::Status CheckNothingElse() const {
+    ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory_));
+    const std::set<std::string> parts(directories.begin(), directories.end());
+    if (!parts.contains(directory_)) directories.push_back(directory_);
+    for (const std::string& each : directories) {
+      ASSIGN_OR_RETURN(const std::vector<std::string> entries, Entries(each));
+      for (const std::string& entry : entries) {
+        const std::string path = absl::StrCat(each, "/", entry);
+        if (path == StorePath(each) || entry == kDescriptionFile || IsClientState(entry) ||
+            parts.contains(path))
+          continue;
+        return absl::FailedPreconditionError(absl::StrCat(
+            path, " is not of the checkpoint that it lies in, which a new run would replace: move it away"));
+      }
+    }
+    return absl::OkStatus();
   }
 
   // Anything else in it stays, and the directory then too. It loses its name first, so that what a kill
@@ -384,6 +404,7 @@ absl::StatusOr<ReplacedCheckpoints> ReplacedCheckpoints::Lock(const std::string&
   ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, ListCheckpoints(parent));
   for (const CheckpointEntry& entry : all) {
     ASSIGN_OR_RETURN(LockedCheckpoint taken, LockedCheckpoint::Take(entry.path));
+    RETURN_IF_ERROR(taken.CheckNothingElse());
     replaced.locked_->all.push_back(std::move(taken));
   }
   return replaced;
@@ -391,12 +412,11 @@ absl::StatusOr<ReplacedCheckpoints> ReplacedCheckpoints::Lock(const std::string&
 
 absl::Status ReplacedCheckpoints::Remove() {
   RETURN_IF_ERROR(RemovePartialCheckpoints(parent_));
-  absl::Status first;
   const bool any = !locked_->all.empty();
-  // The newest first: it is the one that a run would go on from.
-  for (; !locked_->all.empty(); locked_->all.pop_back()) first.Update(locked_->all.back().Remove());
+  // The newest first: it is the one that a run would go on from. Where one cannot be removed the others stay.
+  for (; !locked_->all.empty(); locked_->all.pop_back()) RETURN_IF_ERROR(locked_->all.back().Remove());
   if (any) (void)::unlink(absl::StrCat(parent_, "/", kLatest).c_str());
-  return first;
+  return absl::OkStatus();
 }
 
 PartialCheckpoint::PartialCheckpoint(std::string parent, std::string name, int rank, CheckpointLock* lock,

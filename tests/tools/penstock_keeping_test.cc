@@ -106,6 +106,30 @@ TEST_F(KeepingTest, AResumeThatCannotSeeARanksPartDoesNotStartOver) {
   }
 }
 
+// Something of somebody else's in a checkpoint would keep its directory: it is found before anything is
+// replaced.
+TEST_F(KeepingTest, AnOverwriteBesideSomethingElseInACheckpointReplacesNothing) {
+  const std::string state = dir_ + "/state", kept = dir_ + "/kept";
+  const Arguments arguments =
+      Small(state, {"--checkpoint-dir", kept, "--checkpoint-every", "2", "--checkpoint-keep", "3"});
+  ASSERT_EQ(Run(arguments + Arguments{"--steps", "4"}).code, 0);
+  const std::set<std::string> before = Names(kept);
+  for (const char* name : {"/notes.txt", "/evaluations"}) {
+    const std::string strange = kept + "/step-00000004" + name;
+    name[1] == 'n' ? WriteFile(strange, "4") : (void)std::filesystem::create_directory(strange);
+    const Ran refused = Run(arguments + Arguments{"--overwrite", "--steps", "1"});
+    EXPECT_EQ(refused.code, 2);
+    EXPECT_EQ(Lines(refused.err).size(), 1u) << refused.err;
+    EXPECT_THAT(refused.err, HasSubstr(strange));
+    EXPECT_EQ(Names(kept), before);
+    EXPECT_EQ(Inspect(state)["step"], 4);
+    EXPECT_EQ(Inspect(kept)["step"], 4);
+    std::filesystem::remove(strange);
+  }
+  EXPECT_EQ(Run(arguments + Arguments{"--overwrite", "--steps", "1"}).code, 0);
+  EXPECT_EQ(Inspect(state)["step"], 1);
+}
+
 // Both want to replace what was there when they were started. The later one waits for the lock, and finds
 // another run there than it was told to replace, whether that one is finished or not.
 TEST_F(KeepingTest, OfTwoThatOverwriteAtOneInstantOneHasTheDirectory) {
