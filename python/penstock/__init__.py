@@ -15,6 +15,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from . import _core as _core
 from ._core import ShortFileError, __version__
 
 __all__ = ["ShortFileError", "__version__"]
