@@ -16,6 +16,7 @@
 #include "base/foreign_file.h"
 #include "base/io_error.h"
 #include "base/json.h"
+#include "base/read_at.h"
 #include "base/status_macros.h"
 #include "nlohmann/json.hpp"
 #include "swap/store_files.h"
@@ -283,21 +284,9 @@ const TensorInfo* SafetensorsReader::Find(std::string_view name) const {
 }
 
 absl::Status SafetensorsReader::ReadAt(uint64_t offset, std::span<std::byte> out) const {
-  uint64_t done = 0;
-  while (done < out.size()) {
-    const ssize_t n = ::pread(fd_, out.data() + done, out.size() - done, static_cast<off_t>(offset + done));
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0)
-      return MakeIoError({.op = "read",
-                          .path = path_,
-                          .offset = offset,
-                          .bytes = out.size(),
-                          .done_bytes = done,
-                          .error = errno});
-    if (n == 0) return absl::DataLossError(absl::StrCat(path_, " ends at byte ", offset + done));
-    done += static_cast<uint64_t>(n);
-  }
-  return absl::OkStatus();
+  ASSIGN_OR_RETURN(const size_t done, penstock::ReadAt(fd_, path_, offset, out.data(), out.size()));
+  return done == out.size() ? absl::OkStatus()
+                            : absl::DataLossError(absl::StrCat(path_, " ends at byte ", offset + done));
 }
 
 absl::Status SafetensorsReader::Read(const TensorInfo& tensor, uint64_t offset,

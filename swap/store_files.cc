@@ -17,6 +17,7 @@
 #include "absl/strings/str_format.h"
 #include "base/file_lock.h"
 #include "base/io_error.h"
+#include "base/read_at.h"
 #include "base/status_macros.h"
 
 namespace penstock::swap {
@@ -145,20 +146,7 @@ absl::StatusOr<std::vector<std::byte>> PlainFile::Read(uint64_t offset, uint64_t
   // Nothing is taken on trust: no more memory than the file has bytes.
   bytes = offset >= bytes_ ? 0 : std::min(bytes, bytes_ - offset);
   std::vector<std::byte> data(bytes);
-  uint64_t done = 0;
-  while (done < bytes) {
-    const ssize_t n = ::pread(fd_, data.data() + done, bytes - done, static_cast<off_t>(offset + done));
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0)
-      return MakeIoError({.op = "read",
-                          .path = path_,
-                          .offset = offset,
-                          .bytes = bytes,
-                          .done_bytes = done,
-                          .error = errno});
-    if (n == 0) break;
-    done += static_cast<uint64_t>(n);
-  }
+  ASSIGN_OR_RETURN(const size_t done, ReadAt(fd_, path_, offset, data.data(), bytes));
   data.resize(done);
   // Nobody else wants these pages, and the file's owner goes past the cache.
   (void)::posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes), POSIX_FADV_DONTNEED);

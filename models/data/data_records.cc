@@ -13,6 +13,7 @@
 #include "base/foreign_file.h"
 #include "base/io_error.h"
 #include "base/json.h"
+#include "base/read_at.h"
 #include "base/status_macros.h"
 #include "text/example.h"
 
@@ -72,18 +73,9 @@ class Head {
   absl::Status More() {
     const size_t before = text_.size(), wanted = std::max<size_t>(before, 32 << 10);
     text_.resize(before + wanted);
-    size_t done = before;
-    while (done < text_.size()) {
-      const ssize_t n = ::pread(fd_, text_.data() + done, text_.size() - done, static_cast<off_t>(done));
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0)
-        return MakeIoError(
-            {.op = "read", .path = path_, .offset = done, .bytes = text_.size() - done, .error = errno});
-      if (n == 0) break;
-      done += static_cast<size_t>(n);
-    }
-    whole_ = done < text_.size();
-    text_.resize(done);
+    ASSIGN_OR_RETURN(const size_t more, ReadAt(fd_, path_, before, text_.data() + before, wanted));
+    whole_ = more < wanted;
+    text_.resize(before + more);
     return absl::OkStatus();
   }
 

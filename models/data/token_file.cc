@@ -24,6 +24,7 @@
 #include "base/directory.h"
 #include "base/file_lock.h"
 #include "base/io_error.h"
+#include "base/read_at.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
@@ -79,21 +80,7 @@ class Input {
   uint64_t bytes() const { return static_cast<uint64_t>(info_.st_size); }
   // As much as there is of `bytes` at `offset`.
   absl::StatusOr<size_t> Read(uint64_t offset, char* to, size_t bytes) const {
-    size_t done = 0;
-    while (done < bytes) {
-      const ssize_t n = ::pread(fd_.get(), to + done, bytes - done, static_cast<off_t>(offset + done));
-      if (n == 0) break;
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0)
-        return MakeIoError({.op = "read",
-                            .path = path_,
-                            .offset = offset,
-                            .bytes = bytes,
-                            .done_bytes = done,
-                            .error = errno});
-      done += static_cast<size_t>(n);
-    }
-    return done;
+    return ReadAt(fd_.get(), path_, offset, to, bytes);
   }
 
  private:

@@ -15,6 +15,7 @@
 #include "base/directory.h"
 #include "base/file_lock.h"
 #include "base/lines.h"
+#include "base/read_at.h"
 #include "base/small_file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -53,6 +54,24 @@ TEST_F(FilesTest, ASmallFileComesBackWhole) {
   EXPECT_EQ(ReadSmallFile(Put("a", text)).value(), text);
   EXPECT_EQ(ReadSmallFile(Put("b", "")).value(), "");
   EXPECT_EQ(ReadSmallFile(Path("a"), 100'000).value(), text);
+}
+
+TEST_F(FilesTest, APieceIsReadAsFarAsTheFileGoesAndAFailedReadIsNotItsEnd) {
+  const int fd = ::open(Put("a", "0123456789").c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  std::string piece(4, '.');
+  EXPECT_EQ(ReadAt(fd, "a", 3, piece.data(), 4).value(), 4u);
+  EXPECT_EQ(piece, "3456");
+  EXPECT_EQ(ReadAt(fd, "a", 8, piece.data(), 4).value(), 2u);
+  EXPECT_EQ(piece, "8956");
+  EXPECT_EQ(ReadAt(fd, "a", 10, piece.data(), 4).value(), 0u);
+  ::close(fd);
+  const int no_file = ::open(directory_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  ASSERT_GE(no_file, 0);
+  const absl::Status failed = ReadAt(no_file, "the folder", 3, piece.data(), 4).status();
+  EXPECT_EQ(failed.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(failed.message()), HasSubstr("read the folder: offset 3, 4 bytes, 0 done"));
+  ::close(no_file);
 }
 
 TEST_F(FilesTest, TheKernelsOwnFilesHaveNoSizeAndAreRead) {

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
 #include "base/io_error.h"
+#include "base/read_at.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
@@ -167,22 +168,10 @@ absl::StatusOr<uint64_t> DigestOf(int fd, const std::string& path) {
   for (uint64_t i = 0; i < pieces; ++i) {
     const uint64_t offset = !whole && i + 1 == pieces ? length - kPieceBytes : i * stride;
     const uint64_t bytes = std::min(kPieceBytes, length - offset);
-    for (uint64_t done = 0; done < bytes;) {
-      const ssize_t n = ::pread(fd, piece.data() + done, bytes - done, static_cast<off_t>(offset + done));
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0) {
-        return MakeIoError({.op = "read",
-                            .path = path,
-                            .offset = offset,
-                            .bytes = bytes,
-                            .done_bytes = done,
-                            .error = errno});
-      }
-      if (n == 0) {
-        return absl::DataLossError(absl::StrCat("read ", path, ", ", length, " bytes: ends at byte ",
-                                                offset + done, "; every rank needs the whole file"));
-      }
-      done += static_cast<uint64_t>(n);
+    ASSIGN_OR_RETURN(const size_t done, ReadAt(fd, path, offset, piece.data(), bytes));
+    if (done < bytes) {
+      return absl::DataLossError(absl::StrCat("read ", path, ", ", length, " bytes: ends at byte ",
+                                              offset + done, "; every rank needs the whole file"));
     }
     sum.Update(piece.data(), bytes);
   }
