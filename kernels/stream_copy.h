@@ -10,9 +10,7 @@ namespace penstock::kernels {
 // Copies `bytes` from `from` to `to`, which must not overlap. Any length, any alignment; where `to` is
 // aligned to 16 bytes all but the last bytes go around the caches. Thread-safe, allocates nothing. Another
 // thread may look at the copy after StreamCopyFence() in this one and what orders the two threads.
-// `soon`: as many bytes that will be read next, which are brought into the caches meanwhile, since writing
-// waits for memory and not for reading; null: none.
-void StreamCopy(const void* from, void* to, size_t bytes, const void* soon = nullptr);
+void StreamCopy(const void* from, void* to, size_t bytes);
 // Once after a series of copies.
 void StreamCopyFence();
 
