@@ -171,16 +171,13 @@ class LockedCheckpoint {
 
   // kFailedPrecondition: a file or directory lies in it that Remove leaves, which would keep the directory.
   absl::Status CheckNothingElse() const {
-    ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory_));
-    const std::set<std::string> parts(directories.begin(), directories.end());
-    if (!parts.contains(directory_)) directories.push_back(directory_);
+    ASSIGN_OR_RETURN(const std::vector<std::string> directories, Directories());
+    const std::set<std::string> own(directories.begin(), directories.end());
     for (const std::string& each : directories) {
       ASSIGN_OR_RETURN(const std::vector<std::string> entries, Entries(each));
       for (const std::string& entry : entries) {
         const std::string path = absl::StrCat(each, "/", entry);
-        if (path == StorePath(each) || entry == kDescriptionFile || IsClientState(entry) ||
-            parts.contains(path))
-          continue;
+        if (path == StorePath(each) || GoesWithStore(entry) || own.contains(path)) continue;
         return absl::FailedPreconditionError(absl::StrCat(
             path, " is not of the checkpoint that it lies in, which a new run would replace: move it away"));
       }
@@ -203,13 +200,11 @@ class LockedCheckpoint {
       if (!at_its_place) return NotThereAnyMore(path);
       if (::unlink(path.c_str()) != 0) return MakeIoError({.op = "remove", .path = path, .error = errno});
     }
-    ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory_));
-    if (directories.front() != directory_) directories.push_back(directory_);
+    ASSIGN_OR_RETURN(const std::vector<std::string> directories, Directories());
     for (const std::string& each : directories) {
-      (void)::unlink(absl::StrCat(each, "/", kDescriptionFile).c_str());
       ASSIGN_OR_RETURN(const std::vector<std::string> left, Entries(each));
       for (const std::string& entry : left) {
-        if (IsClientState(entry)) (void)::unlink(absl::StrCat(each, "/", entry).c_str());
+        if (GoesWithStore(entry)) (void)::unlink(absl::StrCat(each, "/", entry).c_str());
       }
       if (::rmdir(each.c_str()) != 0 && errno != ENOENT)
         return MakeIoError({.op = "remove directory", .path = each, .error = errno});
@@ -222,6 +217,17 @@ class LockedCheckpoint {
 
  private:
   explicit LockedCheckpoint(std::string directory) : directory_(std::move(directory)) {}
+
+  // Those of the parts, and the checkpoint's own last.
+  absl::StatusOr<std::vector<std::string>> Directories() const {
+    ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory_));
+    if (directories.front() != directory_) directories.push_back(directory_);
+    return directories;
+  }
+  // What is written beside a store.
+  static bool GoesWithStore(const std::string& entry) {
+    return entry == kDescriptionFile || IsClientState(entry);
+  }
 
   std::string directory_;
   std::vector<PlainFile> files_;

@@ -117,7 +117,7 @@ absl::Status CheckAllThere(const std::vector<std::string>& directories, const st
           path, " is not what a change of the number of ranks, which was cut short, has made for the ",
           directories.size(),
           " directories that were given: give all state directories of the run, each mounted where it was, "
-          "or go on from a checkpoint in another --state-dir"));
+          "or go on from a checkpoint in another state directory"));
     }
   }
   return absl::OkStatus();
@@ -382,8 +382,8 @@ absl::Status CheckNoneInHalves(const std::vector<std::string>& directories) {
     if (has == nullptr || lacks == nullptr) continue;
     return absl::FailedPreconditionError(
         absl::StrCat(*has, name, " has a half of the state whose other half is not in ", *lacks,
-                     ": bring that drive back, or, if it is lost, go on from the checkpoint with other "
-                     "--state-dir directories"));
+                     ": bring that drive back, or, if it is lost, go on from the checkpoint in other state "
+                     "directories"));
   }
   return absl::OkStatus();
 }
