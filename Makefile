@@ -16,7 +16,7 @@ help:
 	@echo "make fuzz    what reads files and flags, with clang's libFuzzer, FUZZ_SECONDS=120 each"
 	@echo "make wheel   the Python package as wheels, in build/wheels (PYTHONS=\"python3.10 python3.12\");  make test-python  its tests"
 	@echo "make classes  SAMPLE=250 of transformers' classes beside plain PyTorch, an hour: a table in build/classes.md"
-	@echo "make deepspeed-parity  scripts and trainers under DeepSpeed itself and under Penstock, on the CPU: the same losses, in ten minutes"
+	@echo "make deepspeed-parity  scripts and trainers under DeepSpeed itself and under Penstock, on the CPU: the same losses"
 	@echo "make docs    a reference of the public headers, in build/docs/html (doxygen)"
 	@echo "make lint    the order of the rooms, clang-format and clang-tidy checks;  make format  rewrites in place"
 	@echo "make clean   remove build/"
