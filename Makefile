@@ -106,15 +106,18 @@ fuzz:
 
 # Wheels of the Python package, one for each of PYTHONS, in build/wheels; what has no static library goes into them.
 PYTHONS ?= python3
-wheel: deps
+wheel:
+	@scripts/install-deps wheel
 	@scripts/python-wheel $(PYTHONS)
 
 # The Python package's tests in a virtual environment with PyPI's torch, which all clones share (scripts/python-test).
-test-python: deps
+test-python:
+	@scripts/install-deps wheel
 	@JOBS=$(JOBS) scripts/python-test
 
 # The same scripts under DeepSpeed itself, on the CPU, and under Penstock: the same losses. Without a network it is skipped, in words.
-deepspeed-parity: deps
+deepspeed-parity:
+	@scripts/install-deps wheel
 	@JOBS=$(JOBS) scripts/deepspeed-parity
 
 # Classes of transformers, drawn at random, beside plain PyTorch. What build/classes.jsonl has is not done again.
