@@ -754,7 +754,7 @@ constexpr auto kZero = std::to_array<Setting>({
         .Answers("zenflow_config", "null"),
     Bool("zero_quantized_weights")
         .Says("Ranks hand each other weights in 8 bits, with a scale for each 128 (ZeRO++'s qwZ): half the "
-              "bytes of bf16, and each weight of another rank is off by up to 0.4% of the largest of its 128",
+              "bytes of bf16. Each weight of another rank is off by up to 0.4% of the largest of its 128",
               "false")
         .Flag("--zero-quantized-weights")
         .Keyword("zero_quantized_weights")
@@ -768,7 +768,7 @@ constexpr auto kZero = std::to_array<Setting>({
     Bool("zero_quantized_gradients")
         .Says(
             "Ranks hand each other gradients in 4 bits, with a scale for each 128 (ZeRO++'s qgZ): a quarter "
-            "of the bytes of bf16, and each rank's share of a gradient is off by up to 7.2% of the largest "
+            "of the bytes of bf16. Each rank's share of a gradient is off by up to 7.2% of the largest "
             "of its 128",
             "false")
         .Flag("--zero-quantized-gradients")
@@ -1149,8 +1149,8 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Sets([](auto& o) -> auto& { return o.memory.tile_bytes; }),
     Choice("saved_activations", "auto|memory|host|drive")
         .Says("Where the inputs that blocks keep for backward wait for it: in the memory where they are "
-              "computed (memory), of a device in host memory (host), on the drive (drive), or as far as the "
-              "budget goes in memory and the others in the next tier (auto)",
+              "computed (memory), of a device in host memory (host), or on the drive (drive). With auto they "
+              "are in memory as far as the budget goes, and the others in the next tier",
               "auto")
         .Flag("--saved-activations")
         .Keyword("saved_activations")
