@@ -31,10 +31,10 @@ constexpr const char* kNumpy =
     "vocabulary above 65536";
 constexpr const char* kTorch =
     "python3 -c \"import torch; torch.load('%s', weights_only=True).numpy().astype('uint16').tofile('%s.bin')"
-    "\" if it is a tensor of tokens, uint32 for a vocabulary above 65536; weights are for --init-from, once "
+    "\" if it is a tensor of tokens, uint32 for a vocabulary above 65536; weights are for `init_from`, once "
     "they are safetensors";
 constexpr const char* kTokensBehindHeader =
-    "tail -c +1025 '%s' > '%s.tokens.bin', for --vocab, takes the header off";
+    "tail -c +1025 '%s' > '%s.tokens.bin', for `vocab`, takes the header off";
 
 // Marks of at least 6 bytes: random numbers do not begin with them.
 constexpr std::array<Format, 10> kLong = {{
@@ -46,7 +46,7 @@ constexpr std::array<Format, 10> kLong = {{
     {"SQLite format 3"sv, "an SQLite database", "sqlite3 -json '%s' 'select * from TABLE' > '%s.json'"},
     {"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"sv, "of torch.save", kTorch},
     {"MMIDIDX\x00\x00"sv, "Megatron's index of the .bin beside it",
-     "give that .bin, with --vocab, whose tokens are uint16 or uint32"},
+     "give that .bin, with `vocab`, whose tokens are uint16 or uint32"},
     // Little-endian integers of 32 bits: a magic number and a version; the tokens follow 1024 bytes.
     {"\x88\xd8\x34\x01\x01\x00\x00\x00"sv, "llm.c's tokens behind a header", kTokensBehindHeader},
     {"\xa1\xd9\x34\x01\x07\x00\x00\x00"sv, "llm.c's tokens behind a header", kTokensBehindHeader},

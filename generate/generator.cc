@@ -671,8 +671,8 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
   const models::ModelLayout layout = model.Layout();
   if (options->device->has_own_memory() && decoder->shape.mixture.experts > 0) {
     return absl::UnimplementedError(
-        "generate: a mixture of experts is computed on the processor: leave out --device and "
-        "--device-memory");
+        "generate: a mixture of experts is computed on the processor: leave out `device` and "
+        "`device_memory`");
   }
   const MatrixOrder order = OrderOf(*decoder, layout);
   // A text that grows beyond is read once more, as a prompt.

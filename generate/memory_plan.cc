@@ -370,11 +370,11 @@ const char* PassBoundName(PassBound bound) {
 absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, const GenerationWish& wish) {
   if (wish.drafted > 0 && wish.cache == CachePlace::kDrive) {
     return absl::InvalidArgumentError(
-        "--prompt-lookup needs keys and values in memory: with --kv nvme, wrong guesses would go to the "
-        "drive");
+        "prompt lookup needs keys and values in memory: on the drive, wrong guesses would be written to it");
   }
   if (wish.cache == CachePlace::kDevice && !wish.device.has_value())
-    return absl::InvalidArgumentError("--kv device needs a device with memory of its own: --device cuda");
+    return absl::InvalidArgumentError(
+        "keys and values in device memory need a device with memory of its own: `device cuda`");
   std::vector<int64_t> batches;
   if (wish.batch.has_value()) {
     batches = {std::min(*wish.batch, std::max<int64_t>(wish.sequences, 1))};
@@ -407,15 +407,15 @@ absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, cons
     }
   }
   if (best.has_value()) return *std::move(best);
-  const auto too_small = [](const char* flag, uint64_t budget, uint64_t least_that_works) {
+  const auto too_small = [](const char* setting, uint64_t budget, uint64_t least_that_works) {
     const auto bytes = [](uint64_t n) { return tiering::FormatBytes(static_cast<int64_t>(n)); };
     return absl::FailedPreconditionError(
-        absl::StrCat(flag, " ", bytes(budget), " is too small: the least that works here is ",
+        absl::StrCat(setting, " ", bytes(budget), " is too small: the least that works here is ",
                      bytes(least_that_works), " (", least_that_works, " bytes)"));
   };
   if (wish.device.has_value() && wish.device->budget_bytes < least_device)
-    return too_small("--device-memory", wish.device->budget_bytes, least_device);
-  return too_small("--host-memory", wish.budget_bytes, least);
+    return too_small("`device_memory`", wish.device->budget_bytes, least_device);
+  return too_small("`host_memory`", wish.budget_bytes, least);
 }
 
 }  // namespace penstock::generate

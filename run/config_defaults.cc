@@ -104,9 +104,9 @@ void FillScheduler(Opener& open, int64_t total_steps, int64_t auto_warmup,
     const std::string key = at + "warmup_num_steps";
     std::string remark;
     if (open.IsAuto(key)) {
-      remark = absl::StrCat("(a tenth of --steps ", total_steps, ", 100 at the most)");
+      remark = absl::StrCat("(a tenth of `steps` ", total_steps, ", 100 at the most)");
     } else if (total_steps < 1000) {
-      remark = absl::StrCat("(longer than --steps ", total_steps, ": the rate never gets to its maximum)");
+      remark = absl::StrCat("(longer than `steps` ", total_steps, ": the rate never gets to its maximum)");
     }
     open.Take(key, s.warmup_num_steps, int64_t{1000}, auto_warmup, remark);
     open.Take(at + "warmup_type", s.warmup_type, WarmupType::kLog);
@@ -146,7 +146,7 @@ void FillScheduler(Opener& open, int64_t total_steps, int64_t auto_warmup,
       return;
     }
     case SchedulerType::kWarmupDecayLr:
-      open.Take(at + "total_num_steps", s.total_num_steps, total_steps, "(--steps)");
+      open.Take(at + "total_num_steps", s.total_num_steps, total_steps, "(`steps`)");
       open.Take(at + "warmup_min_lr", s.warmup_min_lr, 0.0);
       maximum(WarmupLr().warmup_max_lr);
       warmup();
@@ -158,7 +158,7 @@ void FillScheduler(Opener& open, int64_t total_steps, int64_t auto_warmup,
       return;
     case SchedulerType::kWarmupCosineLr: {
       const WarmupCosineLr d;
-      open.Take(at + "total_num_steps", s.total_num_steps, total_steps, "(--steps)");
+      open.Take(at + "total_num_steps", s.total_num_steps, total_steps, "(`steps`)");
       open.Take(at + "warmup_min_ratio", s.warmup_min_ratio, d.warmup_min_ratio);
       open.Take(at + "cos_min_ratio", s.cos_min_ratio, d.cos_min_ratio);
       warmup();

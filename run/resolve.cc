@@ -146,6 +146,7 @@ absl::StatusOr<Resolved> Resolve(const ordered_json* given, const Keywords& keyw
     ASSIGN_OR_RETURN(made.schedule, MakeSchedule(*made.config.scheduler,
                                                  made.config.optimizer.lr.value_or(1e-3), kUnknownSteps));
   }
+  for (std::string& note : made.notes) note = Spelt(note, Door::kPython);
   return made;
 }
 

@@ -7,7 +7,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -172,12 +171,12 @@ const SchedulerConfig& SchedulerOf(const Config& config) {
   return config.scheduler.has_value() ? *config.scheduler : kNone;
 }
 
-constexpr std::string_view kOwnReports = "Penstock has its own: --report, --log and --trace, always complete";
+constexpr std::string_view kOwnReports = "Penstock has its own: `report`, `log` and `trace`, always complete";
 constexpr std::string_view kWandbsClient =
     "its client is Python's; switch tensorboard on and upload its directory with wandb sync "
-    "--sync-tensorboard DIR, or give --log, whose lines are objects that wandb.log takes";
+    "--sync-tensorboard DIR, or give `log`, whose lines are objects that wandb.log takes";
 constexpr std::string_view kCometsClient =
-    "its client is Python's; give --log, whose lines are objects that comet's log_metrics takes, or switch "
+    "its client is Python's; give `log`, whose lines are objects that comet's log_metrics takes, or switch "
     "tensorboard on";
 constexpr std::string_view kPythonsModels =
     "it is about models of Python, whose front end serves it; the command line knows the blocks of its "
@@ -239,13 +238,13 @@ constexpr auto kTop = std::to_array<Setting>({
     Object("comms_logger"),
     Object("elasticity"),
 
-    Needless("steps_per_print", KeyType::kAny, "progress is one live line, and --log has every step")
+    Needless("steps_per_print", KeyType::kAny, "progress is one live line, and `log` has every step")
         .Answers("steps_per_print", "10"),
     Needless("memory_breakdown", KeyType::kBool,
              "every report has the peaks, and penstock plan the bytes of each tier")
         .Answers("memory_breakdown", "false"),
     Needless("dump_state", KeyType::kBool, "penstock inspect shows the state").Answers("dump_state", "false"),
-    Needless("log_level", KeyType::kAny, "use --quiet for less"),
+    Needless("log_level", KeyType::kAny, "use `quiet` for less"),
     Needless("timers", KeyType::kAny, kOwnReports),
     Needless("comms_config", KeyType::kObject, kOwnReports),
     Needless("disable_python_gc", KeyType::kBool, "there is no Python"),
@@ -286,7 +285,7 @@ constexpr auto kTop = std::to_array<Setting>({
         .Neutral("true")
         .At([](auto& c) -> auto& { return c.managed_gradient_accumulation; })
         .Answers("managed_gradient_accumulation", "true"),
-    Needless("vocabulary_size", KeyType::kWhole, "the model and --vocab say it"),
+    Needless("vocabulary_size", KeyType::kWhole, "the model and `vocab` say it"),
     Needless("dataloader_drop_last", KeyType::kBool, "every batch is complete"),
     Needless("nebula", KeyType::kObject, "checkpoints are Penstock's own"),
     Needless("datastates_ckpt", KeyType::kObject, "checkpoints are Penstock's own"),
@@ -301,7 +300,7 @@ constexpr auto kTop = std::to_array<Setting>({
     Refused("sequence_parallel_size", "there is no sequence parallelism; all ranks are data-parallel", "1"),
     Refused("sparse_attention", "attention is the model's own"),
     Refused("progressive_layer_drop", "it would change the model while it trains, which Penstock does not"),
-    Refused("curriculum_learning", "sequences have one length; use --seq"),
+    Refused("curriculum_learning", "sequences have one length; use `seq`"),
     Refused("data_efficiency", "batches are drawn by seed and step alone"),
     Refused("compression_training", "weights are trained as they are"),
     Refused("quantize_training", "weights are trained as they are"),
@@ -500,7 +499,7 @@ constexpr Setting kTotalNumSteps = Whole("total_num_steps", 1)
                                        .At([](auto& c) -> auto& { return SchedulerOf(c).total_num_steps; });
 
 constexpr Setting kLastBatch = Refused(
-    "last_batch_iteration", "the schedule begins with the first step, and --resume continues it", "-1");
+    "last_batch_iteration", "the schedule begins with the first step, and `resume` continues it", "-1");
 
 constexpr auto kLrRangeTest = std::to_array<Setting>({
     Number("lr_range_test_min_lr", 0).Says("Learning rate of the first step", "1e-3").PartOf("scheduler").At([
@@ -1015,7 +1014,7 @@ constexpr auto kFlopsProfiler = std::to_array<Setting>({
 constexpr auto kCommsLogger = std::to_array<Setting>({
     Bool("enabled").Says("Prints a table of the exchanges between ranks at the end", "false").At([
     ](auto& c) -> auto& { return c.comms_logger; }),
-    Needless("verbose", KeyType::kBool, "the table at the end has all exchanges; --trace has each"),
+    Needless("verbose", KeyType::kBool, "the table at the end has all exchanges; `trace` has each"),
     Needless("prof_all", KeyType::kBool, "the table at the end has all exchanges"),
     Needless("prof_ops", KeyType::kAny, "the table at the end has all exchanges"),
     Needless("debug", KeyType::kBool, "who calls is the plan"),
@@ -1556,56 +1555,39 @@ std::string FlagOfRecord(std::string_view name) {
 
 namespace {
 
-// The length of the flag at the beginning of `text`; 0: there is none.
-size_t FlagLength(std::string_view text) {
-  if (!text.starts_with("--") || text.size() < 3 || !absl::ascii_islower(static_cast<unsigned char>(text[2])))
-    return 0;
-  size_t end = 2;
-  while (end < text.size() && (absl::ascii_islower(static_cast<unsigned char>(text[end])) ||
-                               (text[end] == '-' && end + 1 < text.size() &&
-                                absl::ascii_islower(static_cast<unsigned char>(text[end + 1])))))
-    ++end;
-  return end;
+// As `door` spells the setting of this name, with a value or "". "": there is no setting of this name.
+std::string SpeltName(const std::string& name, const std::string& value, Door door) {
+  const Setting* const flag = FindFlag(absl::StrCat("--", absl::StrReplaceAll(name, {{"_", "-"}}))).first;
+  const Setting* const keyword = FindKeyword(name).first;
+  if (flag == nullptr && keyword == nullptr) return "";
+  const std::string words = absl::StrReplaceAll(name, {{"_", " "}});
+  if (door == Door::kCommandLine) {
+    const std::string_view spelling = flag != nullptr ? flag->flag : keyword->flag;
+    return absl::StrCat(spelling.empty() ? words : std::string(spelling), value.empty() ? "" : " ", value);
+  }
+  const std::string spelling = keyword != nullptr ? name : std::string(flag->keyword);
+  if (!value.empty()) return absl::StrCat(spelling.empty() ? words : spelling, "='", value, "'");
+  if (spelling == "resume" || spelling == "overwrite") return absl::StrCat(spelling, "=True");
+  return spelling.empty() ? words : spelling;
 }
 
 }  // namespace
 
-std::string InKeywords(std::string_view message) {
-  std::string words;
-  while (!message.empty()) {
-    const bool begins = words.empty() || !(absl::ascii_isalnum(static_cast<unsigned char>(words.back())) ||
-                                           words.back() == '-' || words.back() == '/');
-    const size_t length = begins ? FlagLength(message) : 0;
-    const Setting* const setting = length > 0 ? FindFlag(message.substr(0, length)).first : nullptr;
-    if (setting == nullptr) {
-      words += message.front();
-      message.remove_prefix(1);
-      continue;
-    }
-    message.remove_prefix(length);
-    const std::string name(setting->flag.substr(2));
-    // A flag whose setting has a key of its own, for Python, is spelt alike there.
-    std::string keyword(setting->keyword);
-    if (const std::string alike = absl::StrReplaceAll(name, {{"-", "_"}});
-        keyword.empty() && FindKeyword(alike).first != nullptr)
-      keyword = alike;
-    if (keyword.empty()) {
-      words += absl::StrReplaceAll(name, {{"-", " "}});
-      continue;
-    }
-    words += keyword;
-    if (keyword == "resume" || keyword == "overwrite") {
-      words += "=True";
-    } else if (keyword == "offload" || keyword == "device") {
-      for (const std::string_view value : {" none", " nvme", " cpu", " cuda"}) {
-        if (!message.starts_with(value)) continue;
-        words += absl::StrCat("='", std::string(value.substr(1)), "'");
-        message.remove_prefix(value.size());
-        break;
-      }
-    }
+std::string Spelt(std::string_view message, Door door) {
+  std::string spelt;
+  for (;;) {
+    const size_t begin = message.find('`');
+    const size_t end = begin == std::string_view::npos ? begin : message.find('`', begin + 1);
+    if (end == std::string_view::npos) return spelt.append(message);
+    const std::string_view quoted = message.substr(begin + 1, end - begin - 1);
+    const size_t blank = std::min(quoted.find(' '), quoted.size());
+    const std::string words = SpeltName(std::string(quoted.substr(0, blank)),
+                                        std::string(quoted.substr(std::min(blank + 1, quoted.size()))), door);
+    // The second of two backticks may be the first of two others.
+    spelt += words.empty() ? std::string(message.substr(0, end)) : std::string(message.substr(0, begin));
+    spelt += words;
+    message.remove_prefix(words.empty() ? end : end + 1);
   }
-  return words;
 }
 
 bool IsFixedInRecord(std::string_view name) {

@@ -232,9 +232,14 @@ std::string KeyOfRecord(std::string_view name);
 // The flag of what has this name in a run's record: "--clip" for "clip"; "": it has none.
 std::string FlagOfRecord(std::string_view name);
 
-// A message in the words of Python: "--resume" becomes "resume=True", "--offload nvme" "offload='nvme'", and
-// a flag that has no keyword the words in it. Flags without a row stay.
-std::string InKeywords(std::string_view message);
+// The front ends, of which each spells a setting in its own way.
+enum class Door { kCommandLine, kPython };
+
+// A message as its reader spells settings. A message for both doors names a setting in
+// backticks, by its keyword or, without one, by its flag with _ for -: "`resume`" becomes "--resume" or
+// "resume=True", "`offload nvme`" "--offload nvme" or "offload='nvme'", and from Python a setting that has no
+// keyword the words of its name. What else is in backticks stays.
+std::string Spelt(std::string_view message, Door door);
 
 // Whether a run's state is made of what has this name in its record.
 bool IsFixedInRecord(std::string_view name);

@@ -231,7 +231,7 @@ std::string TableOf(KeyUse use) {
       if (setting.use != use || IsSetting(setting) || !setting.canonical.empty()) continue;
       const std::string path = PathOf(section, setting);
       if (!told.insert(path).second) continue;
-      absl::StrAppend(&text, "| ", Code(path), " | ", std::string(setting.why), " |\n");
+      absl::StrAppend(&text, "| ", Code(path), " | ", Spelt(setting.why, Door::kCommandLine), " |\n");
     }
   }
   return text;
@@ -375,7 +375,7 @@ absl::StatusOr<std::string> DescribeSetting(std::string_view spelling) {
       if (spelling != path && spelling != setting.name) continue;
       absl::StrAppend(&text, text.empty() ? "" : "\n", "### ", path, "\n",
                       setting.use == KeyUse::kRefused ? "Not served: " : "Accepted without effect: ",
-                      std::string(setting.why), ".\n");
+                      Spelt(setting.why, Door::kCommandLine), ".\n");
     }
   }
   if (!text.empty()) return text;

@@ -388,7 +388,7 @@ absl::Status CheckSeen(const std::string& parent, std::span<const CheckpointSeen
     return absl::FailedPreconditionError(
         absl::StrCat(parent, "/", each.name,
                      ": another process has kept this checkpoint while this one started, and it is not "
-                     "replaced: start this one again, or give another --checkpoint-dir"));
+                     "replaced: start this one again, or give another `checkpoint_dir`"));
   }
   return absl::OkStatus();
 }

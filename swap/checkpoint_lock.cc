@@ -27,7 +27,7 @@ constexpr auto kPatience = std::chrono::milliseconds(2000);
 constexpr int kFileFlags = O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
 constexpr int kDirectoryFlags = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
 
-constexpr const char* kWayOut = "give another --checkpoint-dir";
+constexpr const char* kWayOut = "give another `checkpoint_dir`";
 
 absl::Status CannotLock(const std::string& parent, int error) {
   const bool full = error == ENOSPC || error == EDQUOT;

@@ -162,8 +162,8 @@ absl::Status CheckMoves(const std::string& from, const std::string& to) {
     return absl::FailedPreconditionError(absl::StrCat(
         to, " is on another file system than ", from,
         ": the parts of a run can take the places of those of another number of ranks only where all of a "
-        "directory are on one; go on in another --state-dir that is empty, with --resume --checkpoint-dir "
-        "and this one or a checkpoint"));
+        "directory are on one; go on in another `state_dir` that is empty, with `resume` and "
+        "this one or a checkpoint as `checkpoint_dir`"));
   }
   if (::access(to.c_str(), W_OK | X_OK) != 0)
     return MakeIoError({.op = "write to directory", .path = to, .error = errno});

@@ -29,14 +29,14 @@ std::string StorePath(const std::string& directory) {
 std::string OverwrittenText(uint64_t step) {
   return absl::StrCat("the run keeps one version of its state, and was ended while that of step ", step,
                       " was being overwritten: what is left is of no use; go on from a checkpoint "
-                      "(--resume with --checkpoint-dir), or start over (--overwrite)");
+                      "(`resume` with `checkpoint_dir`), or start over (`overwrite`)");
 }
 
 std::string LostSuperblockText(const std::string& found) {
   return absl::StrCat(
       found,
       ", and the run's directory 0 is whole: it was overwritten; go on from a checkpoint "
-      "(--resume with --checkpoint-dir and another --state-dir), or start over (--overwrite)");
+      "(`resume` with `checkpoint_dir` and another `state_dir`), or start over (`overwrite`)");
 }
 
 absl::Status CheckDirectory(const std::string& directory) {
@@ -262,8 +262,8 @@ absl::Status WithoutHeaders(const ReadBytes& read) {
       if (bodies && !StartsLikeRecord(sector)) continue;
       return absl::DataLossError(absl::StrCat(
           "its superblock is zero, and what a run has written stands behind it (offset ", offset + at,
-          "): it was overwritten; go on from a checkpoint (--resume with "
-          "--checkpoint-dir and another --state-dir), or start over (--overwrite)"));
+          "): it was overwritten; go on from a checkpoint (`resume` with "
+          "`checkpoint_dir` and another `state_dir`), or start over (`overwrite`)"));
     }
     if (bytes.size() < kPiece) break;
   }

@@ -370,8 +370,8 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     if (absl::IsAlreadyExists(file.status())) {
       if (options.overwrite) return Replaced(path);
       return absl::AlreadyExistsError(absl::StrCat(path,
-                                                   " is there already: resume that run (--resume), replace "
-                                                   "it (--overwrite), or use another directory"));
+                                                   " is there already: resume that run (`resume`), replace "
+                                                   "it (`overwrite`), or use another directory"));
     }
     RETURN_IF_ERROR(file.status());
     store->files_.push_back(*std::move(file));

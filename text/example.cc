@@ -218,7 +218,7 @@ absl::StatusOr<std::string> OptionalTextAt(const json& line, const char* key) {
 }
 
 absl::Status NoTemplate(const char* what) {
-  return Bad(Cat(what, " need a template: give --chat-template chatml, llama3 or llama2"));
+  return Bad(Cat(what, " need a template: give `chat_template` chatml, llama3 or llama2"));
 }
 
 absl::StatusOr<Example> OfConversations(const json& line, std::optional<ChatTemplate> chat,

@@ -42,7 +42,7 @@ absl::Status NoFile(const std::string& path) {
                                 "read: python3 -c \"import datasets; datasets.load_from_disk('",
                                 path, "')", part, ".to_json('", path, ".jsonl')\""));
   }
-  return Refused(path, "is a directory: give the files in it, each after a --data of its own");
+  return Refused(path, "is a directory: give the files in it, each as `data` of its own");
 }
 
 // The begin of a file; more of it with each More().

@@ -129,7 +129,7 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::Open(const std::string& path, 
     return BadData(path, absl::StrCat("a vocabulary of ", vocab, " does not fit tokens of ", 8 * width,
                                       " bits; the largest is ", range));
   }
-  if (path.empty()) return BadData("\"\"", "no name; give one with --data FILE");
+  if (path.empty()) return BadData("\"\"", "no name; give one with `data`");
   // O_NONBLOCK: a FIFO must be refused, not waited for. It means nothing for a regular file.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) {
@@ -156,8 +156,8 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::Open(const std::string& path, 
     wrong = absl::StrCat("has ", bytes, " bytes, not a whole number of ", width, "-byte tokens: is it uint",
                          width == 2 ? 32 : 16, " or text?");
   } else if (tokens < seq + 1) {
-    wrong = absl::StrCat("has ", tokens, " tokens, but a sequence needs ", seq + 1, " (--seq ", seq,
-                         " and its last target); give more data or a shorter --seq");
+    wrong = absl::StrCat("has ", tokens, " tokens, but a sequence needs ", seq + 1, " (`seq` ", seq,
+                         " and its last target); give more data or a shorter `seq`");
   }
   if (!wrong.empty()) {
     ::close(fd);
@@ -207,7 +207,7 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::OpenExamples(const TokenFile& 
   data->Pack(starts);
   if (data->rows_.empty()) {
     return BadData(file.tokens_path, absl::StrCat("no example has a token to learn among its first ", seq + 1,
-                                                  " (--seq ", seq, ")"));
+                                                  " (`seq` ", seq, ")"));
   }
   return data;
 }
@@ -259,8 +259,8 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::HoldOut(double share) {
   const int64_t held = std::max(least, static_cast<int64_t>(static_cast<double>(all) * share));
   if (all - held < least) {
     return BadData(path_,
-                   absl::StrCat("has ", rows_.empty() ? tokens_ / seq_ : rows(), " sequences of --seq ", seq_,
-                                ": not enough to hold some of them out; give a file of them (--eval-data)"));
+                   absl::StrCat("has ", rows_.empty() ? tokens_ / seq_ : rows(), " sequences of `seq` ", seq_,
+                                ": not enough to hold some of them out; give a file of them (`eval_data`)"));
   }
   const int fd = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
   if (fd < 0) return BadData(path_, absl::StrCat("fcntl(F_DUPFD_CLOEXEC) failed: ", ErrnoText(errno)));
@@ -319,7 +319,7 @@ absl::Status Dataset::ReadRow(int64_t start, int64_t count, uint32_t* row) const
     if (static_cast<int64_t>(token) >= vocab_) {
       return absl::OutOfRangeError(absl::StrCat(
           "data file ", path_, ": token ", token, " at offset ", (first_token_ + start + i) * width,
-          " is not below the vocabulary of ", vocab_, "; give the right --vocab, or the data that fits it"));
+          " is not below the vocabulary of ", vocab_, "; give the right `vocab`, or the data that fits it"));
     }
   }
   return absl::OkStatus();

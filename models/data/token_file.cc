@@ -400,7 +400,7 @@ absl::Status EncodeRecords(const Input& input, DataForm form, const std::string&
     if (!options.skip_broken || !absl::IsInvalidArgument(example.status())) {
       return absl::Status(example.status().code(),
                           absl::StrCat(splitter.place(), ": ", example.status().message(),
-                                       options.skip_broken ? "" : " (--skip-broken-lines passes over such)"));
+                                       options.skip_broken ? "" : " (`skip_broken_lines` passes over such)"));
     }
     to->Skip(splitter.number());
     return absl::OkStatus();

@@ -381,7 +381,7 @@ absl::StatusOr<nlohmann::json> LossScaleOf(kernels::DType weights, const zero::L
 
 absl::StatusOr<NameMap> ReadNames(const std::string& path) {
   const auto wrong = [&](const std::string& why) {
-    return absl::InvalidArgumentError(absl::StrCat("--names ", path, ": ", why));
+    return absl::InvalidArgumentError(absl::StrCat("names in ", path, ": ", why));
   };
   const absl::StatusOr<nlohmann::json> json = ReadJsonObject(path);
   const char* const what =

@@ -56,8 +56,8 @@ absl::StatusOr<NameMap> ReadNames(const std::string& path);
 
 // What an error says is to be done: the CLI and Python have their own words for it.
 struct CheckpointWords {
-  std::string names = "--names FILE";                    // where other names are given
-  std::string model = "give the --model that it is of";  // it is not of this one
+  std::string names = "the file of names";               // where other names are given
+  std::string model = "give the `model` that it is of";  // it is not of this one
 };
 
 // Where a run stood, and with what it was trained.

@@ -165,7 +165,7 @@ class UniversalWriter {
     replaces_ = whole != PathKind::kMissing;
     if (replaces_ && !options_.overwrite)
       return absl::AlreadyExistsError(
-          absl::StrCat(whole_, " is there already: use --overwrite to replace it"));
+          absl::StrCat(whole_, " is there already: use `overwrite` to replace it"));
     ASSIGN_OR_RETURN(const PathKind zero, LinkKindOf(whole_ + "/zero"));
     if (replaces_ && (whole != PathKind::kDirectory || zero != PathKind::kDirectory))
       return absl::InvalidArgumentError(
@@ -324,12 +324,12 @@ class UniversalWriter {
   absl::Status BeginParameter(const PublishedTensor& tensor) {
     const std::string name = NameOf(tensor);
     if (name.empty() || name == ".." || absl::StrContains(name, "/"))
-      return absl::InvalidArgumentError(absl::StrCat("--names: \"", name, "\" is no name of a parameter"));
+      return absl::InvalidArgumentError(absl::StrCat("names: \"", name, "\" is no name of a parameter"));
     const std::string directory = absl::StrCat(tag_, "/zero/", name);
     ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(directory));
     if (kind != PathKind::kMissing)
       return absl::InvalidArgumentError(
-          absl::StrCat("--names: two parameters are called \"", name, "\", or it is no name of one"));
+          absl::StrCat("names: two parameters are called \"", name, "\", or it is no name of one"));
     RETURN_IF_ERROR(MakeDirectory(directory));
     RETURN_IF_ERROR(
         WriteStep(directory + "/step.pt", options_.updates_of ? options_.updates_of(tensor) : run_.updates));

@@ -51,7 +51,7 @@ absl::StatusOr<int64_t> WriteDeepSpeedWeights(const DeepSpeedCheckpoint& checkpo
   ASSIGN_OR_RETURN(const bool there, PathExists(options.path));
   if (there && !options.overwrite)
     return absl::AlreadyExistsError(
-        absl::StrCat(options.path, " is there already (--overwrite replaces it)"));
+        absl::StrCat(options.path, " is there already (`overwrite` replaces it)"));
   const std::vector<const Weight*> weights = InOrder(checkpoint, options.dtype);
   std::vector<swap::TensorInfo> tensors;
   int64_t elements = 0;

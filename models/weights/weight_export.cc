@@ -531,7 +531,7 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
   for (const std::string& key : {index, options.path}) {
     ASSIGN_OR_RETURN(const bool there, PathExists(key));
     if (there && !options.overwrite)
-      return absl::AlreadyExistsError(absl::StrCat(key, " is there already (--overwrite replaces it)"));
+      return absl::AlreadyExistsError(absl::StrCat(key, " is there already (`overwrite` replaces it)"));
   }
   ASSIGN_OR_RETURN(std::vector<std::unique_ptr<swap::SafetensorsWriter>> writers,
                    CreateShards(shards, options));

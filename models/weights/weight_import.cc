@@ -42,7 +42,7 @@ bool IsOfActivations(const std::string& name) {
 }  // namespace
 
 absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
-  const std::string given = Given("--init-from", path);
+  const std::string given = Given("`init_from`", path);
   ASSIGN_OR_RETURN(std::string file, MainWeightFile(path, given));
   absl::StatusOr<nlohmann::json> published = ReadJsonObject(absl::StrCat(DirectoryOf(file), "/config.json"));
   if (published.ok()) return published;
@@ -68,7 +68,7 @@ absl::StatusOr<std::optional<PackedWeights>> PackingOf(const std::string& path) 
 
 absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::string& path,
                                                                  ModelLayout layout) {
-  return Open(path, std::move(layout), "--init-from");
+  return Open(path, std::move(layout), "`init_from`");
 }
 
 absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::string& path, ModelLayout layout,
@@ -127,8 +127,8 @@ absl::Status WeightImport::TakePacked(const swap::SafetensorsReader& file, bool 
   if (packed->has_value() && !coded) {
     return WrongWeights(
         path_, absl::StrCat(file.path(), " is packed in ", (*packed)->bits,
-                            " bit, which `penstock generate` reads, and `penstock train --lora-rank` "
-                            "with its state on a drive: give the directory that it was made of"));
+                            " bit, which `penstock generate` reads, and training with `lora_rank` and "
+                            "its state on a drive: give the directory that it was made of"));
   }
   if (!files_.empty() && packed_ != *packed)
     return WrongWeights(path_,
@@ -263,7 +263,7 @@ absl::StatusOr<WeightImport::Source> WeightImport::TakeOtherPlace(const Publishe
       return WrongWeights(
           path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " there and ", ShapeText(place.shape),
                               " in this model, which has ", tensor.name,
-                              " in it: give the --model that the weights were made for"));
+                              " in it: give the `model` that the weights were made for"));
     }
     if (!IsFloat(info.dtype)) {
       return WrongWeights(path_,
@@ -318,7 +318,7 @@ absl::Status WeightImport::Find(const Sources& there) {
       return WrongWeights(path_,
                           absl::StrCat(info.name, " is ", ShapeText(info.shape), " there and ",
                                        ShapeText(tensor.published_shape()),
-                                       " in this model: give the --model that the weights were made for"));
+                                       " in this model: give the `model` that the weights were made for"));
     }
     if (takes_scaled_ && tensor.columns > 0 && info.dtype == swap::Dtype::kF8E4M3) {
       Source source = found->second;
@@ -344,7 +344,7 @@ absl::Status WeightImport::Find(const Sources& there) {
     if (name != kOutput) {
       return WrongWeights(path_,
                           absl::StrCat(source.info->name,
-                                       " has no place in this model: give the --model that the weights were "
+                                       " has no place in this model: give the `model` that the weights were "
                                        "made for"));
     }
     RETURN_IF_ERROR(CheckTied(source));

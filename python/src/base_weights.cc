@@ -57,10 +57,9 @@ models::ModelLayout LayoutOf(const GivenBase& base, const zero::Measured& model)
 
 // In keywords of Python's.
 absl::Status InPython(const absl::Status& status) {
-  return {status.code(), absl::StrReplaceAll(std::string(status.message()),
-                                             {{tools::kBaseWayOut, "say where they are (base_weights=DIR)"},
-                                              {"give the --model that the weights were made for",
-                                               "give the directory that has this model's weights"}})};
+  return {status.code(),
+          absl::StrReplaceAll(std::string(status.message()),
+                              {{tools::kBaseWayOut, "say where they are (base_weights=DIR)"}})};
 }
 
 absl::StatusOr<std::string> Take(const GivenBase& base, const zero::Measured& model,

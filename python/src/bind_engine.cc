@@ -73,7 +73,7 @@ zero::ElementType ElementTypeOf(const std::string& name) {
     case absl::StatusCode::kInternal:
     case absl::StatusCode::kNotFound:
     case absl::StatusCode::kUnknown:
-      if (aio::ErrnoOf(status) == 0) throw std::runtime_error(run::InKeywords(std::string(status.message())));
+      if (aio::ErrnoOf(status) == 0) throw std::runtime_error(MessageOf(status));
       [[fallthrough]];
     default:
       Raise(status, place);
@@ -595,7 +595,7 @@ class PyTrainingEngine {
    public:
     void Line(const std::string& line) {
       const std::lock_guard lock(mutex_);
-      if (lines_.size() < 1000) lines_.push_back(line);
+      if (lines_.size() < 1000) lines_.push_back(run::Spelt(line, run::Door::kPython));
     }
     // Past Python, which may be what is stuck. Does not return where the operation is hopeless.
     void Stuck(const zero::StuckOperation& operation, const zero::WatchOptions& watch,
@@ -745,7 +745,7 @@ void BindEngine(nb::module_& module) {
       "why_no_device",
       [](const std::string& name) {
         const GilReleased released;
-        return std::string(OpenDevice(name).status().message());
+        return MessageOf(OpenDevice(name).status());
       },
       nb::arg("name"),
       "Why the engine cannot have its blocks in the memory of this device (\"cuda:0\"); empty: it can.");

@@ -29,7 +29,7 @@ namespace {
 
 // A budget that is too small, and memory at its limit, are MemoryErrors.
 [[noreturn]] void RaiseOfModel(const absl::Status& status) {
-  const std::string text(status.message());
+  const std::string text = MessageOf(status);
   const bool small = status.code() == absl::StatusCode::kFailedPrecondition &&
                      text.find(" is too small: the least that works here is ") != std::string::npos;
   if (!small) Raise(status);

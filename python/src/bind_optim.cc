@@ -170,7 +170,7 @@ class PyDriveOptimizer {
   void Check(const absl::Status& status) const {
     if (status.code() == absl::StatusCode::kFailedPrecondition && Broken() &&
         !optimizer_->get().failed_transfer().any) {
-      throw std::runtime_error(std::string(status.message()));
+      throw std::runtime_error(MessageOf(status));
     }
     RaiseUnlessOk(status, Failed());
   }

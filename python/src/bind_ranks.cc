@@ -69,8 +69,6 @@ PyRanks::PyRanks(int rank, int world, int local_rank, int local_world, const std
   options.secret = secret;
   options.comm.patience_seconds = patience_seconds;
   options.comm.meeting_seconds = 10 * patience_seconds;
-  options.way_on = "make the engines again with resume=True to go on from it";
-  options.patience_name = "rank_timeout";
   options.secret_way = "give PENSTOCK_RANKS_SECRET to all of them, the same one, or to none";
   if (place != nullptr) options.store = place->store();
   absl::StatusOr<std::unique_ptr<zero::Comm>> comm;

@@ -41,9 +41,12 @@ PyObject* short_file_error = nullptr;  // lives as long as the process
 
 }  // namespace
 
+std::string MessageOf(const absl::Status& status) {
+  return run::Spelt(std::string(status.message()), run::Door::kPython);
+}
+
 void Raise(const absl::Status& status, const Place& place) {
-  const std::string text =
-      run::InKeywords(std::string_view(status.message().data(), status.message().size()));
+  const std::string text = MessageOf(status);
   const int error = ErrnoFor(status);
   if (status.code() == absl::StatusCode::kInvalidArgument && aio::ErrnoOf(status) == 0) {
     throw nb::value_error(text.c_str());

@@ -20,6 +20,9 @@ struct Place {
   uint64_t length = 0;
 };
 
+// Its message, in which settings are spelt as keywords (run::Spelt).
+std::string MessageOf(const absl::Status& status);
+
 // Throws: ValueError for what was never right, ShortFileError for a read past the end of a file, MemoryError,
 // KeyboardInterrupt never, and OSError with its errno for the rest. With the GIL held.
 [[noreturn]] void Raise(const absl::Status& status, const Place& place = {});

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "errors.h"
 #include "owned.h"
 #include "zero/ranks/comm.h"
 
@@ -38,7 +39,7 @@ class PyRanks {
   // Every call fails from now on, here and on the others, with `why` as the reason.
   void Abort(const std::string& why) const;
   // Why every call fails; empty: they do not.
-  std::string Failure() const { return std::string(held()->get().comm->failure().message()); }
+  std::string Failure() const { return MessageOf(held()->get().comm->failure()); }
   std::string Name() const { return held()->get().comm->name(); }
   // Waits for the others to do the same, unless something failed; an engine that has them keeps them.
   void Close() { held_.reset(); }

@@ -223,7 +223,7 @@ def test_a_text_depends_on_prompt_seed_and_options_alone(directory):
 
 def test_a_budget_that_is_too_small_is_told_the_least_that_works(directory):
     written(directory)
-    with pytest.raises(MemoryError, match="the least that works here is"):
+    with pytest.raises(MemoryError, match=r"^host_memory 1.0 MiB is too small: the least that works here is"):
         penstock.LLM(directory, host_memory=1 << 20)
 
 

@@ -57,9 +57,9 @@ absl::StatusOr<Config> ConfigFromRecord(const json& recorded) {
   absl::StatusOr<ParsedConfig> parsed = absl::InvalidArgumentError("it is no object");
   if (named) parsed = ParseConfig(config.dump());
   if (parsed.ok()) return std::move(parsed->config);
-  return absl::DataLossError(absl::StrCat("what this run's --config said cannot be read (",
+  return absl::DataLossError(absl::StrCat("what this run's `config` said cannot be read (",
                                           std::string(parsed.status().message()),
-                                          "): go on with --config FILE"));
+                                          "): go on with `config` FILE"));
 }
 
 std::string RecordedKeys(const json& recorded) {

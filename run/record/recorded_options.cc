@@ -33,9 +33,9 @@ absl::StatusOr<json> RecordedOptions::Of(const char* name, const json& given, co
   if (is_fixed) {
     return absl::FailedPreconditionError(absl::StrCat(
         by_flag(name) ? absl::StrCat(FlagOfRecord(name), " ", wanted.dump())
-                      : absl::StrCat("--config: ", KeyOfRecord(name), " ", wanted.dump()),
+                      : absl::StrCat("`config`: ", KeyOfRecord(name), " ", wanted.dump()),
         ": this run was created with ", recorded.dump(), ", and its state is made of that; leave it ",
-        by_flag(name) ? "out" : "as it was", ", or start another run in another --state-dir"));
+        by_flag(name) ? "out" : "as it was", ", or start another run in another `state_dir`"));
   }
   changes_->run[name] = wanted;
   changes_->Tell(name, recorded.dump(), wanted.dump(), SourceOf(name));

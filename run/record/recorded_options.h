@@ -50,7 +50,7 @@ class RecordedOptions {
   std::string SourceOf(const char* name) const {
     if (by_flag(name)) return FlagOfRecord(name);
     return absl::StrCat(Removed(name) ? "no " : "", KeyOfRecord(name),
-                        Removed(name) ? " in --config any more" : " in --config");
+                        Removed(name) ? " in `config` any more" : " in `config`");
   }
 
   // Before any value is asked for, what the config itself says: as its file has it, before flags and defaults

@@ -61,7 +61,7 @@ absl::Status AppendFile::Append(std::string_view bytes) {
       return absl::ResourceExhaustedError(absl::StrCat(what_, ": ", path_,
                                                        ": the disk is full: ", bytes.size(),
                                                        " bytes are too many: make room and go on with "
-                                                       "--resume, or switch it off"));
+                                                       "`resume`, or switch it off"));
     }
     if (n < 0) return Failed("write");
     bytes.remove_prefix(static_cast<size_t>(n));

@@ -45,7 +45,7 @@ std::string PrometheusText(const std::vector<Metric>& metrics, const Labels& lab
 
 absl::Status PrometheusFile::Write(const std::vector<Metric>& metrics) {
   const absl::Status status =
-      WriteWholeFile("--prometheus", path_, PrometheusText(metrics, labels_), /*durable=*/false);
+      WriteWholeFile("`prometheus`", path_, PrometheusText(metrics, labels_), /*durable=*/false);
   const bool told = std::exchange(failing_, !status.ok());
   return told ? absl::OkStatus() : status;
 }

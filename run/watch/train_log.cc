@@ -24,11 +24,11 @@ namespace {
 constexpr const char* kWayOut = ": give another file, or move that one away";
 
 absl::Status Failed(const char* op, const std::string& path) {
-  return StreamError(absl::StrCat("--log ", path, ": ", op));
+  return StreamError(absl::StrCat("`log` ", path, ": ", op));
 }
 
 absl::Status Foreign(const std::string& path, const std::string& what) {
-  return absl::FailedPreconditionError(absl::StrCat("--log ", path, " ", what, kWayOut));
+  return absl::FailedPreconditionError(absl::StrCat("`log` ", path, " ", what, kWayOut));
 }
 
 // A line as Append writes it; `step` is -1 where it is none.
@@ -55,7 +55,7 @@ absl::StatusOr<off_t> ForEachLogLine(int fd, const std::string& path, Take&& tak
   const absl::StatusOr<uint64_t> bytes = ForEachLine(fd, path, std::forward<Take>(take));
   if (bytes.ok()) return static_cast<off_t>(*bytes);
   return absl::Status(bytes.status().code(),
-                      absl::StrCat("--log: ", bytes.status().message(), ": nothing of it was changed"));
+                      absl::StrCat("`log`: ", bytes.status().message(), ": nothing of it was changed"));
 }
 
 }  // namespace
@@ -158,9 +158,9 @@ absl::Status TrainLog::Append(nlohmann::json entry) {
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == ENOSPC || errno == EDQUOT)) {
       return absl::ResourceExhaustedError(
-          absl::StrCat("--log ", path_, ": the disk is full: ", line.size() - done,
+          absl::StrCat("`log` ", path_, ": the disk is full: ", line.size() - done,
                        " bytes of the line of step ", zero::JsonField<int64_t>(entry, "step").value_or(0),
-                       " are too many: make room and go on with --resume"));
+                       " are too many: make room and go on with `resume`"));
     }
     if (n < 0) return Failed("write", path_);
     done += static_cast<size_t>(n);

@@ -35,7 +35,7 @@ absl::Status WearBudget::Check(double written_bytes) const {
   if (!any() || written_bytes <= bytes_) return absl::OkStatus();
   return absl::ResourceExhaustedError(absl::StrCat(
       "penstock.wear_budget_tb: the run has written ", Terabytes(written_bytes), " to its drives, of ",
-      Terabytes(bytes_), " that it may: raise the budget and go on with --resume"));
+      Terabytes(bytes_), " that it may: raise the budget and go on with `resume`"));
 }
 
 std::vector<std::string> WearBudget::Warnings(const zero::EnginePlan& plan,
@@ -79,7 +79,7 @@ std::vector<std::string> WearBudget::Warnings(const zero::EnginePlan& plan,
     tiering::PlanOptions asked = plan.options;
     asked.precision = zero::FormatOf(compact).precision();
     if (const auto less = WrittenUnder(plan, asked); less.has_value())
-      add("--optimizer-states 8bit, of a new run", in_all(*less));
+      add("`optimizer_states 8bit`, of a new run", in_all(*less));
   }
   if (plan.options.commits_every_step) {
     tiering::PlanOptions asked = plan.options;
@@ -92,12 +92,12 @@ std::vector<std::string> WearBudget::Warnings(const zero::EnginePlan& plan,
     asked.host_memory_budget_bytes *= 2;
     asked.commits_every_step = false;
     if (const auto less = WrittenUnder(plan, asked); less.has_value())
-      add(plan.options.commits_every_step ? "that, and twice the --host-memory" : "twice the --host-memory",
+      add(plan.options.commits_every_step ? "that, and twice the `host_memory`" : "twice the `host_memory`",
           in_all(*less));
   }
-  add("twice the --batch or --accumulate, and half the --steps", in_all(a_step / 2));
+  add("twice the `batch` or `accumulate`, and half the `steps`", in_all(a_step / 2));
   if (every > 0)
-    add("twice the --checkpoint-every", in_all(a_step) - checkpointed(every) + checkpointed(2 * every));
+    add("twice the `checkpoint_every`", in_all(a_step) - checkpointed(every) + checkpointed(2 * every));
   if (lines.size() == 1) {
     lines.front().pop_back();  // the colon
     lines.front() += " is not known: raise the budget";

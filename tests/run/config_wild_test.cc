@@ -64,7 +64,7 @@ void ExpectTrainersDefaults(const Answer& answer) {
   EXPECT_THAT(
       answer.filled,
       IsSupersetOf({"optimizer.params.lr \"auto\": 5e-05", "optimizer.params.weight_decay \"auto\": 0",
-                    ("scheduler.params.warmup_num_steps \"auto\": 20 (a tenth of --steps 200, 100 at the "
+                    ("scheduler.params.warmup_num_steps \"auto\": 20 (a tenth of `steps` 200, 100 at the "
                      "most)"),
                     "scheduler.params.warmup_max_lr \"auto\": 5e-05",
                     "train_micro_batch_size_per_gpu \"auto\": 8"}));
@@ -180,7 +180,7 @@ TEST(WildConfigs, LightningsLastBatchIteration) {
                 .status()
                 .message(),
             "scheduler.params.last_batch_iteration: not served: the schedule begins with the first step, and "
-            "--resume continues it");
+            "`resume` continues it");
 }
 
 TEST(WildConfigs, WarmupCosine) {

@@ -227,21 +227,33 @@ TEST(Settings, ARunSettlesWhatIsRecordedWithItAsAWhole) {
   EXPECT_THAT(std::string(damaged("much").message()), StartsWith("the run's record: clip: must be a number"));
 }
 
-TEST(Settings, AMessageNamesSettingsAsPythonSpellsThem) {
-  for (const auto& [message, wanted] :
-       {std::pair{
+TEST(Settings, AMessageNamesSettingsAsItsReaderSpellsThem) {
+  struct Case {
+    std::string_view message, flags, keywords;
+  };
+  for (const auto& [message, flags, keywords] : std::initializer_list<Case>{
+           {"/x/y is there already: resume that run (`resume`), replace it (`overwrite`), or use another",
             "/x/y is there already: resume that run (--resume), replace it (--overwrite), or use another",
             "/x/y is there already: resume that run (resume=True), replace it (overwrite=True), or use "
             "another"},
-        {"; with --offload nvme less would do", "; with offload='nvme' less would do"},
-        {"--device cpu", "device='cpu'"},
-        {"--host-memory 1.0 MiB is too small", "host_memory 1.0 MiB is too small"},
-        {"; --state-dir DIR=WEIGHT gives others", "; state_dir DIR=WEIGHT gives others"},
-        {"make room, or give another --checkpoint-dir", "make room, or give another checkpoint dir"},
-        {"/a--resume/b--overwrite and -- and --no-such-flag",
-         "/a--resume/b--overwrite and -- and --no-such-flag"},
-        {"", ""}})
-    EXPECT_EQ(InKeywords(message), wanted);
+           {"with `offload nvme` less would do", "with --offload nvme less would do",
+            "with offload='nvme' less would do"},
+           {"`device cpu`", "--device cpu", "device='cpu'"},
+           {"`host_memory` 1.0 MiB is too small", "--host-memory 1.0 MiB is too small",
+            "host_memory 1.0 MiB is too small"},
+           {"`gradient_clipping` and `seq`", "--clip and --seq", "gradient_clipping and seq"},
+           {"give another `checkpoint_dir`", "give another --checkpoint-dir", "give another checkpoint dir"},
+           {"`rank_timeout`", "--rank-timeout", "rank_timeout"},
+           {"`penstock generate` reads it, `nothing` and `resume`; raise `ulimit -n`; a ` and `",
+            "`penstock generate` reads it, `nothing` and --resume; raise `ulimit -n`; a ` and `",
+            "`penstock generate` reads it, `nothing` and resume=True; raise `ulimit -n`; a ` and `"},
+           {"odd: ` `resume`", "odd: ` --resume", "odd: ` resume=True"},
+           {"/a--resume/`", "/a--resume/`", "/a--resume/`"},
+           {"``", "``", "``"},
+           {"", "", ""}}) {
+    EXPECT_EQ(Spelt(message, Door::kCommandLine), flags);
+    EXPECT_EQ(Spelt(message, Door::kPython), keywords);
+  }
 }
 
 // The page says of these rows that a line names them.

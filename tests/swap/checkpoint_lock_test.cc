@@ -46,7 +46,7 @@ TEST_F(CheckpointLockTest, OneHasItAndTheOtherIsToldWhereAndWhatToDo) {
   EXPECT_TRUE(absl::IsFailedPrecondition(second.status())) << second.status();
   EXPECT_THAT(std::string(second.status().message()),
               AllOf(HasSubstr(parent_), HasSubstr("in use by another process"),
-                    HasSubstr("give another --checkpoint-dir")));
+                    HasSubstr("give another `checkpoint_dir`")));
   EXPECT_TRUE(CheckpointLock::Take(scratch_.Sub("other")).ok());
   first->reset();
   EXPECT_TRUE(CheckpointLock::Take(parent_).ok());
@@ -93,7 +93,7 @@ TEST_F(CheckpointLockTest, WhereNoneCanBeLockedIsSaid) {
     const auto lock = CheckpointLock::Take(parent);
     EXPECT_TRUE(absl::IsFailedPrecondition(lock.status())) << lock.status();
     EXPECT_THAT(std::string(lock.status().message()),
-                AllOf(HasSubstr(parent), HasSubstr("ot a directory"), HasSubstr("--checkpoint-dir")));
+                AllOf(HasSubstr(parent), HasSubstr("ot a directory"), HasSubstr("`checkpoint_dir`")));
   }
   fs::create_directories(parent_);
   fs::create_symlink(scratch_.Sub("target"), LockFile());

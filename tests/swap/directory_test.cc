@@ -417,7 +417,7 @@ TEST_F(DirectoryTest, ZeroedHeadersBeforeARunAreDamageForAllWhoLook) {
     if (code == absl::StatusCode::kNotFound) return;
     for (const std::string& text :
          {finding.text, std::string(inspected.message()), std::string(opened.message())}) {
-      EXPECT_THAT(text, ::testing::AllOf(HasSubstr("overwritten"), HasSubstr("--checkpoint-dir")));
+      EXPECT_THAT(text, ::testing::AllOf(HasSubstr("overwritten"), HasSubstr("`checkpoint_dir`")));
     }
   };
   // The headers; the bodies too; the records too: tiles are left.

@@ -185,7 +185,7 @@ TEST_F(ExampleTest, WhatIsWrongWithALineIsNamed) {
     EXPECT_TRUE(absl::IsInvalidArgument(example.status())) << line;
     EXPECT_THAT(example.status().message(), HasSubstr(text)) << line;
   }
-  EXPECT_THAT(Line(R"({"messages": [{"role": "assistant", "content": "x"}]})"), HasSubstr("--chat-template"));
+  EXPECT_THAT(Line(R"({"messages": [{"role": "assistant", "content": "x"}]})"), HasSubstr("`chat_template`"));
   EXPECT_THAT(Line(R"({"messages": [{"role": "assistant", "content": "x"}]})", ChatTemplate::kLlama2),
               HasSubstr("user and assistant in turns"));
 }

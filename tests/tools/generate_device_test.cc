@@ -314,14 +314,14 @@ TEST(DevicePlanTest, WhatIsTooSmallIsNamedWithTheLeastThatWorks) {
   GenerationWish wish;
   wish.budget_bytes = uint64_t{1} << 40;
   wish.cache = CachePlace::kDevice;
-  EXPECT_THAT(std::string(PlanGeneration(sizes, wish).status().message()), HasSubstr("--device cuda"));
+  EXPECT_THAT(std::string(PlanGeneration(sizes, wish).status().message()), HasSubstr("`device cuda`"));
   wish.device = {.budget_bytes = uint64_t{1} << 40};
   const auto roomy = PlanGeneration(sizes, wish);
   ASSERT_TRUE(roomy.ok()) << roomy.status();
   wish.device->budget_bytes = roomy->device->least_bytes - 1;
   const absl::Status small = PlanGeneration(sizes, wish).status();
   EXPECT_EQ(small.code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(small.message()), HasSubstr("--device-memory"));
+  EXPECT_THAT(std::string(small.message()), HasSubstr("`device_memory`"));
   EXPECT_THAT(std::string(small.message()), HasSubstr(std::to_string(roomy->device->least_bytes) + " bytes"));
   ++wish.device->budget_bytes;
   wish.budget_bytes = roomy->least_bytes;
@@ -329,7 +329,7 @@ TEST(DevicePlanTest, WhatIsTooSmallIsNamedWithTheLeastThatWorks) {
   ASSERT_TRUE(least.ok()) << least.status();
   EXPECT_LE(least->total_bytes, wish.budget_bytes);
   --wish.budget_bytes;
-  EXPECT_THAT(std::string(PlanGeneration(sizes, wish).status().message()), HasSubstr("--host-memory"));
+  EXPECT_THAT(std::string(PlanGeneration(sizes, wish).status().message()), HasSubstr("`host_memory`"));
   // Keys and values fit nowhere: what is said to be enough is, with the other budget as it is.
   wish.drafted = 2;
   wish.positions = 1 << 18;
@@ -340,7 +340,7 @@ TEST(DevicePlanTest, WhatIsTooSmallIsNamedWithTheLeastThatWorks) {
   const uint64_t cache = sizes.cache.host_bytes(wish.positions);
   wish.budget_bytes = roomy->least_bytes + 4 * kMiB;
   const std::string said(PlanGeneration(sizes, wish).status().message());
-  ASSERT_THAT(said, HasSubstr("--host-memory"));
+  ASSERT_THAT(said, HasSubstr("`host_memory`"));
   const size_t bytes = said.rfind('(') + 1;
   wish.budget_bytes = std::stoull(said.substr(bytes));
   EXPECT_GT(wish.budget_bytes, cache) << said;

@@ -155,7 +155,7 @@ TEST_F(RecordedConfigTest, WhatALaterVersionKeptIsNamedWithTheWayOut) {
   const auto config = run::ConfigFromRecord(json{{"penstock.of_times_to_come", 1}});
   ASSERT_FALSE(config.ok());
   EXPECT_TRUE(absl::IsDataLoss(config.status()));
-  EXPECT_THAT(config.status().message(), AllOf(HasSubstr("of_times_to_come"), HasSubstr("--config FILE")));
+  EXPECT_THAT(config.status().message(), AllOf(HasSubstr("of_times_to_come"), HasSubstr("`config` FILE")));
 }
 
 }  // namespace

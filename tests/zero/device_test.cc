@@ -196,7 +196,7 @@ TEST(Device, WithoutCudaTheWordsSayWhatIsMissing) {
   const auto device = OpenCudaDevice();
   if (device.ok()) GTEST_SKIP() << "there is a CUDA device: " << (*device)->Describe();
   EXPECT_EQ(device.status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(std::string(device.status().message()), testing::HasSubstr("--device cpu"));
+  EXPECT_THAT(std::string(device.status().message()), testing::HasSubstr("`device cpu`"));
 }
 
 }  // namespace

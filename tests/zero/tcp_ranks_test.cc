@@ -54,7 +54,6 @@ absl::StatusOr<std::shared_ptr<Comm>> Connect(int rank, int world, int port,
   WatchOver options{.comm = {.patience_seconds = kPatienceSeconds, .meeting_seconds = 30},
                     .secret = kSecret,
                     .store = std::move(store)};
-  options.way_on = "start it again";
   absl::StatusOr<std::unique_ptr<Comm>> comm = ConnectTcp(environment, options);
   if (!comm.ok()) return comm.status();
   return std::shared_ptr<Comm>(*std::move(comm));
@@ -194,7 +193,7 @@ TEST(TcpRanks, OneThatIsKilledIsNamedByTheOthers) {
     const absl::Status status = rank.get();
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "rank 2 of 3 has gone")) << status;
-    EXPECT_TRUE(absl::StrContains(status.message(), "start it again")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "go on from it with `resume`")) << status;
   }
   int ended = 0;
   waitpid(victim, &ended, 0);

@@ -253,7 +253,7 @@ class Planner {
                      " bytes is too small: the least that works is ", least, " bytes (",
                      (least + kMiB - 1) / kMiB, "M; ", plan.ledger().Listed(), ")",
                      options_.on_nvme ? "; a smaller micro-batch or sequence takes less"
-                                      : "; with --offload nvme less would do"));
+                                      : "; with `offload nvme` less would do"));
   }
 
   // A plan that is compared with others, and what came of it in virtual time.

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "run/settings.h"
 #include "zero/config/nearest_name.h"
 
 namespace penstock::tools {
@@ -72,8 +73,12 @@ int OrBug(const std::function<int()>& run, std::string_view program, std::string
   return kExitFailed;
 }
 
+std::string MessageOf(const absl::Status& status) {
+  return run::Spelt(std::string(status.message()), run::Door::kCommandLine);
+}
+
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err) {
-  err << std::string(program) << ": " << OneLine(std::string(status.message())) << "\n" << std::flush;
+  err << std::string(program) << ": " << OneLine(MessageOf(status)) << "\n" << std::flush;
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
                  absl::IsAlreadyExists(status)
              ? kExitWrong

@@ -27,6 +27,9 @@ inline constexpr int kExitWrong = 2;   // the arguments or the configuration are
 std::optional<int> ParseFlags(CLI::App& app, int argc, const char* const* argv, std::ostream& out,
                               std::ostream& err);
 
+// Its message, in which settings are spelt as flags (run::Spelt).
+std::string MessageOf(const absl::Status& status);
+
 // "PROGRAM: MESSAGE" as one line on `err`. Returns kExitWrong for what other arguments would mend:
 // kInvalidArgument, kFailedPrecondition (a budget too small, a run in use, another run's directory) and
 // kAlreadyExists; else kExitFailed.

@@ -86,7 +86,7 @@ std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes,
 }
 
 std::string TextOf(const WhatIf& what) {
-  if (!what.plan.ok()) return absl::StrFormat("  %-28s %s\n", what.change, what.plan.status().message());
+  if (!what.plan.ok()) return absl::StrFormat("  %-28s %s\n", what.change, MessageOf(what.plan.status()));
   return absl::StrFormat("  %-28s %8.2f tokens/s, %.3f s a pass, bound by %s\n", what.change,
                          what.plan->tokens_per_second(), what.plan->pass_seconds,
                          generate::PassBoundName(what.plan->bound));
@@ -130,7 +130,7 @@ absl::Status Plan(const PlanGenerateFlags& flags, const OpenGenerateDevice& open
       nlohmann::ordered_json& entry = json["what_if"].emplace_back();
       entry["change"] = what.change;
       entry["error"] = nullptr;
-      if (!what.plan.ok()) entry["error"] = std::string(what.plan.status().message());
+      if (!what.plan.ok()) entry["error"] = MessageOf(what.plan.status());
       if (what.plan.ok()) entry.update(GenerationPlanJson(*what.plan, options.wish));
     }
     out << json.dump(2) << "\n" << std::flush;

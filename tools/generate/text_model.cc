@@ -212,7 +212,7 @@ absl::StatusOr<std::vector<int64_t>> TextModel::TokensOf(const std::string& prom
       if (error != std::errc() || end != word.data() + word.size()) {
         return absl::InvalidArgumentError(
             absl::StrCat("\"", word, "\": this model has no tokenizer: give token numbers from 0 to ",
-                         model->vocabulary() - 1, ", or --tokenizer"));
+                         model->vocabulary() - 1, ", or the `tokenizer`"));
       }
       tokens.push_back(token);
     }

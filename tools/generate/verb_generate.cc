@@ -393,7 +393,7 @@ class Generation {
   absl::Status WriteReport(const absl::Status& status) const {
     nlohmann::ordered_json report = {{"version", 1},
                                      {"status", status.ok() ? "ok" : "failed"},
-                                     {"error", status.ok() ? "" : std::string(status.message())},
+                                     {"error", status.ok() ? "" : MessageOf(status)},
                                      {"params", model_.model->Layout().parameters()},
                                      {"prompts", total_},
                                      {"prompts_done_before", total_ - left_},

@@ -22,6 +22,7 @@
 #include "run/record/recorded_config.h"
 #include "run/record/recorded_options.h"
 #include "run/record/run_record.h"
+#include "run/settings.h"
 #include "run/unused_keys.h"
 #include "swap/inspect.h"
 #include "tools/base/flag_check.h"
@@ -162,6 +163,8 @@ class Resolver {
     RETURN_IF_ERROR(MakeExample());
     Record();
     settings_.config = config_;
+    for (std::vector<std::string>* lines : {&settings_.notes, &settings_.decisions, &settings_.changes})
+      for (std::string& line : *lines) line = run::Spelt(line, run::Door::kCommandLine);
     return std::move(settings_);
   }
 

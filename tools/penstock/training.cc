@@ -22,6 +22,7 @@
 #include "models/families/family.h"
 #include "models/families/stages.h"
 #include "run/config_options.h"
+#include "run/settings.h"
 #include "run/watch/comms_log.h"
 #include "run/watch/run_metrics.h"
 #include "run/watch/step_breakdown.h"
@@ -31,6 +32,7 @@
 #include "text/tokenizer.h"
 #include "tiering/simulate/run_prediction.h"
 #include "tiering/simulate/simulate.h"
+#include "tools/base/cli.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
 #include "tools/base/stop_signal.h"
@@ -124,7 +126,7 @@ class Training {
 
   // Of what somebody has to hear of, also with --quiet; one rank speaks for all.
   void Tell(const std::string& text) {
-    if (settings_.engine.rank() == 0) progress_.Print(text);
+    if (settings_.engine.rank() == 0) progress_.Print(run::Spelt(text, run::Door::kCommandLine));
   }
 
   absl::Status Prepare() {
@@ -214,7 +216,7 @@ class Training {
     hooks.log = [this](const std::string& line) {
       if (flags_.quiet) return;
       preparing_.Clear();
-      progress_.Print(line);
+      progress_.Print(run::Spelt(line, run::Door::kCommandLine));
     };
     hooks.preparing = [this](const std::string& what) { preparing_.Show(what); };
     hooks.machine = [this](int64_t state_bytes, const std::function<void()>& compute) {
@@ -225,9 +227,8 @@ class Training {
     hooks.committed = [this](const zero::StepResult& result) { return Committed(result); };
     hooks.checkpointed = [this](int64_t step, const std::string& path, const absl::Status& status) {
       if (settings_.engine.rank() > 0) return;  // it is one checkpoint of all
-      progress_.Print(
-          status.ok() ? absl::StrCat("checkpoint of step ", step, " in ", path)
-                      : absl::StrCat("no checkpoint of step ", step, ": ", std::string(status.message())));
+      progress_.Print(status.ok() ? absl::StrCat("checkpoint of step ", step, " in ", path)
+                                  : absl::StrCat("no checkpoint of step ", step, ": ", MessageOf(status)));
     };
     hooks.tick = [this](tiering::Stall waiting) { Tick(waiting); };
     hooks.stuck = [this](const zero::StuckOperation& operation) { watch_.Tell(operation); };
@@ -640,7 +641,7 @@ class Training {
   absl::Status Committed(const zero::StepResult& result) {
     if (metrics_ != nullptr) {
       const absl::Status written = metrics_->Committed(result, *engine_, MetricTotals());
-      if (!written.ok()) progress_.Print(absl::StrCat(std::string(written.message()), "; training goes on"));
+      if (!written.ok()) progress_.Print(absl::StrCat(MessageOf(written), "; training goes on"));
     }
     absl::Status status = journal_->Committed(result);
     if (journal_->any() && journal_->trouble().ok()) watch_.Logged(result.step);
@@ -660,7 +661,7 @@ class Training {
   void EndMetrics() {
     if (metrics_ == nullptr) return;
     const absl::Status written = metrics_->Ended(*engine_, MetricTotals());
-    if (!written.ok()) progress_.Print(std::string(written.message()));
+    if (!written.ok()) progress_.Print(MessageOf(written));
   }
 
   void Tick(tiering::Stall waiting) {
@@ -676,7 +677,7 @@ class Training {
 
   absl::Status WriteReport(const absl::Status& status) {
     if (journal_->begun()) report_.RunWrote(journal_->WrittenBytes());
-    const std::string text = report_.Finish(engine_.get(), status);
+    const std::string text = report_.Finish(engine_.get(), absl::Status(status.code(), MessageOf(status)));
     if (!flags_.report.has_value()) return absl::OkStatus();
     return WriteWholeFile("--report", *flags_.report, text);
   }

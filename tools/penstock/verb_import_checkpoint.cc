@@ -183,8 +183,9 @@ absl::Status Import(const ImportCheckpointFlags& flags, std::ostream& out, std::
   if (!flags.names.empty()) {
     ASSIGN_OR_RETURN(names, models::ReadNames(flags.names));
   }
-  ASSIGN_OR_RETURN(std::unique_ptr<models::DeepSpeedCheckpoint> checkpoint,
-                   models::DeepSpeedCheckpoint::Open(flags.checkpoint, model->Layout(), names));
+  ASSIGN_OR_RETURN(
+      std::unique_ptr<models::DeepSpeedCheckpoint> checkpoint,
+      models::DeepSpeedCheckpoint::Open(flags.checkpoint, model->Layout(), names, {.names = "--names FILE"}));
   const models::DeepSpeedProgress& progress = checkpoint->progress();
   RETURN_IF_ERROR(CheckOneGroup(*checkpoint));
   ASSIGN_OR_RETURN(TrainSettings settings, Settings(flags, progress));

@@ -82,7 +82,10 @@ std::vector<std::string> WearLines(const TrainSettings& settings, const zero::En
   } else if (plan.plan.on_nvme) {
     future.written_bytes = static_cast<double>(plan.state_bytes);  // with which it begins
   }
-  return run::WearBudget(settings.config.penstock.wear_budget_tb).Warnings(plan, settings.engine, future);
+  std::vector<std::string> lines =
+      run::WearBudget(settings.config.penstock.wear_budget_tb).Warnings(plan, settings.engine, future);
+  for (std::string& line : lines) line = run::Spelt(line, run::Door::kCommandLine);
+  return lines;
 }
 
 absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) {

@@ -92,8 +92,8 @@ absl::Status CheckNotTrained(const FoundState& state) {
     ASSIGN_OR_RETURN(const std::vector<swap::CheckpointEntry> there, swap::ListCheckpoints(where));
     return absl::FailedPreconditionError(
         absl::StrCat(state.parts[part].front(), " is in use by another process, which trains in it: ",
-                     there.empty() ? "read a checkpoint of it, which train writes with --checkpoint-dir DIR "
-                                     "--checkpoint-every N, or wait until it is done"
+                     there.empty() ? "read a checkpoint of it, which train writes with `checkpoint_dir` and "
+                                     "`checkpoint_every`, or wait until it is done"
                                    : absl::StrCat("read its newest checkpoint, ", there.back().path)));
   }
   return absl::OkStatus();

@@ -207,7 +207,7 @@ absl::Status Checkpointing::RemoveReplaced() {
                       absl::StrCat("the last step is kept in ", kept_path_, ", and ", schedule_.parent, "/",
                                    left, ", of the run that this one replaces, could not be removed",
                                    again.ok() ? "" : absl::StrCat(" (", again.message(), ")"),
-                                   ": remove it, or --resume goes on from there"));
+                                   ": remove it, or `resume` goes on from there"));
 }
 
 // What is gone is not removed again, should somebody put it back.
@@ -232,7 +232,7 @@ absl::Status CheckPlace(const std::string& parent, int64_t bytes, int rank) {
         full ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kFailedPrecondition,
         absl::StrCat(
             "checkpoints go to ", parent, ", which cannot be made: ", error.message(),
-            full ? ": make room, or give another --checkpoint-dir" : ": give another --checkpoint-dir"));
+            full ? ": make room, or give another `checkpoint_dir`" : ": give another `checkpoint_dir`"));
   }
   aio::FileOptions trial;
   trial.path = absl::StrCat(parent, "/.trial-", rank, "-", ::getpid());
@@ -247,14 +247,14 @@ absl::Status CheckPlace(const std::string& parent, int64_t bytes, int rank) {
   if (!file.ok()) {
     return absl::FailedPreconditionError(
         absl::StrCat("checkpoints go to ", parent, ", where none can be written: ", file.status().message(),
-                     ": give another --checkpoint-dir"));
+                     ": give another `checkpoint_dir`"));
   }
   ASSIGN_OR_RETURN(const aio::FileSystemSpace space, aio::QueryFileSystem(parent));
   if (static_cast<uint64_t>(bytes) <= space.free_bytes) return absl::OkStatus();
   return absl::ResourceExhaustedError(absl::StrCat("the checkpoint of the last step needs ",
                                                    aio::FormatBytes(static_cast<uint64_t>(bytes)), " in ",
                                                    parent, ", and ", aio::FormatBytes(space.free_bytes),
-                                                   " are free: make room, or give another --checkpoint-dir"));
+                                                   " are free: make room, or give another `checkpoint_dir`"));
 }
 
 swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView& arena_view,

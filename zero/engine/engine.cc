@@ -74,8 +74,8 @@ absl::Status Engine::Impl::WithRoom(absl::Status status) const {
       status.code(),
       absl::StrCat(status.message(), room.empty() ? "" : "; ", room, "; ",
                    plan_.versions == 1
-                       ? std::string("with room, --resume goes on from a checkpoint")
-                       : absl::StrCat("with room, --resume goes on from step ", store()->committed_step())));
+                       ? std::string("with room, `resume` goes on from a checkpoint")
+                       : absl::StrCat("with room, `resume` goes on from step ", store()->committed_step())));
 }
 
 absl::Status Engine::Impl::BroadcastError(absl::Status status) const {

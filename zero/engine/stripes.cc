@@ -125,7 +125,7 @@ Stripes ChooseStripes(const StorageOptions& storage, int64_t memory_bytes) {
     why = "by the weights that were given";
   } else if (!rates.ok()) {
     why = absl::StrCat("equal shares, because a drive could not be measured (",
-                       std::string(rates.status().message()), "); --state-dir DIR=WEIGHT gives others");
+                       std::string(rates.status().message()), "); `state_dir` DIR=WEIGHT gives others");
   } else if (stripes.bytes_per_s.empty()) {
     why = "equal shares of one drive";
   } else {

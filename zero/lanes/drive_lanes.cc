@@ -302,7 +302,7 @@ absl::Status DriveLanes::VerifyGradient(const Op& op, const TileMemory& memory) 
                                           op.block.value(), ", ", bytes,
                                           " bytes: what came back from the drive is not what was written; "
                                           "the last commit is whole: continue with "
-                                          "--resume, and mistrust the drive"));
+                                          "`resume`, and mistrust the drive"));
 }
 
 }  // namespace penstock::zero

@@ -180,7 +180,7 @@ absl::Status ActivationSpill::TakeRead(tiering::Position position, int micro_bat
         absl::StrCat("input at position ", position.value(), ", micro-batch ", micro_batch, ", offset ",
                      value->offset, ", ", value->bytes, " bytes of ", from.file->path(),
                      ": what came back from the drive is not what was written; the last "
-                     "commit is whole: continue with --resume, and mistrust the drive"));
+                     "commit is whole: continue with `resume`, and mistrust the drive"));
   }
   return absl::OkStatus();
 }

@@ -24,7 +24,7 @@ absl::Status Guarded(std::string_view what, Body&& body) {
     if (text.find("tensor memory budget") != std::string::npos) return absl::ResourceExhaustedError(text);
     if (text.find("CUDA out of memory") != std::string::npos) {
       return absl::ResourceExhaustedError(
-          absl::StrCat(text, "; a larger --device-memory, or a smaller batch or sequence"));
+          absl::StrCat(text, "; a larger `device_memory`, or a smaller batch or sequence"));
     }
     return absl::InternalError(text);
   };

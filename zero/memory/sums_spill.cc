@@ -90,7 +90,7 @@ absl::Status SumsSpill::Ended(tiering::BlockIndex block) {
       "gradient sums of block ", block.value(), ", offset ", place.offset, ", ", place.bytes, " bytes of ",
       file_->path(),
       ": what came back from the drive is not what was written; the last commit is whole: continue "
-      "with --resume, and mistrust the drive"));
+      "with `resume`, and mistrust the drive"));
 }
 
 }  // namespace penstock::zero

@@ -64,7 +64,7 @@ absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& dire
     return absl::DataLossError(
         absl::StrCat(directories.front(),
                      ": a change of its number of ranks was cut short: the next start of its training "
-                     "finishes it (--resume)"));
+                     "finishes it (`resume`)"));
   }
   const swap::Finding found = swap::Probe(directories);
   RETURN_IF_ERROR(found.unread);

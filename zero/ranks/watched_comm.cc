@@ -142,8 +142,6 @@ class WatchedComm : public Comm {
         kind_(std::move(kind)),
         options_(options.comm),
         secret_(options.secret),
-        way_on_(options.way_on),
-        patience_name_(options.patience_name),
         secret_way_(options.secret_way),
         prefix_(absl::StrCat("penstock/", environment.session, "/")),
         store_(options.store) {}
@@ -296,7 +294,8 @@ class WatchedComm : public Comm {
     const std::string text = OneLine(
         coded ? std::string_view(noted).substr(std::min(space + 1, noted.size())) : noted, kMostNoted);
     if (code != absl::StatusCode::kUnavailable) return {code, text};
-    return absl::UnavailableError(absl::StrCat(text, "; the last commit of all ranks stands: ", way_on_));
+    return absl::UnavailableError(
+        absl::StrCat(text, "; the last commit of all ranks stands: go on from it with `resume`"));
   }
 
   // What others still have to read must not be lost by closing: everybody is done when everybody says so.
@@ -574,10 +573,10 @@ class WatchedComm : public Comm {
                            now - std::max(stop_asked_, exchange->waits_since_) > Patience();
         const bool leaves = ended_ && waited > Patience();
         if (!stops && !leaves && waited.count() < LongestWaitSeconds()) continue;
-        text = absl::StrCat(
-            RankName(exchange->waits_for_, world()), " gives signs of life, but did not come to ",
-            exchange->Text(), " of ", RankName(rank(), world()), " in ", static_cast<int64_t>(waited.count()),
-            " s", stops ? ", and this rank was asked to stop" : absl::StrCat(" (", patience_name_, ")"));
+        text = absl::StrCat(RankName(exchange->waits_for_, world()),
+                            " gives signs of life, but did not come to ", exchange->Text(), " of ",
+                            RankName(rank(), world()), " in ", static_cast<int64_t>(waited.count()), " s",
+                            stops ? ", and this rank was asked to stop" : " (`rank_timeout`)");
       }
     }
     if (text.empty()) return;
@@ -635,7 +634,7 @@ class WatchedComm : public Comm {
   const MeshMaker make_;
   const std::string kind_;
   const CommOptions options_;
-  const std::string secret_, way_on_, patience_name_, secret_way_, prefix_;
+  const std::string secret_, secret_way_, prefix_;
   std::string address_;
   std::shared_ptr<TcpStore> store_;
   std::unique_ptr<Mesh> mesh_;

@@ -21,13 +21,9 @@ struct WatchOver {
   // Of rank 0: where the ranks meet, if the caller has made it so that the others get its port
   // (RankEnvironment::master_port). Default: it is made there.
   std::shared_ptr<TcpStore> store = nullptr;
-  // The way out in the message for a run whose ranks are gone.
-  std::string way_on = "go on from it with --resume";
-  // What the patience is called where it is set.
-  std::string patience_name = "--rank-timeout";
   // What gives all ranks one secret.
   std::string secret_way =
-      "start all ranks with one --state-dir, on a file system that they share, or with one "
+      "start all ranks with one `state_dir`, on a file system that they share, or with one "
       "PENSTOCK_RANKS_SECRET";
 };
 

@@ -378,7 +378,7 @@ class CudaDevice : public Device {
 absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int local_rank) {
   std::string why;
   if (!kernels::cuda::DeviceAvailable(&why)) {
-    return absl::FailedPreconditionError(absl::StrCat(why, "; see penstock env, or use --device cpu"));
+    return absl::FailedPreconditionError(absl::StrCat(why, "; see penstock env, or use `device cpu`"));
   }
   // Read when LibTorch first allocates: blocks of any size share the device's memory, none is stranded in a
   // segment of its own. The user's own word stands.

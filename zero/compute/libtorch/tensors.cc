@@ -166,7 +166,7 @@ absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int) {
   return absl::FailedPreconditionError(
       absl::StrCat("this Penstock was built with LibTorch ", TORCH_VERSION,
                    ", which has no CUDA; build it with one that has (docs/internals/device.md), or use "
-                   "--device cpu"));
+                   "`device cpu`"));
 }
 #endif
 
