@@ -194,6 +194,7 @@ absl::StatusOr<ParsedConfig> ParseConfigJson(const nlohmann::ordered_json& json)
   Fill(keys.served, &parsed.config);
   RETURN_IF_ERROR(TakeDtype(&parsed.config));
   RETURN_IF_ERROR(CheckTogether(parsed.config, parsed.notes));
+  if (parsed.config.penstock.versions == 1) parsed.config.penstock.durability = Durability::kCheckpoint;
   return parsed;
 }
 

@@ -48,7 +48,6 @@ using zero::MissingGradients;
 using zero::OffloadDevice;
 using zero::Prefer;
 using zero::SavedActivations;
-using zero::SyncMode;
 using zero::UpdateOrder;
 
 // The names that the JSON uses: "AdamW", "WarmupLR".
@@ -222,7 +221,6 @@ struct PenstockConfig {
   std::optional<int64_t> device_memory_budget_bytes;   // "device_memory"
   std::optional<std::vector<std::string>> state_dirs;  // in place of nvme_path: "DIR" or "DIR=WEIGHT" each
   std::optional<Durability> durability;
-  std::optional<SyncMode> sync;
   std::optional<int64_t> versions;  // of everything on the drive: 1, 2 or 3
   std::optional<UpdateOrder> order;
   std::optional<Prefer> prefer;

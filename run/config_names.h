@@ -6,6 +6,7 @@
 #include <span>
 
 #include "run/config.h"
+#include "swap/store.h"
 #include "zero/config/mode_names.h"
 
 namespace penstock::run {
@@ -33,6 +34,8 @@ inline constexpr auto kPlacements =
                                            {ConfigPlacement::kCpu, "cpu"},
                                            {ConfigPlacement::kCuda, "cuda"},
                                            {ConfigPlacement::kConst, "const"}});
+inline constexpr auto kSyncs =
+    std::to_array<Named<swap::Sync>>({{swap::Sync::kProcess, "process"}, {swap::Sync::kPower, "power"}});
 inline constexpr auto kWarmupTypes = std::to_array<Named<zero::WarmupType>>(
     {{zero::WarmupType::kLog, "log"}, {zero::WarmupType::kLinear, "linear"}});
 
@@ -40,6 +43,7 @@ inline constexpr auto kWarmupTypes = std::to_array<Named<zero::WarmupType>>(
 constexpr std::span<const Named<OptimizerType>> NamesOf(OptimizerType) { return kOptimizerTypes; }
 constexpr std::span<const Named<SchedulerType>> NamesOf(SchedulerType) { return kSchedulerTypes; }
 constexpr std::span<const Named<Prefer>> NamesOf(Prefer) { return kPrefers; }
+constexpr std::span<const Named<swap::Sync>> NamesOf(swap::Sync) { return kSyncs; }
 constexpr std::span<const Named<ConfigPlacement>> NamesOf(ConfigPlacement) { return kPlacements; }
 constexpr std::span<const Named<zero::WarmupType>> NamesOf(zero::WarmupType) { return kWarmupTypes; }
 

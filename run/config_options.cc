@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "absl/strings/str_cat.h"
 #include "run/plan_bounds.h"
 #include "run/settings.h"
 #include "zero/compute/tile_format.h"
@@ -11,8 +10,27 @@
 
 namespace penstock::run {
 
-void ApplyConfig(const Config& config, zero::EngineOptions* options) {
+namespace {
+
+// What ends the run is reported in half of its time at the latest.
+zero::WatchOptions WatchOf(const PenstockConfig& config, Door door) {
+  // Linux gives a request to a drive 30 seconds (nvme_core.io_timeout, SCSI the same) before it resets the
+  // drive and tries again: what is named after a minute has outlived that. From Python nothing is watched
+  // unasked: a stage lasts as long as its owner stops in a debugger.
+  const double unasked = door == Door::kCommandLine ? 60 : 0;
+  zero::WatchOptions watch;
+  watch.hopeless_seconds = config.watchdog_abort_seconds.value_or(0);
+  const double half = watch.hopeless_seconds / 2;
+  watch.stuck_seconds =
+      config.watchdog_seconds.value_or(half > 0 && (unasked == 0 || half < unasked) ? half : unasked);
+  return watch;
+}
+
+}  // namespace
+
+void ApplyConfig(const Config& config, Door door, zero::EngineOptions* options) {
   SetOptions(config, options);
+  options->watch = WatchOf(config.penstock, door);
   zero::MemoryOptions& memory = options->memory;
   memory.bounds = PlanBoundsOf(config, options->world());
   memory.saved_activations = config.penstock.saved_activations.value_or(
@@ -39,22 +57,6 @@ void ApplyConfig(const Config& config, zero::EngineOptions* options) {
 
 bool PlansAgain(const PenstockConfig& config, int world, OffloadDevice offload) {
   return config.replan.value_or("auto") == "auto" && zero::CanPlanAgain(world, offload).ok();
-}
-
-void NotePlansAgain(const PenstockConfig& config, int world, OffloadDevice offload,
-                    std::vector<std::string>* notes) {
-  if (config.replan != "auto") return;
-  if (const absl::Status can = zero::CanPlanAgain(world, offload); !can.ok())
-    notes->push_back(absl::StrCat("penstock.replan \"auto\": ", can.message()));
-}
-
-zero::WatchOptions WatchOf(const PenstockConfig& config, double unasked) {
-  zero::WatchOptions watch;
-  watch.hopeless_seconds = config.watchdog_abort_seconds.value_or(0);
-  const double half = watch.hopeless_seconds / 2;
-  if (half > 0) unasked = unasked > 0 ? std::min(unasked, half) : half;
-  watch.stuck_seconds = config.watchdog_seconds.value_or(unasked);
-  return watch;
 }
 
 }  // namespace penstock::run

@@ -7,7 +7,6 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
-#include "run/config_options.h"
 #include "run/elasticity.h"
 #include "run/given_values.h"
 #include "run/settings.h"
@@ -125,10 +124,6 @@ absl::StatusOr<Resolved> Resolve(const ordered_json* given, const Keywords& keyw
     for (std::string& note : FillDefaults(parsed.autos, kUnknownSteps, kAutoWarmup, &config))
       made.notes.push_back(std::move(note));
   }
-  if (world == 1) {
-    for (std::string& note : UnusedRankKeys(config)) made.notes.push_back(std::move(note));
-  }
-  SettleFromPython(&config);
   made.config = std::move(config);
   made.dtype = made.config.bf16.value_or(false)           ? kernels::DType::kBf16
                : made.config.fp16.enabled.value_or(false) ? kernels::DType::kFp16
@@ -140,7 +135,9 @@ absl::StatusOr<Resolved> Resolve(const ordered_json* given, const Keywords& keyw
         "saved_activations is \"drive\", and weights and states are in memory: give state_dir= (or offload "
         "to nvme), or leave it to \"memory\"");
   }
-  NotePlansAgain(made.config.penstock, world, made.offload, &made.notes);
+  for (std::string& note : UnusedPlaceKeys(made.config, world, made.offload))
+    made.notes.push_back(std::move(note));
+  SettleFromPython(&made.config);
   RETURN_IF_ERROR(ChooseBatch(world, &made));
   if (made.config.scheduler.has_value()) {
     ASSIGN_OR_RETURN(made.schedule, MakeSchedule(*made.config.scheduler,

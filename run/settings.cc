@@ -1098,14 +1098,25 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .At([](auto& c) -> auto& { return c.penstock.state_dirs; }),
     Choice("durability", "step|checkpoint")
         .Says("What a crash goes back to: the last step, or the last checkpoint", "step")
-        .PartOf("durability")
-        .At([](auto& c) -> auto& { return c.penstock.durability; }),
+        .ByName("durability")
+        .Settles("\"step\"")
+        .NeedsDrive("state in memory is kept by checkpoints")
+        .Neutral("\"checkpoint\"")
+        .At([](auto& c) -> auto& { return c.penstock.durability; })
+        .Sets([](auto& o) -> auto& { return o.storage.durability; }),
     Choice("sync", "process|power")
         .Says("What a commit survives: the end of the process, or a loss of power", "process")
         .ByName("sync")
-        .At([](auto& c) -> auto& { return c.penstock.sync; }),
-    Whole("versions", 1, 3).Says("Versions of everything on the drive", "2").Fixed("").At([
-    ](auto& c) -> auto& { return c.penstock.versions; }),
+        .Settles("\"process\"")
+        .NeedsDrive("state in memory is kept by checkpoints")
+        .Neutral("\"process\"")
+        .Sets([](auto& o) -> auto& { return o.storage.sync; }),
+    Whole("versions", 1, 3)
+        .Says("Versions of everything on the drive", "2")
+        .Fixed("")
+        .NeedsDrive("state in memory has one")
+        .At([](auto& c) -> auto& { return c.penstock.versions; })
+        .Sets([](auto& o) -> auto& { return o.storage.versions; }),
     Choice("order", "auto|next_forward|in_backward")
         .Says(
             "When tiles are updated: in backward, which without a drive takes a device with its own memory, "
@@ -1115,6 +1126,8 @@ constexpr auto kPenstock = std::to_array<Setting>({
         .Sets([](auto& o) -> auto& { return o.optimizer.order; }),
     Choice("prefer", "wear|time")
         .Says("Whether a clipped step may read more to be shorter (time) or not (wear)", "wear")
+        .NeedsDrive("no step reads a drive")
+        .Neutral("\"wear\"")
         .At([](auto& c) -> auto& { return c.penstock.prefer; })
         .Sets([](auto& o) -> auto& { return o.optimizer.prefer; }),
     Choice("replan", "auto|off")
@@ -1704,7 +1717,7 @@ absl::Status Settle(const std::function<absl::StatusOr<json>(const char* name, c
 
 void SettleFromPython(Config* config) {
   VisitRecorded([config](const Setting& setting, const std::vector<std::string>&) {
-    if (setting.settled.empty() || !setting.Find(*config).is_null()) return;
+    if (setting.settled.empty() || setting.keyword.empty() || !setting.Find(*config).is_null()) return;
     const bool differs = !setting.settled_from_python.empty();
     setting.Put(*config, ScalarOf(differs ? setting.settled_from_python : setting.settled));
   });

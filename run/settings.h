@@ -91,6 +91,7 @@ struct Setting {
   bool of_rank = false;                        // ranks may differ in it
   std::string_view without_device = "";        // why it has no effect where no device has memory of its own
   std::string_view without_ranks = "";         // why it has no effect where one process trains
+  std::string_view without_drive = "";         // why it has no effect where state is in memory
   std::string_view python_ignores = "";        // why it has no effect from Python
   std::string_view command_line_ignores = "";  // why it has no effect on the command line
   // False: its record has more or less under these names than its value (PartOf).
@@ -168,6 +169,9 @@ struct Setting {
   }
   constexpr Setting NeedsRanks(std::string_view because) const {
     return With(&Setting::without_ranks, because);
+  }
+  constexpr Setting NeedsDrive(std::string_view because) const {
+    return With(&Setting::without_drive, because);
   }
   constexpr Setting FromPython(std::string_view because) const {
     return With(&Setting::python_ignores, because);
@@ -278,7 +282,7 @@ absl::Status Settle(const std::function<absl::StatusOr<nlohmann::json>(
                         const char* name, const nlohmann::json& given, const nlohmann::json& otherwise)>& ask,
                     Config* config);
 
-// Gives what a run settles, and nobody has said, the value of a new run from Python.
+// Gives what a run from Python records (KeptFromPython), and nobody has said, the value of a new run there.
 void SettleFromPython(Config* config);
 
 // By canonical path, what a run from Python may be resumed with another value of (OnResume::kByName) and has

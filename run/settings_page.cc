@@ -177,6 +177,10 @@ std::string Entry(const Row& row) {
     absl::StrAppend(&text, "- without effect, which a line says, with one rank: ",
                     std::string(setting.without_ranks), "\n");
   }
+  if (!setting.without_drive.empty()) {
+    absl::StrAppend(&text, "- without effect, which a line says, where state is not on a drive: ",
+                    std::string(setting.without_drive), "\n");
+  }
   if (!setting.command_line_ignores.empty()) {
     absl::StrAppend(&text, "- without effect on the command line, which a line says: ",
                     std::string(setting.command_line_ignores), "\n");

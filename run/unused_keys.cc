@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "run/settings.h"
+#include "zero/engine/prediction_check.h"
 
 namespace penstock::run {
 namespace {
@@ -37,8 +38,18 @@ std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view
   return Lines(config, &Setting::without_device, where, flags);
 }
 
-std::vector<std::string> UnusedRankKeys(const Config& config, const GivenValues& flags) {
-  return Lines(config, &Setting::without_ranks, "with one rank", flags);
+std::vector<std::string> UnusedPlaceKeys(const Config& config, int world, OffloadDevice offload,
+                                         const GivenValues& flags) {
+  std::vector<std::string> lines;
+  if (world == 1) lines = Lines(config, &Setting::without_ranks, "with one rank", flags);
+  if (offload != OffloadDevice::kNvme) {
+    for (std::string& line : Lines(config, &Setting::without_drive, "without offload to nvme", flags))
+      lines.push_back(std::move(line));
+  }
+  const absl::Status can = zero::CanPlanAgain(world, offload);
+  if (config.penstock.replan == "auto" && !can.ok())
+    lines.push_back(absl::StrCat("penstock.replan \"auto\": ", can.message()));
+  return lines;
 }
 
 std::vector<std::string> KeysUnusedFromPython(const Config& config) {

@@ -16,8 +16,10 @@ namespace penstock::run {
 std::vector<std::string> UnusedDeviceKeys(const Config& config, std::string_view where,
                                           const GivenValues& flags = {});
 
-// Those of what ranks exchange, where one process trains.
-std::vector<std::string> UnusedRankKeys(const Config& config, const GivenValues& flags = {});
+// Those of what ranks exchange, where one process trains; those of a drive, where there is none; and a plan
+// that is made again, where there can be none.
+std::vector<std::string> UnusedPlaceKeys(const Config& config, int world, OffloadDevice offload,
+                                         const GivenValues& flags = {});
 
 // All that have no effect from Python, whatever its device.
 std::vector<std::string> KeysUnusedFromPython(const Config& config);

@@ -166,7 +166,7 @@ class PyPlan {
                                   const std::string& options, int compute_threads, bool probes_drive,
                                   const std::vector<std::string>& sources) {
     GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
-    GivenOptions given = ValueOrRaise(MakeOptions(settings.resolved(), options, nullptr));
+    GivenOptions given = ValueOfEngine(MakeOptions(settings.resolved(), options, nullptr));
     Join(&model, &given);
     absl::StatusOr<tools::PlannedModel> planned;
     {
@@ -195,7 +195,7 @@ class PyTrainingEngine {
         watch_(std::make_shared<RunWatch>()) {
     GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
     for (const auto& layout : model.measured.layouts) layouts_.push_back(layout);
-    GivenOptions given = ValueOrRaise(MakeOptions(settings.resolved(), options, comm()));
+    GivenOptions given = ValueOfEngine(MakeOptions(settings.resolved(), options, comm()));
     Join(&model, &given);
     if (comm() != nullptr) {
       absl::Status alike;

@@ -13,11 +13,14 @@
 #include "absl/strings/str_cat.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "gil.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
 #include "run/config.h"
 #include "run/config_options.h"
 #include "run/optimizer_options.h"
+#include "run/record/run_record.h"
+#include "run/settings.h"
 #include "swap/store.h"
 #include "zero/compute/test_device.h"
 #include "zero/compute/tile_format.h"
@@ -198,12 +201,10 @@ absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
 void TakeStorage(const run::Resolved& settings, zero::EngineOptions* options) {
   const run::PenstockConfig& own = settings.config.penstock;
   zero::StorageOptions& storage = options->storage;
+  run::SetOptions(settings.config, options);
   storage.offload = settings.offload;
   storage.state_dirs = settings.directories.paths;
   storage.state_dir_weights = settings.directories.weights;
-  storage.durability = own.durability.value_or(zero::Durability::kStep);
-  storage.sync = own.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
-  storage.versions = static_cast<int>(own.versions.value_or(0));
   options->optimizer.missing_gradients = own.missing_gradients.value_or(zero::MissingGradients::kSkip);
   options->memory.host_memory_budget_bytes = own.host_memory_budget_bytes.value_or(0);
 }
@@ -252,9 +253,13 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   if (overwrites_until_ns >= 0)
     options.storage.overwrites_only = swap::SeeCommits(options.storage.state_dirs, overwrites_until_ns);
 
-  const run::Config& config = settings.config;
+  run::Config config = settings.config;
+  if (options.resume.enabled && made.restore_from.empty() && made.imported.path.empty()) {
+    const GilReleased released;
+    RETURN_IF_ERROR(run::FitConfigToStore(options.storage, &config));
+  }
   ASSIGN_OR_RETURN(options.optimizer.algorithm, OptimizerOf(optimizer));
-  run::ApplyConfig(config, &options);
+  run::ApplyConfig(config, run::Door::kPython, &options);
   if (asks_for_host && !config.penstock.saved_activations.has_value())
     options.memory.saved_activations = zero::SavedActivations::kHost;
   const run::PenstockConfig& own = config.penstock;
@@ -267,8 +272,6 @@ absl::StatusOr<GivenOptions> MakeOptions(const run::Resolved& settings, const st
   made.plans_again = options.trains && run::PlansAgain(own, options.world(), options.storage.offload);
   made.breaks_down = config.wall_clock_breakdown.value_or(false);
   made.logs_exchanges = config.comms_logger.value_or(false);
-  // Nothing is watched unasked: a stage lasts as long as its owner stops in a debugger.
-  options.watch = run::WatchOf(own, /*unasked=*/0);
   const int ranks_here = options.comm != nullptr ? options.comm->environment().local_world : 1;
   options.optimizer.workers =
       static_cast<int>(own.update_threads.value_or(zero::DefaultUpdateThreads(device_computes, ranks_here)));

@@ -58,6 +58,32 @@ absl::Status CheckRun(const nlohmann::json& run, const std::string& dir) {
 
 }  // namespace
 
+absl::Status FitConfigToStore(const zero::StorageOptions& storage, Config* config) {
+  if (storage.offload != OffloadDevice::kNvme) return absl::OkStatus();
+  // Of a store that cannot be read, what opens it says why.
+  const auto parts = zero::FindShards(storage.state_dirs);
+  if (!parts.ok()) return absl::OkStatus();
+  const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(parts->front());
+  if (!inspection.ok()) return absl::OkStatus();
+  const uint32_t there = inspection->shape.slots;
+  PenstockConfig& own = config->penstock;
+  if (own.versions.value_or(there) != there) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "penstock.versions ", *own.versions, ": ", storage.state_dirs.front(), " was made for ", there,
+        there == 1 ? " version" : " versions",
+        " of everything; leave it as it was, or go on from a checkpoint with another `state_dir`"));
+  }
+  if (there > 1) return absl::OkStatus();
+  if (own.durability == Durability::kStep) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("penstock.durability \"step\": ", storage.state_dirs.front(),
+                     " has one version of everything, and commits with its checkpoints only; leave it out, "
+                     "or start another run with \"versions\": 2 in another `state_dir`"));
+  }
+  own.durability = Durability::kCheckpoint;
+  return absl::OkStatus();
+}
+
 std::string RecordedTokenizer(const nlohmann::json& run) {
   if (!run.is_object() || !run.contains("tokenizer") || !run["tokenizer"].is_object()) return "";
   return zero::JsonField<std::string>(run["tokenizer"], "path").value_or("");

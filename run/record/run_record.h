@@ -8,6 +8,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "run/config.h"
+#include "zero/engine/engine_options.h"
 
 namespace penstock::run {
 
@@ -18,6 +20,10 @@ inline constexpr int64_t kMostThreads = 1024;
 // beside it; null where there is none yet. kFailedPrecondition: another program's, or in use; kDataLoss:
 // damaged; IsOverwritten.
 absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs);
+
+// Of a run that goes on: a store keeps as many versions as it was made for, and with one of them commits with
+// its checkpoints only, which `config` says afterwards too. kFailedPrecondition: it asks for something else.
+absl::Status FitConfigToStore(const zero::StorageOptions& storage, Config* config);
 
 // What a record says of its tokenizer, or "" where it says nothing.
 std::string RecordedTokenizer(const nlohmann::json& run);

@@ -103,7 +103,7 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_EQ(c.penstock.host_memory_budget_bytes, int64_t{4} << 30);
   EXPECT_EQ(c.penstock.device_memory_budget_bytes, int64_t{2} << 30);
   EXPECT_EQ(c.penstock.durability, Durability::kCheckpoint);
-  EXPECT_EQ(c.penstock.sync, SyncMode::kPower);
+  EXPECT_EQ(ValueAt(c, "penstock.sync"), "power");
   EXPECT_EQ(c.penstock.versions, 2);
   EXPECT_EQ(c.penstock.order, UpdateOrder::kInNextForward);
   EXPECT_EQ(ValueAt(c, "penstock.tile_bytes"), 16 << 20);

@@ -110,9 +110,9 @@ TEST(Settings, AnOptionOfTheEngineIsWhatTheConfigurationSays) {
       Config config;
       Fill({{path, value}}, &config);
       zero::EngineOptions options, untouched;
-      ApplyConfig(config, &options);
+      ApplyConfig(config, Door::kPython, &options);
       EXPECT_EQ(setting.option_of(options), value);
-      ApplyConfig(Config(), &untouched);
+      ApplyConfig(Config(), Door::kPython, &untouched);
       EXPECT_EQ(setting.option_of(untouched), unasked);
     }
   }
@@ -261,13 +261,14 @@ TEST(Settings, WhatHasNoEffectSomewhereIsNamedThere) {
   for (const std::string_view section : SectionPaths()) {
     for (const Setting& setting : SectionKeys(section)) {
       const bool works_everywhere = setting.without_device.empty() && setting.python_ignores.empty() &&
-                                    setting.command_line_ignores.empty() && setting.without_ranks.empty();
+                                    setting.command_line_ignores.empty() && setting.without_ranks.empty() &&
+                                    setting.without_drive.empty();
       if (works_everywhere) continue;
       const std::string path = PathOf(section, setting);
       Config config;
       config.flops_profiler.enabled = true;
       json value = ValueOf(setting);
-      if (path == "managed_gradient_accumulation") value = false;  // true is what the command line does
+      if (!setting.neutral.empty() && value == ScalarOf(setting.neutral)) value = OtherThan(value, setting);
       Fill({{path, value}}, &config);
       const std::string line = absl::StrCat(path, ": accepted and ignored: ");
       if (!setting.command_line_ignores.empty()) {
@@ -282,10 +283,23 @@ TEST(Settings, WhatHasNoEffectSomewhereIsNamedThere) {
         continue;
       }
       if (!setting.without_ranks.empty()) {
-        EXPECT_THAT(UnusedRankKeys(config), ElementsAre(StartsWith(line)));
-        EXPECT_THAT(UnusedRankKeys(config, {{std::string(setting.flag), true}}),
-                    ElementsAre(StartsWith(setting.flag)));
+        const auto alone = [&config](const GivenValues& flags) {
+          return UnusedPlaceKeys(config, 1, OffloadDevice::kNvme, flags);
+        };
+        EXPECT_THAT(alone({}), ElementsAre(StartsWith(line)));
+        EXPECT_THAT(alone({{std::string(setting.flag), true}}), ElementsAre(StartsWith(setting.flag)));
+        EXPECT_TRUE(UnusedPlaceKeys(config, 2, OffloadDevice::kNvme).empty());
         EXPECT_TRUE(KeysUnusedFromPython(config).empty());
+        continue;
+      }
+      if (!setting.without_drive.empty()) {
+        EXPECT_THAT(UnusedPlaceKeys(config, 2, OffloadDevice::kCpu), ElementsAre(StartsWith(line)));
+        EXPECT_TRUE(UnusedPlaceKeys(config, 2, OffloadDevice::kNvme).empty());
+        if (!setting.neutral.empty()) {
+          Config neutral;
+          Fill({{path, ScalarOf(setting.neutral)}}, &neutral);
+          EXPECT_TRUE(UnusedPlaceKeys(neutral, 2, OffloadDevice::kCpu).empty());
+        }
         continue;
       }
       EXPECT_THAT(KeysUnusedFromPython(config), ElementsAre(StartsWith(line)));

@@ -118,7 +118,9 @@ TEST_F(PlanTest, WhatIsOfNoEffectWithoutADriveIsTold) {
                                "--config", dir_ + "/config", "--state-dir", dir_ + "/state", "--offload"};
   const Ran ran = Run(arguments + Arguments{"cpu"});
   EXPECT_EQ(ran.code, 0) << ran.err;
-  EXPECT_THAT(ran.out, HasSubstr("penstock.prefer \"time\": of no effect without offload to nvme"));
+  EXPECT_THAT(
+      ran.out,
+      HasSubstr("penstock.prefer: accepted and ignored: without offload to nvme no step reads a drive"));
   EXPECT_THAT(Run(arguments + Arguments{"nvme"}).out, testing::Not(HasSubstr("penstock.prefer")));
 }
 

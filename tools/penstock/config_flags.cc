@@ -11,7 +11,6 @@
 #include "run/given_values.h"
 #include "run/optimizer_options.h"
 #include "run/settings.h"
-#include "tools/penstock/durability_keys.h"
 #include "tools/penstock/schedule_flags.h"
 
 namespace penstock::tools {
@@ -19,7 +18,6 @@ namespace penstock::tools {
 void NoteConfig(const run::Config& config, const run::RecordedOptions& recorded) {
   recorded.BeginConfig();
   for (const auto& [name, value] : run::SaidByRecord(config)) recorded.NoteConfig(name, std::optional(value));
-  recorded.NoteConfig("durability", DurabilitySaid(config));
   recorded.NoteConfig("scheduler", SchedulerSaid(config));
   recorded.NoteConfig("loss_scale", LossScaleSaid(config.fp16));
   if (config.bf16.has_value())

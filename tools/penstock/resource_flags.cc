@@ -7,7 +7,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "run/config_options.h"
-#include "run/unused_keys.h"
 #include "tools/base/flag_check.h"
 #include "tools/base/size.h"
 #include "tools/penstock/device_flags.h"
@@ -38,16 +37,11 @@ absl::Status ResolveMemory(const TrainOptions& flags, const run::Config& config,
   return ResolveDevice(flags, config, settings);
 }
 
-absl::Status ResolveIo(const TrainOptions& flags, const run::Config& config, TrainSettings* settings) {
+void ResolveIo(const run::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  run::ApplyConfig(config, &engine);
-  if (engine.world() == 1) {
-    for (std::string& note : run::UnusedRankKeys(config, GivenFlags(flags)))
-      settings->notes.push_back(std::move(note));
-  }
+  run::ApplyConfig(config, run::Door::kCommandLine, &engine);
   engine.optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(
       zero::DefaultUpdateThreads(engine.device->has_own_memory(), Sharing(engine))));
-  return absl::OkStatus();
 }
 
 }  // namespace penstock::tools

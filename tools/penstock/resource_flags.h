@@ -13,7 +13,7 @@ namespace penstock::tools {
 absl::Status ResolveMemory(const TrainOptions& flags, const run::Config& config, TrainSettings* settings);
 
 // Tiles, their updates and their transfers. After ResolveMemory and the optimizer.
-absl::Status ResolveIo(const TrainOptions& flags, const run::Config& config, TrainSettings* settings);
+void ResolveIo(const run::Config& config, TrainSettings* settings);
 
 }  // namespace penstock::tools
 

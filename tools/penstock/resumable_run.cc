@@ -7,10 +7,10 @@
 #include "base/status_macros.h"
 #include "models/families/family.h"
 #include "run/record/run_record.h"
+#include "run/settings.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tools/penstock/checkpoint_flags.h"
-#include "tools/penstock/durability_keys.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
 #include "zero/engine/change_ranks.h"
@@ -26,6 +26,18 @@ absl::StatusOr<bool> KeptNothing(const std::vector<std::string>& dirs) {
   const absl::Status state = swap::Inspect(dirs).status();
   if (!absl::IsNotFound(state)) return false;
   return IsDirectory(DefaultCheckpoints(dirs));
+}
+
+// What a run is made of anew: as it was made, but for what the config says.
+absl::Status TakeOptions(run::Config config, const nlohmann::json& run, zero::EngineOptions* engine) {
+  RETURN_IF_ERROR(run::Settle(
+      [&run](const char* name, const nlohmann::json& given,
+             const nlohmann::json& otherwise) -> absl::StatusOr<nlohmann::json> {
+        return !given.is_null() ? given : run.is_object() ? run.value(name, otherwise) : otherwise;
+      },
+      &config));
+  run::SetOptions(config, engine);
+  return absl::OkStatus();
 }
 
 // Without a drive: from a checkpoint, or from the state of a run with a drive.
@@ -114,7 +126,7 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config,
       const auto model = models::ModelFromJson(kept["model"]);  // one that is unknown is told of later
       if (model.ok()) RETURN_IF_ERROR(CheckOneProcess(**model, engine.world()));
     }
-    RestoreDurability(config, kept, &engine);
+    RETURN_IF_ERROR(TakeOptions(config, kept, &engine));
     RETURN_IF_ERROR(zero::RestoreRun(*newest, engine));
     settings->notes.push_back(
         absl::StrCat("restored ", engine.storage.state_dirs.front(), " from ", *newest));
@@ -179,7 +191,7 @@ absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
     settings->goes_back = true;
   }
   zero::EngineOptions made = engine;
-  RestoreDurability(config, run, &made);
+  RETURN_IF_ERROR(TakeOptions(config, run, &made));
   RETURN_IF_ERROR(zero::ChangeRanks(other.from, directories, std::move(made)));
   settings->notes.push_back(absl::StrCat("cut anew ", what));
   return nlohmann::json();

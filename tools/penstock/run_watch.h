@@ -13,11 +13,6 @@
 
 namespace penstock::tools {
 
-// For run::WatchOf, of a run whose config says nothing. Linux gives a request to a drive 30 seconds
-// (nvme_core.io_timeout, SCSI the same) before it resets the drive and tries again: what is named after a
-// minute has outlived that.
-inline constexpr double kWatchdogSeconds = 60;
-
 class RunWatch {
  public:
   // `rank`: who speaks, empty where there is only one.

@@ -18,7 +18,6 @@
 #include "models/weights/weight_files.h"
 #include "models/weights/weight_import.h"
 #include "run/config.h"
-#include "run/config_options.h"
 #include "run/record/recorded_config.h"
 #include "run/record/recorded_options.h"
 #include "run/record/run_record.h"
@@ -30,13 +29,11 @@
 #include "tools/penstock/batch_flags.h"
 #include "tools/penstock/checkpoint_flags.h"
 #include "tools/penstock/config_flags.h"
-#include "tools/penstock/durability_keys.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/resource_flags.h"
 #include "tools/penstock/resumable_run.h"
-#include "tools/penstock/run_watch.h"
 #include "tools/penstock/schedule_flags.h"
 #include "tools/penstock/text_flags.h"
 #include "tools/penstock/vocabulary_flags.h"
@@ -144,6 +141,10 @@ class Resolver {
     if (flags_.resume && flags_.overwrite) return WrongFlag("--resume and --overwrite: one or the other");
     RETURN_IF_ERROR(ChooseStorage());
     RETURN_IF_ERROR(TakeRun());
+    for (std::string& note :
+         run::UnusedPlaceKeys(config_, engine_.world(), engine_.storage.offload, GivenFlags(flags_)))
+      settings_.notes.push_back(std::move(note));
+    if (settings_.resumes) RETURN_IF_ERROR(run::FitConfigToStore(engine_.storage, &config_));
     RETURN_IF_ERROR(ChooseModel());
     RETURN_IF_ERROR(ChooseData());
     RETURN_IF_ERROR(ChooseEvaluation());
@@ -153,12 +154,10 @@ class Resolver {
     RETURN_IF_ERROR(ChooseSeedAndThreads());
     RETURN_IF_ERROR(ChooseComputeType());
     RETURN_IF_ERROR(ResolveOptimizer(flags_, recorded_, run_, &changes_, &parsed_, &settings_));
-    RETURN_IF_ERROR(ResolveDurability(config_, recorded_, &settings_));
     ChooseDataOrder();
     RETURN_IF_ERROR(ResolveText(flags_, run_, &settings_));
     RETURN_IF_ERROR(ResolveMemory(flags_, config_, &settings_));
-    RETURN_IF_ERROR(ResolveIo(flags_, config_, &settings_));
-    engine_.watch = run::WatchOf(config_.penstock, kWatchdogSeconds);
+    ResolveIo(config_, &settings_);
     RETURN_IF_ERROR(ChooseInitialWeights());
     RETURN_IF_ERROR(MakeExample());
     Record();
@@ -196,9 +195,6 @@ class Resolver {
       for (const std::string& directory : engine_.storage.state_dirs)
         RETURN_IF_ERROR(CheckDirectoryPlace("--state-dir", directory, writes));
     }
-    TakeDurability(config_, &engine_);
-    NoteDurability(config_, &settings_);
-    run::NotePlansAgain(config_.penstock, engine_.world(), engine_.storage.offload, &settings_.notes);
     if (needs_data_ && !flags_.resume && !flags_.overwrite && on_drive) {
       RETURN_IF_ERROR(CheckFree(engine_.storage.state_dirs));
     }

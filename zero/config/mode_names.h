@@ -20,8 +20,6 @@ inline constexpr auto kOffloadDevices = std::to_array<Named<OffloadDevice>>(
     {{OffloadDevice::kNone, "none"}, {OffloadDevice::kCpu, "cpu"}, {OffloadDevice::kNvme, "nvme"}});
 inline constexpr auto kDurabilities =
     std::to_array<Named<Durability>>({{Durability::kStep, "step"}, {Durability::kCheckpoint, "checkpoint"}});
-inline constexpr auto kSyncModes =
-    std::to_array<Named<SyncMode>>({{SyncMode::kProcess, "process"}, {SyncMode::kPower, "power"}});
 inline constexpr auto kUpdateOrders =
     std::to_array<Named<UpdateOrder>>({{UpdateOrder::kAuto, "auto"},
                                        {UpdateOrder::kInNextForward, "next_forward"},
@@ -38,7 +36,6 @@ inline constexpr auto kSavedActivations =
 // All choices of the type of the argument, whose value does not matter.
 constexpr std::span<const Named<OffloadDevice>> NamesOf(OffloadDevice) { return kOffloadDevices; }
 constexpr std::span<const Named<Durability>> NamesOf(Durability) { return kDurabilities; }
-constexpr std::span<const Named<SyncMode>> NamesOf(SyncMode) { return kSyncModes; }
 constexpr std::span<const Named<UpdateOrder>> NamesOf(UpdateOrder) { return kUpdateOrders; }
 constexpr std::span<const Named<MissingGradients>> NamesOf(MissingGradients) { return kMissingGradients; }
 constexpr std::span<const Named<SavedActivations>> NamesOf(SavedActivations) { return kSavedActivations; }

@@ -12,8 +12,6 @@ namespace penstock::zero {
 enum class OffloadDevice { kNone, kCpu, kNvme };
 // What a crash may cost: nothing after a step has returned, or the steps since the last checkpoint.
 enum class Durability { kStep, kCheckpoint };
-// What a commit outlives: the end of the process, or a loss of power.
-enum class SyncMode { kProcess, kPower };
 // What an update does to a parameter that no gradient came to in its step: updates it as by zeros, or leaves
 // it.
 enum class MissingGradients { kZeros, kSkip };
@@ -21,10 +19,9 @@ using tiering::Prefer;
 using tiering::SavedActivations;
 using tiering::UpdateOrder;
 
-// The names that the JSON uses: "nvme", "step", "power", "next_forward".
+// The names that the JSON uses: "nvme", "step", "next_forward".
 std::string_view Name(OffloadDevice value);
 std::string_view Name(Durability value);
-std::string_view Name(SyncMode value);
 std::string_view Name(UpdateOrder value);
 std::string_view Name(MissingGradients value);
 
