@@ -18,6 +18,7 @@
 #include "base/io_error.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
+#include "base/write_all.h"
 
 namespace penstock {
 namespace {
@@ -157,13 +158,8 @@ std::string AtomicFile::temporary_path() const {
 }
 
 absl::Status AtomicFile::Write(std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t n = ::write(fd_, bytes.data(), bytes.size());
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return Failed("write", path_, errno);
-    bytes.remove_prefix(static_cast<size_t>(n));
-  }
-  return absl::OkStatus();
+  const int error = WriteAll(fd_, bytes);
+  return error == 0 ? absl::OkStatus() : Failed("write", path_, error);
 }
 
 absl::Status AtomicFile::Sync() const {

@@ -16,6 +16,7 @@
 #include "base/io_error.h"
 #include "base/output_path.h"
 #include "base/status_macros.h"
+#include "base/write_all.h"
 
 namespace penstock {
 namespace {
@@ -27,16 +28,6 @@ absl::Status Failed(const std::string& what, const std::string& path, const char
   if (error == ENOENT || error == ENOTDIR || error == EACCES || error == EISDIR || error == EROFS)
     return absl::InvalidArgumentError(absl::StrCat(text, ": give another place"));
   return absl::ErrnoToStatus(error, absl::StrCat(what, " ", path, ": ", op));
-}
-
-absl::Status WriteAll(int fd, const std::string& what, const std::string& path, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t n = write(fd, text.data(), text.size());
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return Failed(what, path, "write", errno);
-    text.remove_prefix(static_cast<size_t>(n));
-  }
-  return absl::OkStatus();
 }
 
 // Opens what is no regular file for writing; its descriptor is the caller's.
@@ -86,7 +77,11 @@ absl::StatusOr<bool> AreOneFile(const std::string& a, const std::string& b) {
 
 absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text,
                             bool durable) {
-  if (const std::optional<int> own = OwnDescriptor(path)) return WriteAll(*own, what, path, text);
+  const auto write_to = [&](int fd) {
+    const int error = WriteAll(fd, text);
+    return error == 0 ? absl::OkStatus() : Failed(what, path, "write", error);
+  };
+  if (const std::optional<int> own = OwnDescriptor(path)) return write_to(*own);
   RETURN_IF_ERROR(CheckIsNoModelFile(what, path));
   const absl::StatusOr<PathKind> kind = KindOf(path);
   if (!kind.ok()) return Failed(what, path, "stat", ErrnoOf(kind.status()));
@@ -98,7 +93,7 @@ absl::Status WriteWholeFile(const std::string& what, const std::string& path, st
     return status.ok() ? status : Failed(what, path, "write", ErrnoOf(status));
   }
   ASSIGN_OR_RETURN(const int fd, OpenSpecial(what, path));
-  absl::Status status = WriteAll(fd, what, path, text);
+  absl::Status status = write_to(fd);
   if (close(fd) != 0) status.Update(Failed(what, path, "close", errno));
   return status;
 }

@@ -15,6 +15,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/io_error.h"
+#include "base/read_at.h"
 #include "base/status_macros.h"
 
 namespace penstock::models {
@@ -44,28 +46,15 @@ absl::Status BadData(const std::string& path, std::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("data file ", path, ": ", std::string(what)));
 }
 
-std::string ErrnoText(int error) { return absl::StrCat(std::strerror(error), " (errno ", error, ")"); }
-
-// Reads exactly `size` bytes at `offset`. Short reads are continued, EINTR is retried; the end of the file is
-// kDataLoss.
+// Reads exactly `size` bytes at `offset`. The end of the file is kDataLoss.
 absl::Status ReadExactly(int fd, const std::string& path, char* buffer, int64_t size, int64_t offset) {
-  int64_t done = 0;
-  while (done < size) {
-    const ssize_t n = ::pread(fd, buffer + done, static_cast<size_t>(size - done), offset + done);
-    if (n > 0) {
-      done += n;
-    } else if (n == 0) {
-      return absl::DataLossError(absl::StrCat("data file ", path, ": pread of ", size, " bytes at offset ",
-                                              offset, " met the end of the file after ", done,
-                                              ": it was truncated while in use; restore it and resume"));
-    } else if (errno != EINTR) {
-      const int error = errno;
-      return absl::UnavailableError(absl::StrCat("data file ", path, ": pread of ", size, " bytes at offset ",
-                                                 offset, " failed: ", ErrnoText(error),
-                                                 "; check the drive and resume"));
-    }
-  }
-  return absl::OkStatus();
+  ASSIGN_OR_RETURN(const size_t done,
+                   ReadAt(fd, absl::StrCat("data file ", path), static_cast<uint64_t>(offset), buffer,
+                          static_cast<size_t>(size)));
+  if (done == static_cast<size_t>(size)) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat("data file ", path, ": ", size, " bytes at offset ", offset,
+                                          " met the end of the file after ", done,
+                                          ": it was truncated while in use; restore it and resume"));
 }
 
 }  // namespace

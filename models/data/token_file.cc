@@ -27,6 +27,7 @@
 #include "base/read_at.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
+#include "base/write_all.h"
 #include "kernels/checksum.h"
 #include "models/data/data_records.h"
 
@@ -157,12 +158,8 @@ class Output {
   Output(std::string path, std::string part, Descriptor fd)
       : path_(std::move(path)), part_(std::move(part)), fd_(std::move(fd)) {}
   absl::Status Flush() {
-    for (size_t done = 0; done < buffer_.size();) {
-      const ssize_t n = ::write(fd_.get(), buffer_.data() + done, buffer_.size() - done);
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return MakeIoError({.op = "write", .path = part_, .error = errno});
-      done += static_cast<size_t>(n);
-    }
+    const int error = WriteAll(fd_.get(), {buffer_.data(), buffer_.size()});
+    if (error != 0) return MakeIoError({.op = "write", .path = part_, .error = error});
     buffer_.clear();
     return absl::OkStatus();
   }

@@ -20,6 +20,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/read_at.h"
 #include "base/status_macros.h"
 
 namespace penstock::models {
@@ -883,23 +884,13 @@ absl::Status TorchFile::ReadAt(uint64_t offset, void* to, size_t bytes) const {
 }
 
 absl::Status TorchFile::ReadFrom(int fd, uint64_t offset, void* to, size_t bytes) const {
-  for (size_t done = 0; done < bytes;) {
-    if (offset + done > static_cast<uint64_t>(std::numeric_limits<off_t>::max()))
-      return Bad(path_, "a place in it is beyond all files");
-    const ssize_t n =
-        ::pread(fd, static_cast<char*>(to) + done, bytes - done, static_cast<off_t>(offset + done));
-    if (n > 0) {
-      done += static_cast<size_t>(n);
-    } else if (n == 0) {
-      return absl::DataLossError(absl::StrCat(path_, ": pread of ", bytes, " bytes at offset ", offset,
-                                              " met the end of the file: it was cut short"));
-    } else if (errno != EINTR) {
-      const int error = errno;
-      return absl::UnavailableError(absl::StrCat(path_, ": pread of ", bytes, " bytes at offset ", offset,
-                                                 ": ", std::strerror(error), " (errno ", error, ")"));
-    }
-  }
-  return absl::OkStatus();
+  constexpr auto kFurthest = static_cast<uint64_t>(std::numeric_limits<off_t>::max());
+  if (offset > kFurthest || bytes > kFurthest - offset)
+    return Bad(path_, "a place in it is beyond all files");
+  ASSIGN_OR_RETURN(const size_t done, penstock::ReadAt(fd, path_, offset, to, bytes));
+  if (done == bytes) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat(path_, ": ", bytes, " bytes at offset ", offset,
+                                          " met the end of the file: it was cut short"));
 }
 
 absl::Status TorchFile::Read(const TorchTensor& tensor, uint64_t first, std::span<std::byte> to) const {

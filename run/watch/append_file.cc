@@ -15,6 +15,7 @@
 #include "base/file_lock.h"
 #include "base/io_error.h"
 #include "base/status_macros.h"
+#include "base/write_all.h"
 
 namespace penstock::run {
 
@@ -54,19 +55,14 @@ absl::StatusOr<std::unique_ptr<AppendFile>> AppendFile::Open(std::string what, s
 }
 
 absl::Status AppendFile::Append(std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t n = write(fd_, bytes.data(), bytes.size());
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && (errno == ENOSPC || errno == EDQUOT)) {
-      return absl::ResourceExhaustedError(absl::StrCat(what_, ": ", path_,
-                                                       ": the disk is full: ", bytes.size(),
-                                                       " bytes are too many: make room and go on with "
-                                                       "`resume`, or switch it off"));
-    }
-    if (n < 0) return Failed("write");
-    bytes.remove_prefix(static_cast<size_t>(n));
+  const int error = WriteAll(fd_, bytes);
+  if (error == ENOSPC || error == EDQUOT) {
+    return absl::ResourceExhaustedError(absl::StrCat(what_, ": ", path_, ": the disk is full: ", bytes.size(),
+                                                     " bytes are too many: make room and go on with "
+                                                     "`resume`, or switch it off"));
   }
-  return absl::OkStatus();
+  errno = error;
+  return error == 0 ? absl::OkStatus() : Failed("write");
 }
 
 absl::Status AppendFile::Cut(int64_t bytes) const {

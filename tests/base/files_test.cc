@@ -1,8 +1,12 @@
 // Small files, directories and files that are replaced whole.
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -17,6 +21,7 @@
 #include "base/lines.h"
 #include "base/read_at.h"
 #include "base/small_file.h"
+#include "base/write_all.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/tampered_call.h"
@@ -72,6 +77,32 @@ TEST_F(FilesTest, APieceIsReadAsFarAsTheFileGoesAndAFailedReadIsNotItsEnd) {
   EXPECT_EQ(failed.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(failed.message()), HasSubstr("read the folder: offset 3, 4 bytes, 0 done"));
   ::close(no_file);
+}
+
+TEST_F(FilesTest, AShortWriteGoesOnAndAFailedOneSaysWhy) {
+  const int fd = ::open(Put("a", "").c_str(), O_WRONLY | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  const pid_t child = ::fork();
+  if (child == 0) {  // the first write takes 10 bytes
+    std::signal(SIGXFSZ, SIG_IGN);
+    const rlimit most = {.rlim_cur = 10, .rlim_max = 10};
+    _exit(::setrlimit(RLIMIT_FSIZE, &most) == 0 ? WriteAll(fd, "0123456789abcdef") : 1);
+  }
+  int code = 0;
+  ASSERT_EQ(::waitpid(child, &code, 0), child);
+  EXPECT_EQ(WEXITSTATUS(code), EFBIG);
+  EXPECT_EQ(ReadSmallFile(Path("a")).value(), "0123456789");
+  ASSERT_EQ(::lseek(fd, 0, SEEK_SET), 0);
+  const Tampered ran = RunTampered({.calls = {SYS_write}, .at = 0, .error = EINTR},
+                                   [&] { return WriteAll(fd, "0123456789abcdef"); });
+  if (ran.can) {
+    EXPECT_TRUE(ran.reached);
+    EXPECT_EQ(ran.code, 0);
+    EXPECT_EQ(ReadSmallFile(Path("a")).value(), "0123456789abcdef");
+  }
+  ::close(fd);
+  EXPECT_EQ(WriteAll(-1, "a"), EBADF);
+  EXPECT_EQ(WriteAll(-1, ""), 0);
 }
 
 TEST_F(FilesTest, TheKernelsOwnFilesHaveNoSizeAndAreRead) {

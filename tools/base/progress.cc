@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "base/write_all.h"
 #include "tools/base/size.h"
 
 namespace penstock::tools {
@@ -23,14 +24,7 @@ double MonotonicSeconds() {
 }
 
 // Errors are ignored: progress is no result.
-void WriteTo(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t n = ::write(fd, text.data(), text.size());
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return;
-    text.remove_prefix(static_cast<size_t>(n));
-  }
-}
+void WriteTo(int fd, std::string_view text) { (void)WriteAll(fd, text); }
 
 }  // namespace
 

@@ -17,6 +17,7 @@
 #include "base/json.h"
 #include "base/lines.h"
 #include "base/status_macros.h"
+#include "base/write_all.h"
 
 namespace penstock::tools {
 namespace {
@@ -148,18 +149,11 @@ absl::Status GenerateOutput::WriteOver(const std::string& text) {
 }
 
 absl::Status GenerateOutput::AppendText(const std::string& text) {
-  for (size_t written = 0; written < text.size();) {
-    const ssize_t n = ::write(fd_, text.data() + written, text.size() - written);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) {
-      const int error = n == 0 ? ENOSPC : errno;
-      // A torn line would be cut off at the next start all the same.
-      if (::ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) return Failed("truncate", path_, errno);
-      return Failed(absl::StrCat("write of ", text.size(), " bytes at offset ", bytes_), path_, error);
-    }
-    written += static_cast<size_t>(n);
-  }
-  return absl::OkStatus();
+  const int error = WriteAll(fd_, text);
+  if (error == 0) return absl::OkStatus();
+  // A torn line would be cut off at the next start all the same.
+  if (::ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) return Failed("truncate", path_, errno);
+  return Failed(absl::StrCat("write of ", text.size(), " bytes at offset ", bytes_), path_, error);
 }
 
 }  // namespace penstock::tools

@@ -14,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
 #include "base/status_macros.h"
+#include "base/write_all.h"
 #include "models/deepspeed/checkpoint.h"
 #include "models/families/family.h"
 #include "models/families/stages.h"
@@ -95,12 +96,9 @@ class ConfigFile {
     const int fd = ::mkstemp(path.data());
     if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": cannot be made: set TMPDIR"));
     path_ = path;
-    const std::string text = config.dump();
-    const ssize_t written = ::write(fd, text.data(), text.size());
-    const int error = written < 0 ? errno : ENOSPC;
+    const int error = WriteAll(fd, config.dump());
     ::close(fd);
-    if (written == static_cast<ssize_t>(text.size())) return absl::OkStatus();
-    return absl::ErrnoToStatus(error, absl::StrCat(path_, ": write"));
+    return error == 0 ? absl::OkStatus() : absl::ErrnoToStatus(error, absl::StrCat(path_, ": write"));
   }
   const std::string& path() const { return path_; }
 
