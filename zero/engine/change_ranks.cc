@@ -55,19 +55,28 @@ absl::Status Unread(size_t rank, const std::string& why) {
       absl::StrCat("rank ", rank, " could not read all parts, and none of them is taken for gone: ", why));
 }
 
-// `seen`: OK where all ranks have the same commit; else why it cannot be gone on from. Returns the error of a
-// rank that could not read it.
+// `seen`: OK where all ranks have the same commit in `where`; else why it cannot be gone on from: "" where a
+// rank has no place to look at. Returns the error of a rank that could not read it.
 absl::Status SeeOnAll(Comm* comm, const char* what, const std::vector<std::string>& where,
                       absl::Status* seen) {
-  const absl::StatusOr<std::string> mine = CommitIn(where);
-  ASSIGN_OR_RETURN(const std::vector<std::string> commits, Texts(comm, what, mine.value_or("")));
-  std::string why(mine.status().message());
-  ASSIGN_OR_RETURN(const std::vector<std::string> whys, Texts(comm, what, why));
-  for (size_t rank = 0; rank < whys.size(); ++rank) RETURN_IF_ERROR(Unread(rank, whys[rank]));
-  for (size_t rank = 0; rank < commits.size() && seen->ok(); ++rank) {
-    if (commits[rank].empty()) {
-      *seen = absl::DataLossError(whys[rank]);
-    } else if (commits[rank] != commits.front()) {
+  std::string mine;
+  if (!where.empty()) {
+    const absl::StatusOr<std::string> commit = CommitIn(where);
+    mine = commit.ok() ? absl::StrCat("+", *commit) : absl::StrCat("-", commit.status().message());
+  }
+  ASSIGN_OR_RETURN(const std::vector<std::string> all, Texts(comm, what, mine));
+  *seen = absl::OkStatus();
+  if (std::count(all.begin(), all.end(), "") > 0) {
+    *seen = absl::DataLossError("");
+    return absl::OkStatus();
+  }
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].front() == '-') RETURN_IF_ERROR(Unread(rank, all[rank].substr(1)));
+  }
+  for (size_t rank = 0; rank < all.size() && seen->ok(); ++rank) {
+    if (all[rank].front() == '-') {
+      *seen = absl::DataLossError(all[rank].substr(1));
+    } else if (all[rank] != all.front()) {
       *seen =
           absl::DataLossError(absl::StrCat("rank ", rank, " and rank 0 see two states in ", where.front()));
     }
@@ -128,16 +137,9 @@ absl::StatusOr<OtherRanks> FindOtherRanks(Comm* comm, const std::vector<std::str
       return found;
     }
   }
-  const int64_t named = checkpoint.empty() ? 0 : 1;
-  std::vector<int64_t> all_named = {named};
-  if (comm != nullptr) {
-    ASSIGN_OR_RETURN(all_named, AllNumbers(*comm, "the checkpoint", named));
-  }
-  absl::Status kept = absl::DataLossError("");
-  if (std::count(all_named.begin(), all_named.end(), 0) == 0) {
-    kept = absl::OkStatus();
-    RETURN_IF_ERROR(SeeOnAll(comm, "the checkpoint", {checkpoint}, &kept));
-  }
+  absl::Status kept;
+  const auto places = checkpoint.empty() ? std::vector<std::string>() : std::vector<std::string>{checkpoint};
+  RETURN_IF_ERROR(SeeOnAll(comm, "the checkpoint", places, &kept));
   if (kept.ok()) {
     RETURN_IF_ERROR(OnAll(comm, swap::CheckNoneInHalves(directories)));
     found.from = {checkpoint};
