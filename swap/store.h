@@ -354,7 +354,6 @@ class Store {
   uint64_t committed_step() const { return record_.step; }
   uint64_t committed_updates() const { return record_.updates; }
   const std::string& committed_payload() const { return record_.payload; }
-  const Record& committed_record() const { return record_; }
   TileVersion committed(uint32_t tile) const { return record_.tiles[tile]; }  // version 0: never committed
   uint64_t committed_checksum(uint32_t tile, uint32_t segment) const {
     return record_.checksums[geometry_.first_segment(tile) + segment];

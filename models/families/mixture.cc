@@ -241,8 +241,6 @@ constexpr const char* kDeepSeekKeys[] = {
 
 }  // namespace
 
-bool IsMixtureType(std::string_view model_type) { return SpellingOf(model_type) != nullptr; }
-
 void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, ModelKeys* keys,
                  MixtureConfig* mixture) {
   const Spelling* const spelling = SpellingOf(model_type);

@@ -36,8 +36,6 @@ struct MixtureConfig {
   bool Has(int64_t layer) const { return experts > 0 && layers[static_cast<size_t>(layer)]; }
 };
 
-bool IsMixtureType(std::string_view model_type);
-
 // The keys of config.json that are about mixtures. In a model of a type without mixtures none may ask for
 // one. `layers` and `inner` are the model's, which `keys` has read before.
 void ReadMixture(std::string_view model_type, int64_t layers, int64_t inner, ModelKeys* keys,

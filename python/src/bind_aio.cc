@@ -146,7 +146,6 @@ class Transfer {
     if (!request_.finished()) throw std::runtime_error("the transfer has not ended yet: wait for it first");
     RaiseUnlessOk(request_.status(), place_);
   }
-  uint64_t done_bytes() const { return request_.done_bytes(); }
   nb::object keep() const { return keep_; }
 
  private:
@@ -278,7 +277,6 @@ void BindAio(nb::module_& module) {
            nb::arg("nameless") = false, nb::arg("direct") = true, nb::arg("size") = 0,
            nb::arg("descriptor") = -1)
       .def_prop_ro("path", [](const PyFile& file) { return file.file().path(); })
-      .def_prop_ro("direct", [](const PyFile& file) { return file.file().direct(); })
       .def_prop_ro("identity", &PyFile::Identity, "(device, inode): the same for two opens of one file.")
       .def("fileno", [](const PyFile& file) { return file.file().fd(); })
       .def("size", &PyFile::Size, "Bytes in the file now.")
@@ -291,7 +289,6 @@ void BindAio(nb::module_& module) {
       "A read or write under way. It keeps buffer, file and engine alive; dropping it cancels it.")
       .def_prop_ro("done", &Transfer::Done, "Whether it has ended, well or not.")
       .def_prop_ro("keep", &Transfer::keep)
-      .def_prop_ro("done_bytes", &Transfer::done_bytes)
       .def("wait", &Transfer::Wait, nb::arg("timeout_ms") = -1,
            "Waits without the GIL; True once it has ended.")
       .def("cancel", &Transfer::Cancel, "Asks for an early end.")

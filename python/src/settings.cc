@@ -200,7 +200,6 @@ void BindSettings(nb::module_& module) {
       .def_prop_ro("dtype", [](Self self) { return std::string(zero::DTypeName(self.resolved().dtype)); })
       .def_prop_ro("offload", [](Self self) { return std::string(zero::Name(self.resolved().offload)); })
       .def_prop_ro("state_dirs", [](Self self) { return self.resolved().directories.paths; })
-      .def_prop_ro("state_dir_weights", [](Self self) { return self.resolved().directories.weights; })
       .def_prop_ro(
           "host_memory",
           [](Self self) { return self.resolved().config.penstock.host_memory_budget_bytes.value_or(0); })

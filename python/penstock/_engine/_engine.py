@@ -297,9 +297,6 @@ class Engine:
         """The module's, whole: every parameter with its values, in the dtype that it came in."""
         return self.module.state_dict(*args, **kwargs)
 
-    def parameter_names(self) -> List[str]:
-        return [name for name, _ in self._given.parameters()]
-
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether this very parameter is of the engine's model."""
         return any(parameter is each for _, each in self._given.parameters())
