@@ -97,7 +97,7 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
                         const MatrixOrder& order, const WeightSource& source, uint64_t budget) {
   GenerationSizes sizes;
   sizes.decoder = decoder.shape;
-  const DType type = ComputeType(source, order.all);
+  const DType type = ComputeType(source, order);
   sizes.element_bytes = type == DType::kFp32 ? 4 : 2;
   sizes.cache = {
       .layers = sizes.decoder.layers,
@@ -105,6 +105,14 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
   const std::vector<int64_t>& windows = decoder.function.windows;
   if (std::any_of(windows.begin(), windows.end(), [](int64_t window) { return window > 0; }))
     sizes.cache.windows = windows;
+  for (const int adapter : order.adapters) {
+    const models::PublishedTensor& matrix = layout.tensors[static_cast<size_t>(adapter)];
+    const StoredMatrix kept = {.rows = matrix.rows, .columns = matrix.columns, .type = type};
+    sizes.adapter_elements = std::max(sizes.adapter_elements, kept.rows + kept.columns);
+    sizes.largest_part_rows = std::max(sizes.largest_part_rows, kept.rows);
+    if (MultipliesAllPacked(type, kept))
+      sizes.largest_packed_rows = std::max(sizes.largest_packed_rows, kept.rows);
+  }
   int64_t eight = 0, four = 0, scaled = 0;  // elements in each code
   int64_t strip = 0;                        // that are decoded at once, of those with scales
   for (const WeightUnit& unit : source.units()) {
@@ -280,7 +288,7 @@ class Generator::Impl {
     ASSIGN_OR_RETURN(engine_, MakeEngine(arena_.get(), options_.log));
     ASSIGN_OR_RETURN(source_, open(engine_.get(), order_.uses()));
     RETURN_IF_ERROR(OpenDevice());
-    const DType type = ComputeType(*source_, order_.all);
+    const DType type = ComputeType(*source_, order_);
     ASSIGN_OR_RETURN(ring_, arena_->Allocate(plan_.ring_bytes));
     ASSIGN_OR_RETURN(scratch_, arena_->Allocate(plan_.scratch_bytes));
     std::vector<std::byte*> homes(plan_.resident.size(), nullptr);
@@ -674,6 +682,11 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
         "generate: a mixture of experts is computed on the processor: leave out `device` and "
         "`device_memory`");
   }
+  if (options->device->has_own_memory() && model.lora() != nullptr) {
+    return absl::UnimplementedError(
+        "generate: adapters are computed on the processor: leave out `device` and `device_memory`, or export "
+        "them merged");
+  }
   const MatrixOrder order = OrderOf(*decoder, layout);
   // A text that grows beyond is read once more, as a prompt.
   if (const int64_t near = decoder->function.NearPositions(); near > 0 && options->wish.positions > near)
@@ -696,8 +709,6 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
 
 absl::StatusOr<std::unique_ptr<Generator>> Generator::Create(
     std::shared_ptr<const models::LanguageModel> model, const OpenWeights& open, GeneratorOptions options) {
-  if (!model->decoder().has_value())
-    return absl::InvalidArgumentError("generate: a model with adapters: export it as one without first");
   if (NeedsDeviceCompute(*options.device) && options.compute == nullptr)
     return absl::FailedPreconditionError("generate: this build computes on the processor alone");
   auto impl = std::make_unique<Impl>(std::move(model), std::move(options));

@@ -31,11 +31,7 @@ HostMixture::HostMixture(const PassParts& parts, ProductScratch* scratch)
 absl::StatusOr<HostRows> HostMixture::KeptProduct(int64_t layer, const std::string& name, const HostRows& x,
                                                   int64_t single) {
   const int tensor = parts_.kept->matrix(static_cast<int>(layer) + 1, name);
-  const HostRows& kept = parts_.kept->vector(tensor);
-  const StoredMatrix matrix = {.rows = kept.rows(), .columns = kept.columns(), .type = kept.type()};
-  ASSIGN_OR_RETURN(MatrixProduct product, MatrixProduct::Begin(x, single, matrix, &scratch_));
-  RETURN_IF_ERROR(product.Add(kept.data(), 0, static_cast<int64_t>(kept.elements())));
-  HostRows y = product.Result();
+  ASSIGN_OR_RETURN(HostRows y, ProductWith(parts_.kept->vector(tensor), x, single, &scratch_));
   AddKept(parts_.kept->tensor(static_cast<int>(layer) + 1, name + ".bias"), &y);
   return y;
 }

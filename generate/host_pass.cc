@@ -201,6 +201,13 @@ class HostPass : public PassRunner {
     HostRows y = product.Result();
     if (const int bias = kept.tensor(block_, name + ".bias"); bias >= 0)
       scratch_.AddToRows(kept.vector(bias), &y);
+    if (const int down = kept.tensor(block_, models::AdapterDown(name)); down >= 0) {
+      const int up = kept.tensor(block_, models::AdapterUp(name));
+      ASSIGN_OR_RETURN(const HostRows narrow, ProductWith(kept.vector(down), x, single, &scratch_));
+      ASSIGN_OR_RETURN(HostRows change, ProductWith(kept.vector(up), narrow, single, &scratch_));
+      Scale(&change, parts_.decoder->blocks[static_cast<size_t>(block_)].adapters.scaling);
+      AddTo(&y, change);
+    }
     return y;
   }
 

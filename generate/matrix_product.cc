@@ -154,6 +154,14 @@ absl::StatusOr<MatrixProduct> MatrixProduct::Begin(const HostRows& x, int64_t si
   return product;
 }
 
+absl::StatusOr<HostRows> ProductWith(const HostRows& matrix, const HostRows& x, int64_t single,
+                                     ProductScratch* scratch) {
+  const StoredMatrix stored = {.rows = matrix.rows(), .columns = matrix.columns(), .type = matrix.type()};
+  ASSIGN_OR_RETURN(MatrixProduct product, MatrixProduct::Begin(x, single, stored, scratch));
+  RETURN_IF_ERROR(product.Add(matrix.data(), 0, static_cast<int64_t>(matrix.elements())));
+  return product.Result();
+}
+
 HostRows MatrixProduct::Result() {
   PENSTOCK_CHECK(carried_.empty(), "a matrix ends with the last of its rows");
   return std::move(y_);

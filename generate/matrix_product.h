@@ -91,6 +91,10 @@ class MatrixProduct {
   std::vector<std::byte> carried_;  // the beginning of a row that the next part goes on with
 };
 
+// The product with a matrix that is in memory whole, as rows.
+absl::StatusOr<HostRows> ProductWith(const HostRows& matrix, const HostRows& x, int64_t single,
+                                     ProductScratch* scratch);
+
 // How long the products of `rows` rows with such a matrix take here, in seconds: the best of some turns, the
 // weights from memory rather than from a cache.
 absl::StatusOr<double> MeasureProduct(const StoredMatrix& matrix, int64_t rows, ProductScratch* scratch);

@@ -51,7 +51,7 @@ uint64_t RowBytes(const GenerationSizes& s) {
                                : e * (U(m.chosen + 7) * U(d.width) + (m.paired ? 7 : 5) * U(m.inner)) +
                                      (e + 8) * U(m.experts) + 48 * U(m.chosen) +
                                      (l.rank > 0 ? 4 * U(d.width + m.experts) : 0);  // its router is in fp32
-  return 2 * e * U(d.width) + std::max({norm, attend, inner + mixture});
+  return 2 * e * U(d.width) + std::max({norm, attend, inner + mixture}) + e * U(s.adapter_elements);
 }
 // The matrix that makes keys and values of latents, which a layer keeps while it attends.
 uint64_t LatentMatrixBytes(const GenerationSizes& s) {

@@ -60,12 +60,13 @@ struct ExpertSizes {
 struct GenerationSizes {
   models::DecoderShape decoder;
   CacheGeometry cache;
-  int64_t element_bytes = 2;    // of the compute type
-  std::vector<uint64_t> units;  // bytes of each, in the order of use
-  uint64_t kept_bytes = 0;      // vectors, in the compute type
-  uint64_t table_bytes = 0;     // tables that are kept too, where the budget holds them
-  uint64_t scratch_bytes = 0;   // to read rows through
-  int64_t largest_part = 0;     // elements of a matrix that are used at once
+  int64_t element_bytes = 2;     // of the compute type
+  std::vector<uint64_t> units;   // bytes of each, in the order of use
+  uint64_t kept_bytes = 0;       // vectors, in the compute type
+  uint64_t table_bytes = 0;      // tables that are kept too, where the budget holds them
+  uint64_t scratch_bytes = 0;    // to read rows through
+  int64_t largest_part = 0;      // elements of a matrix that are used at once
+  int64_t adapter_elements = 0;  // of a row, that an adapter makes at most; 0: there are none
   int64_t largest_part_rows = 0;
   int64_t largest_packed_rows = 0;  // of those that all rows are multiplied with in packed form
   bool converts = false;            // the compute type is not the stored one

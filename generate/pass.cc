@@ -15,6 +15,9 @@ namespace {
 using kernels::DType;
 
 bool IsMatrix(const models::ParameterDescription& parameter) { return parameter.columns > 0; }
+bool IsAdapter(const models::ParameterDescription& parameter) {
+  return parameter.name.starts_with(models::kAdapterPrefix);
+}
 
 // A parameter of an expert of layer `layer`.
 void AddExpert(const models::Decoder& decoder, size_t layer, const models::ParameterDescription& parameter,
@@ -45,7 +48,8 @@ MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& l
     const bool layer = block_number >= 1 && block_number <= static_cast<size_t>(shape.layers);
     const size_t first = order.all.size();
     for (const models::ParameterDescription& parameter : block.parameters) {
-      const bool stays = decoder.function.mixture.IsRouter(parameter.name);
+      const bool stays = decoder.function.mixture.IsRouter(parameter.name) || IsAdapter(parameter);
+      if (IsAdapter(parameter)) order.adapters.push_back(number);
       if (layer && IsMatrix(parameter) && !stays && parameter.expert < 0) order.all.push_back(number);
       if (parameter.expert >= 0) AddExpert(decoder, block_number - 1, parameter, number, &order.experts);
       if (block_number == static_cast<size_t>(shape.head_block) && parameter.name == shape.head)
@@ -71,22 +75,25 @@ StoredMatrix StoredAs(const WeightSource& source, const models::ModelLayout& lay
           .turned = source.turned(tensor)};
 }
 
-DType ComputeType(const WeightSource& source, std::span<const int> uses) {
-  const bool narrow =
-      std::all_of(uses.begin(), uses.end(), [&](int tensor) { return source.type(tensor) == DType::kBf16; });
-  return narrow ? DType::kBf16 : DType::kFp32;
+DType ComputeType(const WeightSource& source, const MatrixOrder& order) {
+  const auto are_narrow = [&](const std::vector<int>& tensors) {
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [&](int tensor) { return source.type(tensor) == DType::kBf16; });
+  };
+  return are_narrow(order.all) && are_narrow(order.adapters) ? DType::kBf16 : DType::kFp32;
 }
 
 // ---- What is kept.
 
 namespace {
 
-// Vectors, routers, and tables of block 0 that are small; not the other matrices that are only multiplied
-// with.
+// Vectors, routers, adapters, and tables of block 0 that are small; not the other matrices that are only
+// multiplied with.
 bool IsKept(const models::Decoder& decoder, size_t block, const models::ParameterDescription& parameter,
             uint64_t width, uint64_t table_bytes) {
   const models::DecoderShape& shape = decoder.shape;
-  if (!IsMatrix(parameter) || decoder.function.mixture.IsRouter(parameter.name)) return true;
+  if (!IsMatrix(parameter) || IsAdapter(parameter)) return true;
+  if (decoder.function.mixture.IsRouter(parameter.name)) return true;
   const bool table =
       block == 0 && (parameter.name == shape.token_table || parameter.name == shape.position_table);
   return table && static_cast<uint64_t>(parameter.elements()) * width <= table_bytes;

@@ -56,6 +56,7 @@ struct MatrixOrder {
   // Those that routers choose, which `all` has not: expert e of layer i is number i * experts + e. Empty: the
   // model has no mixtures.
   std::vector<ExpertMatrices> experts;
+  std::vector<int> adapters;  // that stay in memory, which `all` has not either
 
   WeightUses uses() const { return {all, experts}; }
 };
@@ -64,11 +65,12 @@ MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& l
 // How a matrix of the layout is stored.
 StoredMatrix StoredAs(const WeightSource& source, const models::ModelLayout& layout, int tensor);
 
-// bf16 where all matrices that every pass uses are, else fp32, to which all types convert exactly.
-kernels::DType ComputeType(const WeightSource& source, std::span<const int> uses);
+// bf16 where all matrices and adapters that every pass uses are, else fp32, to which all types convert
+// exactly.
+kernels::DType ComputeType(const WeightSource& source, const MatrixOrder& order);
 
-// What stays in host memory besides the resident units: vectors, routers and small tables, in the compute
-// type, or in fp32 (MixtureFunction::IsWide).
+// What stays in host memory besides the resident units: vectors, routers, adapters and small tables, in the
+// compute type, or in fp32 (MixtureFunction::IsWide).
 class KeptTensors {
  public:
   // Tables of at most `table_bytes` are kept. `scratch`: source->scratch_bytes(), used here and in Rows. All

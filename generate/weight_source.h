@@ -1,5 +1,5 @@
-// Where generation reads weights: a Hugging Face directory, in place, packed or not, or a state directory or
-// checkpoint.
+// Where generation reads weights: a Hugging Face directory, in place, packed or not, a state directory or
+// checkpoint, or adapters in such a state and the weights that they go to in a directory.
 //
 // A source cuts the matrices that a pass uses into *units*, in the order in which the pass uses them. A unit
 // is what one read brings: rows of one matrix (safetensors), or a tile (a store). Its *parts* say which
@@ -34,6 +34,7 @@
 #include "aio/request.h"
 #include "kernels/float16.h"
 #include "kernels/weight_code.h"
+#include "models/families/family.h"
 #include "models/weights/layout.h"
 #include "models/weights/scaled_weights.h"
 #include "swap/store.h"
@@ -164,6 +165,15 @@ absl::StatusOr<std::unique_ptr<WeightSource>> OpenState(aio::Engine* engine,
                                                         uint64_t sequence, kernels::DType type,
                                                         const models::ModelLayout& layout,
                                                         const WeightUses& uses);
+
+// The weights of a run that keeps adapters alone: these as OpenState's, the frozen weights that they go to
+// from the safetensors in `path`, as OpenSafetensors'.
+absl::StatusOr<std::unique_ptr<WeightSource>> OpenAdapted(aio::Engine* engine,
+                                                          const zero::ShardDirectories& parts,
+                                                          uint64_t sequence, kernels::DType type,
+                                                          const std::string& path,
+                                                          const models::LanguageModel& model,
+                                                          const WeightUses& uses, const std::string& label);
 
 }  // namespace penstock::generate
 

@@ -87,7 +87,7 @@ class LanguageModel {
   // in one line why not, and what does.
   virtual absl::Status CheckTrains() const { return absl::OkStatus(); }
 
-  // The same function, for generation with a cache. Of a model with adapters: nullopt.
+  // The same function, for generation with a cache. Adapters are parameters of its blocks (AdapterDown).
   virtual std::optional<Decoder> decoder() const = 0;
 
   // What it was described by: one of gpt(), llama() and base() is not null.

@@ -217,7 +217,11 @@ class AdaptedModel : public LanguageModel {
     return products;
   }
 
-  std::optional<Decoder> decoder() const override { return std::nullopt; }
+  std::optional<Decoder> decoder() const override {
+    std::optional<Decoder> decoder = base_->decoder();
+    if (decoder.has_value()) decoder->blocks = Blocks();
+    return decoder;
+  }
 
  private:
   const std::shared_ptr<const LanguageModel> base_;

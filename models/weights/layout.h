@@ -69,6 +69,7 @@ struct BlockDescription {
 };
 
 // Names in its block of what adapts the matrix of this name: [rank, in] and [out, rank].
+inline constexpr std::string_view kAdapterPrefix = "lora.";
 inline std::string AdapterDown(const std::string& matrix) { return "lora." + matrix + ".A"; }
 inline std::string AdapterUp(const std::string& matrix) { return "lora." + matrix + ".B"; }
 

@@ -55,6 +55,7 @@ constexpr Verb kVerbs[] = {
     {"generate", "generate text with a model larger than memory", Generate},
     {"pack", "code a model's weights in 8 or 4 bit for generate", tools::RunPack},
     {"plan", "--generate DIR: what generate would take of memory, drive and time", Plan},
+    {"sample", "generate text from a state directory or checkpoint", tools::RunSample},
     {"report", "draw trainings from report, log and trace as one page", tools::RunReport},
     {"estimate", "DeepSpeed-compatible memory estimates, and the NVMe tier beyond them", Estimate},
     {"inspect", "what a state directory or checkpoint holds", tools::RunInspect},
@@ -63,8 +64,7 @@ constexpr Verb kVerbs[] = {
     {"env", "what this machine offers, and what its lack costs", tools::RunEnv},
 };
 // Verbs of the program that is built with LibTorch.
-constexpr std::string_view kElsewhere[] = {"train", "sample", "export", "export-checkpoint",
-                                           "import-checkpoint"};
+constexpr std::string_view kElsewhere[] = {"train", "export", "export-checkpoint", "import-checkpoint"};
 
 void Help(std::ostream& out) {
   out << "penstock " << PENSTOCK_VERSION << ", of the Python package\n\nusage: penstock VERB [arguments]\n\n";

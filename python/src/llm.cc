@@ -73,7 +73,7 @@ absl::StatusOr<std::unique_ptr<Llm>> Llm::Open(const LlmOptions& given) {
   std::unique_ptr<Llm> llm(new Llm());
   std::ostringstream notes;
   ASSIGN_OR_RETURN(tools::TextModel model,
-                   tools::OpenTextModel(given.directories, given.tokenizer, "LLM", notes));
+                   tools::OpenTextModel(given.directories, given.tokenizer, /*base=*/"", "LLM", notes));
   for (const absl::string_view line : absl::StrSplit(notes.str(), '\n', absl::SkipEmpty()))
     llm->notes_.emplace_back(line);
   llm->model_ = std::make_shared<tools::TextModel>(std::move(model));

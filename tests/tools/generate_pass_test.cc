@@ -41,7 +41,7 @@ class Passes {
     auto source = OpenSafetensors(engine_.get(), directory, layout_, order_.uses(), "weights");
     EXPECT_TRUE(source.ok()) << source.status();
     source_ = *std::move(source);
-    const kernels::DType type = ComputeType(*source_, order_.all);
+    const kernels::DType type = ComputeType(*source_, order_);
     const models::DecoderShape& shape = decoder_.shape;
     const int64_t width = type == kernels::DType::kFp32 ? 4 : 2;
     const CacheGeometry geometry = {.layers = shape.layers,

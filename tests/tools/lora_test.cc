@@ -333,7 +333,10 @@ TEST_F(LoraCliTest, TextIsThatOfTheAdaptedModel) {
   ASSERT_EQ(merged.code, 0) << merged.err;
   EXPECT_THAT(sampled.out, HasSubstr(merged.out.substr(0, merged.out.find_last_not_of('\n') + 1)));
   EXPECT_NE(merged.out, base.out);
-  ExpectRefused({"generate", dir_ + "/state", "--prompt", "x"}, {"export --merge"});
+  const Ran generated =
+      Run({"generate", dir_ + "/state", "--prompt", "water ", "--tokens", "20", "--temperature", "0"});
+  EXPECT_EQ(generated.code, 0) << generated.err;
+  EXPECT_EQ(generated.out, merged.out);
   ExpectRefused({"export-checkpoint", dir_ + "/state", dir_ + "/universal"}, {"adapters", "--merge"});
 }
 

@@ -688,10 +688,14 @@ TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
                                        arguments + Arguments{"--temperature", "0"},
                                        arguments + Arguments{"--top-k", "1", "--seed", "9"},
                                        arguments + Arguments{"--samples", "2"},
+                                       {"sample", "--state-dir", state, "--threads", "1"},
                                        {"sample", "--state-dir", state, "--tokens", "90", "--threads", "1"}});
-  for (const Ran& each : ran) {
-    EXPECT_EQ(each.code, 0) << each.err;
-    EXPECT_EQ(each.err, "");
+  for (size_t i = 0; i < ran.size(); ++i) {
+    EXPECT_EQ(ran[i].code, 0) << ran[i].err;
+    EXPECT_EQ(ran[i].err,
+              i < 7
+                  ? ""
+                  : "penstock sample: a text ends after 63 tokens: the run was trained on sequences of 64\n");
   }
   EXPECT_THAT(ran[0].out, StartsWith("water "));
   EXPECT_EQ(ran[0].out.size(), 6u + 24 + 1);
@@ -699,7 +703,11 @@ TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
   EXPECT_NE(ran[0].out, ran[2].out);
   EXPECT_EQ(ran[3].out, ran[4].out) << "the likeliest token, whatever the seed";
   EXPECT_EQ(ran[5].out, ran[0].out + ran[2].out) << "samples have seeds one after the other";
-  EXPECT_EQ(ran[6].out.size(), 1u + 90 + 1) << "beyond the sequences of training, in a window";
+  EXPECT_EQ(ran[6].out.size(), 1u + 63 + 1) << "to the end of what the run was trained on";
+  EXPECT_EQ(ran[7].out, ran[6].out);
+  const Ran long_prompt = Run({"sample", state, "--prompt", std::string(64, 'a')});
+  EXPECT_EQ(long_prompt.code, 2);
+  EXPECT_THAT(long_prompt.err, HasSubstr("it has 64 tokens: the run was trained on sequences of 64"));
 }
 
 // Scores of attention take no memory that grows with the text, so keys and values alone make a difference.

@@ -90,10 +90,13 @@ absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads
 
 generate::OpenWeights OpenWeightsOf(const TextModel& model) {
   return [&model](aio::Engine* engine, const generate::WeightUses& uses) {
-    return model.directory.empty()
-               ? generate::OpenState(engine, model.parts, model.sequence, model.dtype, model.model->Layout(),
-                                     uses)
-               : generate::OpenSafetensors(engine, model.directory, model.model->Layout(), uses, "weights");
+    if (!model.directory.empty())
+      return generate::OpenSafetensors(engine, model.directory, model.model->Layout(), uses, "weights");
+    if (!model.base.empty()) {
+      return generate::OpenAdapted(engine, model.parts, model.sequence, model.dtype, model.base, *model.model,
+                                   uses, "--model");
+    }
+    return generate::OpenState(engine, model.parts, model.sequence, model.dtype, model.model->Layout(), uses);
   };
 }
 

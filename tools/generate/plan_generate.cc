@@ -95,7 +95,8 @@ std::string TextOf(const WhatIf& what) {
 absl::Status Plan(const PlanGenerateFlags& flags, const OpenGenerateDevice& open_device, std::ostream& out,
                   std::ostream& err) {
   RETURN_IF_ERROR(CheckFlags(flags));
-  ASSIGN_OR_RETURN(const TextModel model, OpenTextModel(flags.dirs, std::nullopt, kPlanGenerateName, err));
+  ASSIGN_OR_RETURN(const TextModel model,
+                   OpenTextModel(flags.dirs, std::nullopt, /*base=*/"", kPlanGenerateName, err));
   const auto threads = static_cast<int>(flags.memory.threads.value_or(model.threads));
   generate::GeneratorOptions options;
   RETURN_IF_ERROR(ResolveGenerateMemory(flags.memory, threads, open_device, &options));

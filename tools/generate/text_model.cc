@@ -49,7 +49,20 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::string> OpenRun(const std::vector<std::string>& arguments, TextModel* text) {
+// Where the frozen weights of a run's record lie: at `base` or, if that is empty, where they were last.
+absl::StatusOr<std::string> FindBase(const nlohmann::json& record, const std::string& base) {
+  ASSIGN_OR_RETURN(const nlohmann::json found, CompareBase(record, base, BaseCheck::kTimes, /*quiet=*/false));
+  const std::string path = PathOfBase(found), given = absl::StrCat("--model ", path);
+  ASSIGN_OR_RETURN(const std::string main, models::MainWeightFile(path, given));
+  ASSIGN_OR_RETURN(const models::WeightFiles files, models::WeightFilesOf(main, given));
+  std::vector<std::string> paths;
+  for (const auto& [file, tensors] : files) paths.push_back(file);
+  RETURN_IF_ERROR(CheckSameFiles(paths, found));
+  return path;
+}
+
+absl::StatusOr<std::string> OpenRun(const std::vector<std::string>& arguments, const std::string& base,
+                                    TextModel* text) {
   ASSIGN_OR_RETURN(text->state_dirs, ResolveStateDirs(arguments));
   ASSIGN_OR_RETURN(const FoundState state, FindState(arguments));
   RETURN_IF_ERROR(CheckNotTrained(state));
@@ -80,11 +93,14 @@ absl::StatusOr<std::string> OpenRun(const std::vector<std::string>& arguments, T
   nlohmann::json run;
   if (payload.is_object() && payload.contains("run") && payload["run"].is_object()) run = payload["run"];
   if (run.is_object()) {
-    if (run.contains(kBaseKey)) text->base = run[kBaseKey];
+    if (run.contains(kBaseKey)) {
+      ASSIGN_OR_RETURN(text->base, FindBase(run[kBaseKey], base));
+    }
     // Positions beyond those of training have never been trained.
     text->window = std::clamp<int64_t>(zero::JsonField<int64_t>(run, "seq").value_or(context), 1, context);
     text->bytes = zero::JsonField<int64_t>(run, "vocab").value_or(0) == 0;
   }
+  if (text->base.empty() && !base.empty()) return NoBase(base);
   text->bytes = text->bytes && text->model->vocabulary() == kBytes;
   text->identity = {{"model", identity["model"]}, {"step", inspection.record.step}};
   return run::RecordedTokenizer(run);
@@ -124,8 +140,8 @@ absl::Status OpenTokenizer(const std::optional<std::string>& tokenizer, const st
 }  // namespace
 
 absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& arguments,
-                                        const std::optional<std::string>& tokenizer, std::string_view program,
-                                        std::ostream& err) {
+                                        const std::optional<std::string>& tokenizer, const std::string& base,
+                                        std::string_view program, std::ostream& err) {
   if (arguments.empty())
     return absl::InvalidArgumentError(
         "a Hugging Face directory, a state directory or a checkpoint is needed");
@@ -140,6 +156,7 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
     return absl::InvalidArgumentError(
         absl::StrCat(first, ": a config.json without weights: ", models::WhyNoWeights(first)));
   }
+  if (published && !base.empty()) return NoBase(base);
   if (published) {
     RETURN_IF_ERROR(OpenDirectory(first, program, err, &text));
     ASSIGN_OR_RETURN(const bool has_tokenizer, PathExists(first + "/tokenizer.json"));
@@ -149,12 +166,7 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
       if (!other.empty()) err << program << ": " << first << " " << other << "\n" << std::flush;
     }
   } else {
-    ASSIGN_OR_RETURN(recorded, OpenRun(arguments, &text));
-    if (text.model->lora() != nullptr) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          text.state_dirs.front(), ": its model is weights and adapters: `penstock export --merge ", first,
-          " OUT` makes one model of them, for generate; sample takes it as it is"));
-    }
+    ASSIGN_OR_RETURN(recorded, OpenRun(arguments, base, &text));
   }
   RETURN_IF_ERROR(OpenTokenizer(tokenizer, recorded, /*optional=*/!published, program, err, &text));
   if (text.tokenizer != nullptr) text.bytes = false;
@@ -163,9 +175,10 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
 
 absl::StatusOr<TextModel> OpenTrainedText(const std::vector<std::string>& arguments,
                                           const std::optional<std::string>& tokenizer,
-                                          std::string_view program, std::ostream& err) {
+                                          const std::string& base, std::string_view program,
+                                          std::ostream& err) {
   TextModel text;
-  ASSIGN_OR_RETURN(const std::string recorded, OpenRun(arguments, &text));
+  ASSIGN_OR_RETURN(const std::string recorded, OpenRun(arguments, base, &text));
   RETURN_IF_ERROR(OpenTokenizer(tokenizer, recorded, /*optional=*/true, program, err, &text));
   return text;
 }

@@ -37,7 +37,8 @@ struct TextModel {
   uint64_t sequence = 0;                         // its commit
   kernels::DType dtype = kernels::DType::kFp32;  // of its weights
   int64_t threads = 1;
-  nlohmann::json base;  // of adapters: what a run's record says of weights that it reads in place, or null
+  std::string
+      base;  // of adapters: where the frozen weights lie that a run reads in place; empty: in its state
   nlohmann::json identity;  // of model and weights, as far as they tell: what a text depends on
 
   // The bytes of a text, or its tokens where there is a tokenizer: one or the other is needed. Not checked.
@@ -53,15 +54,17 @@ struct TextModel {
 };
 
 // `arguments`: one directory of either kind, or the directories of a striped run. `tokenizer`: a path, or
-// where a state or directory says that it is. Lines about what is left out go to `err`.
+// where a state or directory says that it is. `base`: where the frozen weights lie that a run with adapters
+// reads in place; "": where they were last. Lines about what is left out go to `err`.
 absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& arguments,
-                                        const std::optional<std::string>& tokenizer, std::string_view program,
-                                        std::ostream& err);
+                                        const std::optional<std::string>& tokenizer, const std::string& base,
+                                        std::string_view program, std::ostream& err);
 
 // The same for states alone. A model of bytes stays one beside a tokenizer: its prompts are bytes.
 absl::StatusOr<TextModel> OpenTrainedText(const std::vector<std::string>& arguments,
                                           const std::optional<std::string>& tokenizer,
-                                          std::string_view program, std::ostream& err);
+                                          const std::string& base, std::string_view program,
+                                          std::ostream& err);
 
 // Text as its tokens come: bytes, a tokenizer's, or numbers with blanks.
 class TokenText {

@@ -42,6 +42,7 @@ struct GenerateFlags {
   std::vector<std::string> dirs, prompt, stop;
   std::optional<std::string> prompts, out, report, tokenizer, kv_dir;
   GenerateMemoryFlags memory;
+  std::string model;
   int64_t seed = 1;
   std::optional<int64_t> tokens, weights;
   SamplingFlags sampling;
@@ -101,7 +102,7 @@ class Generation {
 
   absl::Status Run() {
     RETURN_IF_ERROR(CheckFlags(flags_));
-    ASSIGN_OR_RETURN(model_, OpenTextModel(flags_.dirs, flags_.tokenizer, kGenerateName, err_));
+    ASSIGN_OR_RETURN(model_, OpenTextModel(flags_.dirs, flags_.tokenizer, flags_.model, kGenerateName, err_));
     RETURN_IF_ERROR(CheckWeights());
     ASSIGN_OR_RETURN(sampling_, ResolveSampling(flags_.sampling, model_));
     tokens_ = flags_.tokens.value_or(model_.defaults.max_tokens.value_or(kUsualTokens));
@@ -472,6 +473,10 @@ int RunGenerateWith(const OpenGenerateDevice& open_device, int argc, const char*
   DeclareSampling(app, flags.sampling);
   app.add_option("--seed", flags.seed, "Sampling seed; text i of all prompts' uses seed + i [1]");
   app.add_option("--tokenizer", flags.tokenizer, "A tokenizer.json or its directory [the model's own]");
+  app.add_option(
+      "--model", flags.model,
+      "Directory of the frozen weights of a run with --lora-rank, if it has moved [where the run last "
+      "read them]");
   app.add_option("--report", flags.report, "Write a JSON report of the run: bytes, seconds, tokens/s");
   app.add_flag("--json", flags.json, "Print texts as JSON lines, in the format of --out");
   app.add_flag("--stream", flags.stream, "Print the text while it is generated");
