@@ -99,11 +99,11 @@ absl::StatusOr<std::vector<CheckpointEntry>> ListCheckpoints(const std::string& 
 // there is none. Any other error means that this is not known.
 absl::StatusOr<std::string> FindCheckpoint(const std::string& path);
 
-// Removes what killed runs left in a directory of checkpoints. Nothing else is touched. What is in use or
-// cannot be removed stays; an error means that the directory could not be listed.
+// Removes what killed runs left in a directory of checkpoints. What is in use, or has another file in it than
+// a checkpoint's, or cannot be removed stays; an error means that the directory could not be listed.
 absl::Status RemovePartialCheckpoints(const std::string& parent);
 
-// Removes all but the newest `keep` (0: none is removed). On an error nothing was removed.
+// Removes all but the newest `keep` (0: none), and none with another file in it. On an error it removed none.
 absl::Status KeepNewestCheckpoints(const std::string& parent, uint32_t keep,
                                    std::span<const CheckpointSeen> replaced = {},
                                    const std::string& spare = "");

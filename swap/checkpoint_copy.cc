@@ -218,7 +218,6 @@ absl::Status CheckpointCopy::WriteStore(const std::string& directory) {
   target_options.payload_capacity = std::max<uint64_t>(1, source_.payload.size());
   target_options.uuid = source_.uuid;
   target_options.lock_patience_ms = 0;
-  target_options.overwrite = static_cast<bool>(options_.meet);  // what a killed run left of this rank's part
   target_options.allow_unaligned_file_system = options_.allow_unaligned_file_system;
   ASSIGN_OR_RETURN(std::unique_ptr<Store> target,
                    Store::Create(engine_, target_options, source_.layout, source_.identity));

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <set>
 #include <tuple>
 #include <utility>
@@ -169,25 +170,28 @@ class LockedCheckpoint {
     return taken;
   }
 
-  // kFailedPrecondition: a file or directory lies in it that Remove leaves, which would keep the directory.
-  absl::Status CheckNothingElse() const {
-    ASSIGN_OR_RETURN(const std::vector<std::string> directories, Directories());
+  // kFailedPrecondition: the directory has a file or directory that is not a checkpoint's.
+  static absl::Status CheckNothingElse(const std::string& directory) {
+    ASSIGN_OR_RETURN(const std::vector<std::string> directories, DirectoriesOf(directory));
     const std::set<std::string> own(directories.begin(), directories.end());
     for (const std::string& each : directories) {
       ASSIGN_OR_RETURN(const std::vector<std::string> entries, Entries(each));
       for (const std::string& entry : entries) {
         const std::string path = absl::StrCat(each, "/", entry);
-        if (path == StorePath(each) || GoesWithStore(entry) || own.contains(path)) continue;
-        return absl::FailedPreconditionError(absl::StrCat(
-            path, " is not of the checkpoint that it lies in, which a new run would replace: move it away"));
+        ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(path));
+        const bool file = path == StorePath(each) || GoesWithStore(entry);
+        if (own.contains(path) ? kind == PathKind::kDirectory : file && kind == PathKind::kRegular) continue;
+        return absl::FailedPreconditionError(
+            absl::StrCat(path, " is not of the checkpoint that it lies in: move it away"));
       }
     }
     return absl::OkStatus();
   }
 
-  // Anything else in it stays, and the directory then too. It loses its name first, so that what a kill
-  // leaves of it is no checkpoint.
+  // kFailedPrecondition: something else is in it, and all of it stays. It loses its name first, so that what
+  // a kill leaves of it is no checkpoint.
   absl::Status Remove(const Rest& rest = nullptr) {
+    RETURN_IF_ERROR(CheckNothingElse(directory_));
     const size_t slash = directory_.rfind('/');
     const std::string name = directory_.substr(slash + 1);
     if (uint64_t step = 0; StepOf(name, &step)) {
@@ -200,7 +204,7 @@ class LockedCheckpoint {
       if (!at_its_place) return NotThereAnyMore(path);
       if (::unlink(path.c_str()) != 0) return MakeIoError({.op = "remove", .path = path, .error = errno});
     }
-    ASSIGN_OR_RETURN(const std::vector<std::string> directories, Directories());
+    ASSIGN_OR_RETURN(const std::vector<std::string> directories, DirectoriesOf(directory_));
     for (const std::string& each : directories) {
       ASSIGN_OR_RETURN(const std::vector<std::string> left, Entries(each));
       for (const std::string& entry : left) {
@@ -219,14 +223,15 @@ class LockedCheckpoint {
   explicit LockedCheckpoint(std::string directory) : directory_(std::move(directory)) {}
 
   // Those of the parts, and the checkpoint's own last.
-  absl::StatusOr<std::vector<std::string>> Directories() const {
-    ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory_));
-    if (directories.front() != directory_) directories.push_back(directory_);
+  static absl::StatusOr<std::vector<std::string>> DirectoriesOf(const std::string& directory) {
+    ASSIGN_OR_RETURN(std::vector<std::string> directories, PartsOf(directory));
+    if (directories.front() != directory) directories.push_back(directory);
     return directories;
   }
-  // What is written beside a store.
+  // What is written beside a store; also under the name that a kill leaves it just before it has its own.
   static bool GoesWithStore(const std::string& entry) {
-    return entry == kDescriptionFile || IsClientState(entry);
+    return entry == kDescriptionFile || IsClientState(entry) ||
+           NameInTemporary(entry, ".new") == kDescriptionFile;
   }
 
   std::string directory_;
@@ -324,6 +329,24 @@ absl::StatusOr<std::string> FindCheckpoint(const std::string& path) {
   return all.back().path;
 }
 
+absl::Status CheckOutsideStores(const std::string& directory) {
+  std::error_code error;
+  const std::filesystem::path itself = std::filesystem::weakly_canonical(directory, error);
+  if (error) return MakeIoError({.op = "look at directory", .path = directory, .error = error.value()});
+  for (std::filesystem::path at = itself;; at = at.parent_path()) {
+    uint64_t step = 0;
+    if (at == itself || StepOf(at.filename(), &step)) {
+      ASSIGN_OR_RETURN(const std::string store, StoreIn(at));
+      if (!store.empty()) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            directory, at == itself ? " holds" : " lies in the directory of", " a state or checkpoint (",
+            store, "), to which nothing else is written: give another directory"));
+      }
+    }
+    if (at == at.parent_path()) return absl::OkStatus();
+  }
+}
+
 namespace {
 
 // Whether a directory was renamed, or its entries changed, after a time; false where no time is given.
@@ -362,7 +385,8 @@ absl::Status RemovePartialCheckpoints(const std::string& parent) {
       // A kill between two renames: it has its name again, unless the new one has it.
       const std::string place = absl::StrCat(parent, "/", whole);
       ASSIGN_OR_RETURN(const bool taken, PathExists(place));
-      if (!taken) {
+      ASSIGN_OR_RETURN(const bool whole_one, HoldsStore(path));
+      if (!taken && whole_one) {
         RETURN_IF_ERROR(Rename(path, place));
       } else {
         (void)RemoveStoreDirectory(path, kLeftoverPatienceMs);
@@ -410,7 +434,7 @@ absl::StatusOr<ReplacedCheckpoints> ReplacedCheckpoints::Lock(const std::string&
   ASSIGN_OR_RETURN(const std::vector<CheckpointEntry> all, ListCheckpoints(parent));
   for (const CheckpointEntry& entry : all) {
     ASSIGN_OR_RETURN(LockedCheckpoint taken, LockedCheckpoint::Take(entry.path));
-    RETURN_IF_ERROR(taken.CheckNothingElse());
+    RETURN_IF_ERROR(LockedCheckpoint::CheckNothingElse(entry.path));
     replaced.locked_->all.push_back(std::move(taken));
   }
   return replaced;
@@ -471,7 +495,14 @@ absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& p
     ASSIGN_OR_RETURN(const bool in_the_way, InTheWay(directory));
     if (in_the_way) return absl::AlreadyExistsError(absl::StrCat(directory, " is in the way: move it away"));
   }
-  return PartialCheckpoint(parent, name, rank, lock, replaces);
+  PartialCheckpoint partial(parent, name, rank, lock, replaces);
+  if (rank >= 0) (void)RemoveStoreDirectory(partial.directory_, kLeftoverPatienceMs);
+  // What stays there would be part of this one.
+  ASSIGN_OR_RETURN(const std::vector<std::string> left, Entries(partial.directory_));
+  if (left.empty()) return partial;
+  const std::string path = absl::StrCat(partial.directory_, "/", left.front());
+  partial.HandOver();
+  return absl::AlreadyExistsError(absl::StrCat(path, " is in the way: move it away"));
 }
 
 absl::Status PartialCheckpoint::TakeIn(const std::string& path, const std::string& name) const {
@@ -482,6 +513,7 @@ absl::Status PartialCheckpoint::TakeIn(const std::string& path, const std::strin
 absl::StatusOr<std::string> PartialCheckpoint::TakeNameOf(const std::string& path) const {
   // The old one must not be somebody's who reads it just now.
   ASSIGN_OR_RETURN(const LockedCheckpoint old, LockedCheckpoint::Take(path));
+  RETURN_IF_ERROR(LockedCheckpoint::CheckNothingElse(path));
   if (::renameat2(AT_FDCWD, whole_.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0) return whole_;
   if (errno != EINVAL && errno != ENOSYS)
     return MakeIoError({.op = "rename to", .path = path, .error = errno});
@@ -502,6 +534,7 @@ absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest,
     directory_.clear();  // it went with the directory: what has its name is somebody else's
     return held;
   }
+  RETURN_IF_ERROR(LockedCheckpoint::CheckNothingElse(whole_));
   ASSIGN_OR_RETURN(const bool replaced, IsAmong(replaces_, parent_, name_));
   std::string old;  // what had the name, where it is now
   if (replaced) {

@@ -28,10 +28,11 @@ using Rest = std::function<void(double worked)>;
 // file when destroyed, unless it was published.
 class PartialCheckpoint {
  public:
-  // Makes the parent if it is missing, and, unless other ranks may be writing there as well, removes what
-  // killed runs left. `rank`: whose part of it this is, -1 where there is one. kAlreadyExists: a checkpoint
-  // of this name that is not among `replaces`, as rank 0 finds. `lock`: of the parent, checked before
-  // anything there changes; null: there is none. Both outlive this.
+  // Makes the parent if it is missing, and removes what killed runs left: of all checkpoints, or, where other
+  // ranks may be writing there as well, of this part. `rank`: whose part of it this is, -1 where there is
+  // one. kAlreadyExists: a checkpoint of this name that is not among `replaces`, as rank 0 finds, or a file
+  // that would become part of this one. `lock`: of the parent, checked before anything there changes; null:
+  // there is none. Both outlive this.
   static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, const std::string& name,
                                                   int rank, CheckpointLock* lock = nullptr,
                                                   std::span<const CheckpointSeen> replaces = {});
@@ -45,6 +46,7 @@ class PartialCheckpoint {
   // Rank 0's, when all parts are there: gives the durable, closed store in directory() its name, makes that
   // durable, writes `latest` if that is possible, and removes those that are replaced and all but the newest
   // `keep` of the others (0: none of these), at the pace of `rest`. On an error nothing has been removed.
+  // kFailedPrecondition: it, or the one of this name that it replaces, has a file that is not a checkpoint's.
   // `naming`: CheckpointOptions'; its errors leave the checkpoint under its own name.
   absl::Status Publish(uint32_t keep, const Rest& rest,
                        const std::optional<CheckpointNaming>& naming = std::nullopt);
@@ -66,6 +68,11 @@ class PartialCheckpoint {
   std::string whole_;      // the checkpoint's directory
   std::string directory_;  // the part's; the same where there is one. Empty: published
 };
+
+// kInvalidArgument: `directory`, which need not be there, holds a state or checkpoint, or lies in a
+// checkpoint: what another writes there would be taken for the run's, or keep the checkpoint from being
+// removed.
+absl::Status CheckOutsideStores(const std::string& directory);
 
 // The directories of ranks' parts that are in `directory`, of whatever is in them.
 absl::StatusOr<std::vector<std::string>> RankPartsIn(const std::string& directory);

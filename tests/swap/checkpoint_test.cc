@@ -549,6 +549,82 @@ TEST_F(CheckpointTest, WhatIsNotOursIsNotRemoved) {
   EXPECT_TRUE(fs::exists(checkpoints_.parent + "/.step-00000009.partial/notes.txt"));
 }
 
+// Neither is one moved that has them in it, nor do they become part of another.
+TEST_F(CheckpointTest, OneThatHasSomebodysFilesStaysAndNoOtherTakesThemIn) {
+  Start();
+  const std::string& parent = checkpoints_.parent;
+  checkpoints_.keep = 1;
+  Step(1);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  const std::string first = parent + "/step-00000001";
+  std::ofstream(first + "/config.json") << "mine";
+  // One that is old enough to go.
+  Step(2);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  ExpectCheckpoint(first, 1);
+  EXPECT_TRUE(fs::exists(first + "/config.json"));
+  EXPECT_FALSE(fs::exists(parent + "/.step-00000001.partial"));
+  // One whose name another run's takes.
+  checkpoints_.replaces = *SeeCheckpoints(parent);
+  CheckpointSource source = SourceOfModel();
+  source.step = 1;
+  const absl::Status refused = CheckpointCopy::OfMemory(*engine_, checkpoints_, std::move(source))->Finish();
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr(first + "/config.json is not of the checkpoint"));
+  ExpectCheckpoint(first, 1);
+  EXPECT_TRUE(fs::exists(first + "/config.json"));
+  EXPECT_EQ(Kept().size(), 2u);
+  checkpoints_.replaces.clear();
+  // What lies where the next one is made, beside a store of another run too.
+  const std::string half = parent + "/.step-00000003.partial";
+  fs::create_directories(half);
+  fs::copy_file(StorePath(first), StorePath(half));
+  std::ofstream(half + "/config.json") << "mine";
+  Step(3);
+  const absl::Status in_the_way = WriteCheckpoint(*store_, checkpoints_);
+  EXPECT_TRUE(absl::IsAlreadyExists(in_the_way)) << in_the_way;
+  EXPECT_THAT(std::string(in_the_way.message()), HasSubstr(half + "/config.json is in the way"));
+  EXPECT_TRUE(fs::exists(half + "/config.json") && fs::exists(StorePath(half)));
+  fs::remove(half + "/config.json");
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  EXPECT_EQ(std::distance(fs::directory_iterator(parent + "/step-00000003"), fs::directory_iterator()), 1);
+  // What comes into it while it is made.
+  auto partial = PartialCheckpoint::Create(parent, CheckpointName(4), -1);
+  ASSERT_TRUE(partial.ok()) << partial.status();
+  fs::create_directories(partial->directory());
+  fs::copy_file(StorePath(first), StorePath(partial->directory()));
+  std::ofstream(partial->directory() + "/config.json") << "mine";
+  EXPECT_TRUE(absl::IsFailedPrecondition(partial->Publish(0, nullptr)));
+  EXPECT_FALSE(fs::exists(parent + "/step-00000004"));
+  EXPECT_TRUE(fs::exists(parent + "/.step-00000004.partial/config.json"));
+  // What only has the name of one that a kill has set aside.
+  fs::create_directories(parent + "/.step-00000009.superseded");
+  std::ofstream(parent + "/.step-00000009.superseded/notes.txt") << "mine";
+  ASSERT_TRUE(RemovePartialCheckpoints(parent).ok());
+  EXPECT_TRUE(fs::exists(parent + "/.step-00000009.superseded/notes.txt"));
+}
+
+TEST_F(CheckpointTest, ARanksPartIsItsOwnAlone) {
+  const std::string whole = checkpoints_.parent + "/.step-00000001.partial", part = RankDirectory(whole, 1);
+  const auto create = [&] {
+    auto made = PartialCheckpoint::Create(checkpoints_.parent, CheckpointName(1), 1);
+    if (made.ok()) made->HandOver();
+    return made.status();
+  };
+  // As a killed run leaves it, which had another client_state.
+  fs::create_directories(part);
+  for (const char* name : {"penstock.store", "client_state-1.pt", ".parameters.json.0123456789abcdef.new"})
+    std::ofstream(part + "/" + name).close();
+  EXPECT_TRUE(create().ok());
+  EXPECT_FALSE(fs::exists(part + "/client_state-1.pt"));
+  fs::create_directories(part);
+  std::ofstream(part + "/notes.txt") << "mine";
+  const absl::Status refused = create();
+  EXPECT_TRUE(absl::IsAlreadyExists(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("rank-1/notes.txt is in the way"));
+  EXPECT_TRUE(fs::exists(part + "/notes.txt"));
+}
+
 TEST_F(CheckpointTest, OneThatIsGivenUpLeavesNothing) {
   Start();
   {

@@ -242,7 +242,7 @@ absl::Status CheckPlace(const std::string& parent, int64_t bytes, int rank) {
     trial.nameless = false;
     trial.create = trial.exclusive = true;
     file = aio::File::Open(trial);
-    ::unlink(trial.path.c_str());
+    if (file.ok()) ::unlink(trial.path.c_str());
   }
   if (!file.ok()) {
     return absl::FailedPreconditionError(

@@ -152,6 +152,6 @@ class Saving:
             if self._run.ranks.rank == 0 and there[0] == "y" and not exists(old, follow=False):
                 os.rename(aside, old)
             raise
-        if self._run.ranks.rank == 0:
+        if self._run.ranks.rank == 0 and checkpoint_names.run_of(aside) == self._run.id:  # nobody has put files into it meanwhile
             shutil.rmtree(aside, ignore_errors=True)
         return old
