@@ -10,9 +10,11 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -30,6 +32,7 @@
 #include "base/status_macros.h"
 #include "models/weights/torch_writer.h"
 #include "models/weights/transpose.h"
+#include "swap/checkpoint_files.h"
 #include "swap/write_stream.h"
 #include "zero/config/json_field.h"
 
@@ -91,6 +94,62 @@ absl::Status SyncFile(const std::string& path) {
   return failed == 0 ? absl::OkStatus() : absl::ErrnoToStatus(failed, absl::StrCat(path, ": fsync"));
 }
 
+// Whether WriteUniversal or DeepSpeed's ds_to_universal gives an entry of a checkpoint this name and kind.
+// `depth`: 0 in the tag's directory, 1 in zero/, 2 in a parameter's.
+bool IsOfCheckpoint(int depth, std::string_view name, PathKind kind) {
+  if (kind == PathKind::kDirectory) return depth == 0 ? name == "zero" : depth == 1;
+  if (kind != PathKind::kRegular) return false;
+  if (depth == 0)
+    return name.ends_with("_model_states.pt") &&
+           (name.starts_with("mp_rank_") || name.starts_with("zero_pp_rank_"));
+  if (depth == 1) return name == "optimizer_state.pt";
+  return name == "step.pt" || std::find(std::begin(kFiles), std::end(kFiles), name) != std::end(kFiles);
+}
+
+// The files and directories of a checkpoint, whole or cut short, each directory behind what is in it.
+// kInvalidArgument: something in it is not of a checkpoint.
+absl::Status ListCheckpoint(const std::string& tag, const std::string& directory, int depth,
+                            std::vector<std::string>* paths) {
+  ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory));
+  for (const std::string& name : names) {
+    const std::string path = absl::StrCat(directory, "/", name);
+    ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(path));
+    if (!IsOfCheckpoint(depth, name, kind)) {
+      return absl::InvalidArgumentError(absl::StrCat(tag, " is neither replaced nor removed: ", path,
+                                                     " is not of a universal checkpoint: move it away"));
+    }
+    if (kind == PathKind::kDirectory) {
+      RETURN_IF_ERROR(ListCheckpoint(tag, path, depth + 1, paths));
+    } else {
+      paths->push_back(path);
+    }
+  }
+  paths->push_back(directory);
+  return absl::OkStatus();
+}
+
+// kInvalidArgument: the directory at `tag` has something else than a checkpoint's files. A missing one has
+// not.
+absl::Status CheckOnlyCheckpoint(const std::string& tag, PathKind kind) {
+  if (kind == PathKind::kMissing) return absl::OkStatus();
+  if (kind != PathKind::kDirectory)
+    return absl::InvalidArgumentError(absl::StrCat(tag, " is no universal checkpoint, and is not replaced"));
+  std::vector<std::string> paths;
+  return ListCheckpoint(tag, tag, 0, &paths);
+}
+
+// Removes a checkpoint. Where something else is in it, all of it stays.
+absl::Status RemoveCheckpoint(const std::string& tag) {
+  ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(tag));
+  if (kind == PathKind::kMissing) return absl::OkStatus();
+  std::vector<std::string> paths;
+  RETURN_IF_ERROR(ListCheckpoint(tag, tag, 0, &paths));
+  for (const std::string& path : paths) {
+    if (::remove(path.c_str()) != 0) return MakeIoError({.op = "remove", .path = path, .error = errno});
+  }
+  return absl::OkStatus();
+}
+
 class UniversalWriter {
  public:
   UniversalWriter(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
@@ -106,6 +165,7 @@ class UniversalWriter {
   }
 
   absl::Status Run() {
+    RETURN_IF_ERROR(swap::CheckOutsideStores(options_.directory));
     RETURN_IF_ERROR(Lock());
     RETURN_IF_ERROR(MakeStreams());
     RETURN_IF_ERROR(Clear());
@@ -115,23 +175,23 @@ class UniversalWriter {
     absl::StatusOr<std::string> latest = ReadSmallFile(Latest());
     if (!latest.ok() && !absl::IsNotFound(latest.status())) return latest.status();
     if (latest.ok()) latest_ = *std::move(latest);
-    std::error_code error;
     absl::Status status = WriteTag();
     if (status.ok()) status = Show();
     if (!status.ok()) {
-      std::filesystem::remove_all(tag_, error);  // what was written in vain
+      (void)RemoveCheckpoint(tag_);  // what was written in vain
       return status;
     }
     status = ReplaceFile(Latest(), options_.tag);
     // Its last sync may have failed when it had its name: then the new checkpoint is the one it names.
     if (!status.ok() && ReadSmallFile(Latest()).value_or("") != options_.tag) {
       const absl::Status hidden = Hide();
-      if (hidden.ok()) std::filesystem::remove_all(tag_, error);
+      if (hidden.ok()) (void)RemoveCheckpoint(tag_);
       status.Update(hidden);
       return status;
     }
-    std::filesystem::remove_all(aside_, error);
-    std::filesystem::remove_all(tag_, error);  // the one that had its name
+    // The one that had its name; what stays of it is removed by the next export of this tag.
+    (void)RemoveCheckpoint(aside_);
+    (void)RemoveCheckpoint(tag_);
     return status;
   }
 
@@ -153,11 +213,13 @@ class UniversalWriter {
         absl::StrCat(options_.directory, ": another process is writing a checkpoint there"));
   }
 
-  // What a killed one has left goes, or comes back; what may not be replaced is refused.
+  // What a killed one has left goes, or comes back; what may not be replaced is refused before that.
   absl::Status Clear() {
-    std::error_code error;
     ASSIGN_OR_RETURN(PathKind whole, LinkKindOf(whole_));
     ASSIGN_OR_RETURN(const PathKind aside, LinkKindOf(aside_));
+    ASSIGN_OR_RETURN(const PathKind partial, LinkKindOf(tag_));
+    RETURN_IF_ERROR(CheckOnlyCheckpoint(aside_, aside));
+    RETURN_IF_ERROR(CheckOnlyCheckpoint(tag_, partial));
     if (whole == PathKind::kMissing && aside == PathKind::kDirectory) {
       RETURN_IF_ERROR(Rename(aside_, whole_));
       whole = PathKind::kDirectory;
@@ -170,9 +232,10 @@ class UniversalWriter {
     if (replaces_ && (whole != PathKind::kDirectory || zero != PathKind::kDirectory))
       return absl::InvalidArgumentError(
           absl::StrCat(whole_, " is no universal checkpoint, and is not replaced"));
-    std::filesystem::remove_all(aside_, error);
-    std::filesystem::remove_all(tag_, error);
-    return absl::OkStatus();
+    RETURN_IF_ERROR(CheckOnlyCheckpoint(whole_, whole));
+    RETURN_IF_ERROR(SyncDirectory(options_.directory));  // the name of the one that stays
+    RETURN_IF_ERROR(RemoveCheckpoint(aside_));
+    return RemoveCheckpoint(tag_);
   }
 
   absl::Status WriteTag() {
@@ -205,9 +268,18 @@ class UniversalWriter {
         return moved;
       }
     }
-    absl::Status synced = SyncDirectory(options_.directory);
-    if (!synced.ok()) synced.Update(Hide());
-    return synced;
+    // What somebody has put into the old one while the new one was written stays, and so does the old one.
+    absl::Status status = replaces_ ? CheckOldOne() : absl::OkStatus();
+    if (status.ok()) status = SyncDirectory(options_.directory);
+    if (!status.ok()) status.Update(Hide());
+    return status;
+  }
+  absl::Status CheckOldOne() const {
+    for (const std::string& place : {tag_, aside_}) {
+      ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(place));
+      RETURN_IF_ERROR(CheckOnlyCheckpoint(place, kind));
+    }
+    return absl::OkStatus();
   }
   absl::Status Move() const {
     RETURN_IF_ERROR(SyncDirectory(options_.directory));

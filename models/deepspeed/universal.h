@@ -8,7 +8,9 @@
 //   OUT/latest_universal                      TAG; written last
 //
 // The tag is OUT/.TAG.partial until it is whole and on the drive. One that it replaces is OUT/.TAG.replaced
-// while the names change; where a kill comes just then, the next call brings it back. Needs no LibTorch.
+// while the names change; where a kill comes just then, the next call brings it back. Of these three no more
+// is removed or renamed than files that this function or DeepSpeed's ds_to_universal writes: another file or
+// directory in one of them is refused before anything changes. Needs no LibTorch.
 //
 // Each element is read once, but for matrices that are published transposed and whose values and moments are
 // larger than three eighths of the memory given: those are read once for each strip. The next values are
@@ -52,8 +54,9 @@ using ReadMoments = std::function<absl::Status(int block, int64_t first, int64_t
 nlohmann::json LossScalerOf(const nlohmann::json& ours);
 
 // Of `run`: step, updates, samples, groups (of each its options), lr_scheduler, loss_scaler (null: none),
-// config, client. Errors: kAlreadyExists: the tag is there; kInvalidArgument: it is no universal checkpoint,
-// and is not replaced; kResourceExhausted: disk full; others as the operating system says. A tag that could
+// config, client. Errors: kAlreadyExists: the tag is there; kInvalidArgument: what has its name, or a name
+// that it needs, is not a universal checkpoint alone, and is not replaced, or OUT holds a state or checkpoint
+// (CheckOutsideStores); kResourceExhausted: disk full; others as the operating system says. A tag that could
 // not be finished is removed; one that is whole is not.
 absl::Status WriteUniversal(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
                             const UniversalOptions& options);

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -15,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/atomic_file.h"
 #include "base/small_file.h"
 #include "models/deepspeed/universal.h"
 #include "models/weights/torch_file.h"
@@ -163,6 +165,76 @@ TEST_F(DeepSpeedUniversalTest, KilledAtAnyMomentTheNameOfTheNewestIsOfAWholeOne)
   for (const auto& entry : std::filesystem::directory_iterator(directory_))
     shown += entry.path().filename().string()[0] != '.' ? 1 : 0;
   EXPECT_EQ(shown, 2);
+}
+
+// Whatever a directory is called, it is removed or renamed only where all of it is of a checkpoint.
+TEST_F(DeepSpeedUniversalTest, WhatIsNotOfACheckpointStaysWhereItIs) {
+  namespace fs = std::filesystem;
+  ASSERT_TRUE(WriteUniversal(progress_, layout_, Read, options_).ok());
+  const std::string original = directory_ + "/original";
+  fs::rename(directory_ + "/tag", original);
+  fs::remove(directory_ + "/latest_universal");
+  const auto tree = [&] {
+    std::vector<std::string> found;
+    for (const auto& entry : fs::recursive_directory_iterator(directory_))
+      found.push_back(entry.path().string() + (fs::is_regular_file(entry.symlink_status())
+                                                   ? ":" + std::to_string(fs::file_size(entry.path()))
+                                                   : "/"));
+    std::sort(found.begin(), found.end());
+    return found;
+  };
+  for (const char* name : {"tag", ".tag.partial", ".tag.replaced"}) {
+    const std::string place = directory_ + "/" + name;
+    for (const char* mine : {"notes.txt", "zero/notes.txt", "zero/plain/notes.txt", "runs/notes.txt",
+                             "zero/plain/deeper/fp32.pt", "model.safetensors", "fp32.pt"}) {
+      for (const bool overwrite : {false, true}) {
+        if (!overwrite && name == std::string("tag")) continue;
+        SCOPED_TRACE(place + " " + mine);
+        fs::copy(original, place, fs::copy_options::recursive);
+        fs::create_directories(fs::path(place + "/" + mine).parent_path());
+        ASSERT_TRUE(ReplaceFile(place + "/" + mine, "years").ok());
+        const std::vector<std::string> before = tree();
+        options_.overwrite = overwrite;
+        const absl::Status refused = WriteUniversal(progress_, layout_, Read, options_);
+        EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+        EXPECT_THAT(refused.message(), HasSubstr(place + " is neither replaced nor removed: "));
+        EXPECT_EQ(tree(), before);
+        fs::remove_all(place);
+      }
+    }
+    // Nor is a link, or a file of such a name.
+    fs::create_directory_symlink(original, place);
+    const std::vector<std::string> before = tree();
+    EXPECT_EQ(WriteUniversal(progress_, layout_, Read, options_).code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(tree(), before);
+    fs::remove(place);
+  }
+  // What a killed export leaves goes, and what it has set aside comes back.
+  fs::copy(original, directory_ + "/.tag.partial", fs::copy_options::recursive);
+  fs::remove(directory_ + "/.tag.partial/zero/optimizer_state.pt");
+  fs::rename(original, directory_ + "/.tag.replaced");
+  options_.overwrite = false;
+  EXPECT_TRUE(absl::IsAlreadyExists(WriteUniversal(progress_, layout_, Read, options_)));
+  options_.overwrite = true;
+  EXPECT_TRUE(WriteUniversal(progress_, layout_, Read, options_).ok());
+  ExpectWhole();
+  EXPECT_FALSE(fs::exists(directory_ + "/.tag.partial") || fs::exists(directory_ + "/.tag.replaced"));
+}
+
+// What comes into the old one while the new one is written.
+TEST_F(DeepSpeedUniversalTest, WhatIsPutIntoTheOldOneMeanwhileStays) {
+  ASSERT_TRUE(WriteUniversal(progress_, layout_, Read, options_).ok());
+  const std::string mine = directory_ + "/tag/notes.txt";
+  const auto read = [&](int block, int64_t first, int64_t elements, float* master, float* m, float* v) {
+    if (ReadSmallFile(mine).ok() || ReplaceFile(mine, "years").ok())
+      return Read(block, first, elements, master, m, v);
+    return absl::InternalError("not written");
+  };
+  const absl::Status refused = WriteUniversal(progress_, layout_, read, options_);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << refused;
+  EXPECT_EQ(ReadSmallFile(mine).value_or(""), "years");
+  EXPECT_FALSE(std::filesystem::exists(directory_ + "/.tag.partial"));
+  ExpectWhole();
 }
 
 TEST_F(DeepSpeedUniversalTest, NamesThatAreNoneOrTwosAreRefused) {
