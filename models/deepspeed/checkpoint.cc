@@ -20,6 +20,7 @@
 #include "base/small_file.h"
 #include "base/status_macros.h"
 #include "models/weights/stored_type.h"
+#include "swap/checkpoint.h"
 
 namespace penstock::models {
 namespace {
@@ -337,10 +338,18 @@ absl::StatusOr<bool> IsDeepSpeedCheckpoint(const std::string& path) {
   RETURN_IF_ERROR(tag.status());
   ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(*tag));
   for (const std::string& name : names) {
-    if (absl::EndsWith(name, kModelEnding) || absl::EndsWith(name, kOptimizerEnding)) return true;
-    if (name != "zero") continue;
-    ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(absl::StrCat(*tag, "/", name)));
-    if (kind == PathKind::kDirectory) return true;
+    bool theirs = absl::EndsWith(name, kModelEnding) || absl::EndsWith(name, kOptimizerEnding);
+    if (name == "zero") {
+      ASSIGN_OR_RETURN(const PathKind kind, LinkKindOf(absl::StrCat(*tag, "/", name)));
+      theirs = kind == PathKind::kDirectory;
+    }
+    if (!theirs) continue;
+    const absl::StatusOr<std::string> ours = swap::FindCheckpoint(path);
+    if (!ours.ok() && !absl::IsNotFound(ours.status())) return ours.status();
+    if (!ours.ok() || *ours != path) return true;
+    return absl::InvalidArgumentError(absl::StrCat(
+        path, ": which of two is meant: the checkpoint of DeepSpeed's, ", *tag,
+        ", or the state or checkpoint of Penstock's beside it? Move one of them to a directory of its own"));
   }
   return false;
 }

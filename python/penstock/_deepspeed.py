@@ -390,6 +390,7 @@ class DeepSpeedEngine(nn.Module):
         """The model's weights as torch.save writes them, by the first rank. All ranks call it. OSError: it cannot be written."""
         state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         if self.global_rank == 0:
+            _core.check_outside_stores(os.fspath(save_dir))
             make_directory(save_dir, "save_dir")
             path = os.path.join(save_dir, save_filename)
             with whole_file(path) as file:

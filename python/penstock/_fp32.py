@@ -278,6 +278,7 @@ def write_weights(
     out, ending = os.fspath(output), ".safetensors" if safe_serialization else ".bin"
     # Older ones of DeepSpeed's, and Lightning's, give a file.
     one_file = os.path.splitext(out)[1] in (".safetensors", ".bin", ".pt", ".pth", ".ckpt") and not is_directory(out)
+    _core.check_outside_stores((os.path.dirname(out) or ".") if one_file else out)
     shards = _shards(weights, names, None if one_file else most)
     base = "model" if safe_serialization else "pytorch_model"
     if one_file:
@@ -330,7 +331,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """DeepSpeed's: writes the fp32 weights of a checkpoint as ``pytorch_model.bin``, or with safe_serialization ``model.safetensors``.
 
     checkpoint_dir, tag: as for ``get_fp32_state_dict_from_zero_checkpoint``. output_dir: a directory, made where it is missing; or a file
-    (``.bin``, ``.pt``, ``.safetensors``). max_shard_size: larger ones become several files and an index; None: one file. All of
+    (``.bin``, ``.pt``, ``.safetensors``); not within a state or checkpoint of Penstock's. max_shard_size: larger ones become several files and an index; None: one file. All of
     them appear together or not at all. Memory: a shard; with safe_serialization the largest parameter. A tied parameter is there under all of its names.
     """
     write_weights(checkpoint_dir, output_dir, max_shard_size, truth(safe_serialization, "safe_serialization"), tag, exclude_frozen_parameters)

@@ -21,6 +21,7 @@
 #include "gil.h"
 #include "models/deepspeed/checkpoint.h"
 #include "owned.h"
+#include "swap/checkpoint_files.h"
 #include "swap/safetensors.h"
 #include "swap/store.h"
 #include "tools/state/state_reader.h"
@@ -238,6 +239,14 @@ void BindState(nb::module_& module) {
       .def("read", &PyDeepSpeedMasters::Read, nb::arg("number"), nb::arg("address"))
       .def("check", &PyDeepSpeedMasters::Check,
            "Checks the checksums of all of which something was read; raises where they do not match.");
+  module.def(
+      "check_outside_stores",
+      [](const std::string& directory) {
+        RaiseUnlessOk(swap::CheckOutsideStores(directory), {.path = directory});
+      },
+      nb::arg("directory"),
+      "ValueError: the directory, which need not be there, holds a state or checkpoint, or lies in a "
+      "checkpoint.");
 }
 
 }  // namespace penstock::python

@@ -272,6 +272,28 @@ def test_a_checkpoint_is_not_written_over(tmp_path):
     assert len(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "kept")) > 1
 
 
+def test_no_weights_go_into_a_state_or_a_checkpoint(tmp_path):
+    def files():
+        return sorted(str(path) for path in tmp_path.rglob("*"))
+
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        kept = engine.save_checkpoint(tmp_path / "kept", "best", wait=True)
+        before = files()
+        for place in (tmp_path / "run", kept, tmp_path / "kept" / "best"):
+            with pytest.raises(ValueError, match="a state or checkpoint .*give another directory"):
+                engine.export_checkpoint(place)
+    for place in (tmp_path / "run", kept, tmp_path / "kept" / "best", os.path.join(kept, "below", "it")):
+        for out in (place, os.path.join(place, "weights.bin")):
+            for safe in (False, True):
+                with pytest.raises(ValueError, match="a state or checkpoint .*give another directory"):
+                    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", out, safe_serialization=safe)
+    assert files() == before
+    # As DeepSpeed's users write them, beside the checkpoints.
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "kept", tmp_path / "kept")
+    assert (tmp_path / "kept" / "pytorch_model.bin").exists()
+
+
 def test_a_buffer_that_safetensors_does_not_have(tmp_path):
     model = net()
     model.register_buffer("turns", torch.ones(2, dtype=torch.complex64))

@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <string_view>
 
 #include "absl/strings/match.h"
@@ -172,6 +174,70 @@ TEST_F(GenerateCliTest, NoOutputTakesThePlaceOfAModelsOrAStatesFile) {
   }
   EXPECT_EQ(Run({"export", state, state + "/penstock.store", "--overwrite"}).code, 2);
   EXPECT_EQ(Run({"verify", state}).code, 0);
+}
+
+// Weights beside a state are soon older than it, and would be read in its place.
+TEST_F(GenerateCliTest, NoModelIsWrittenWhereAStateOrCheckpointIsRead) {
+  namespace fs = std::filesystem;
+  const std::string state = dir_ + "/state", kept = dir_ + "/kept", memory = dir_ + "/memory";
+  const Arguments train = {"train",   "--model", "gpt-tiny", "--data",  text_, "--seq",     "16",
+                           "--batch", "1",       "--quiet",  "--steps", "1",   "--threads", "1"};
+  ASSERT_EQ(
+      Run(train + Arguments{"--state-dir", state, "--checkpoint-dir", kept, "--checkpoint-every", "1"}).code,
+      0);
+  ASSERT_EQ(Run(train + Arguments{"--state-dir", memory, "--offload", "cpu"}).code, 0);
+  const std::string step = "/step-00000001";
+  const auto tree = [&] {
+    std::set<std::string> found;
+    for (const auto& entry : fs::recursive_directory_iterator(dir_)) {
+      const std::string path = entry.path();
+      if (!absl::StrContains(path, "/program.")) found.insert(path);  // what the programs have printed
+    }
+    return found;
+  };
+  ASSERT_TRUE(fs::exists(kept + step));
+  fs::create_directory_symlink(kept + step, dir_ + "/best");
+  Model();
+  const std::set<std::string> before = tree();
+  for (const std::string& place :
+       {state, kept, kept + step, dir_ + "/best", memory, memory + "/checkpoints"}) {
+    SCOPED_TRACE(place);
+    const Ran ran = Run({"export", state, place});
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("give another directory"));
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  }
+  for (const Arguments& other : {Arguments{"export", state, state + "/model.safetensors"},
+                                 Arguments{"export", state, kept + step + "/weights.safetensors"},
+                                 Arguments{"export-checkpoint", state, state},
+                                 Arguments{"export-checkpoint", state, kept + step + "/below"},
+                                 Arguments{"pack", Model(), kept + step + "/packed"}}) {
+    const Ran ran = Run(other);
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("give another directory"));
+  }
+  EXPECT_EQ(tree(), before);
+  // Where somebody has brought both together, neither is read for the other.
+  const auto expect_asked = [&](const std::string& place) {
+    for (const char* name : {"config.json", "model.safetensors"})
+      fs::copy_file(Model() + "/" + name, place + "/" + name);
+    for (const Arguments& reads :
+         {Arguments{"generate", place, "--prompt", "a"}, Arguments{"plan", "--generate", place}}) {
+      const Ran ran = Run(reads);
+      EXPECT_EQ(ran.code, 2) << ran.err;
+      EXPECT_THAT(ran.err, HasSubstr(place + ": which of two is meant"));
+    }
+    EXPECT_THAT(Run({"inspect", place}).out, HasSubstr("step"));
+    for (const char* name : {"config.json", "model.safetensors"}) fs::remove(place + "/" + name);
+  };
+  for (const std::string& place : {state, kept, kept + step, memory}) expect_asked(place);
+  // A checkpoint of DeepSpeed's beside a state of ours likewise.
+  ASSERT_EQ(Run({"export-checkpoint", state, dir_ + "/universal", "--tag", "tag"}).code, 0);
+  fs::copy(dir_ + "/universal", state, fs::copy_options::recursive);
+  const Ran both = Run({"export", state, dir_ + "/out.safetensors"});
+  EXPECT_EQ(both.code, 2) << both.err;
+  EXPECT_THAT(both.err, HasSubstr(state + ": which of two is meant"));
+  EXPECT_EQ(Run({"export", state, dir_ + "/out.safetensors", "--tag", "tag"}).code, 0);
 }
 
 TEST_F(GenerateCliTest, TextEndsAtItsLengthOrAtAStopWord) {

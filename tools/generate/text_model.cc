@@ -49,6 +49,17 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
   return absl::OkStatus();
 }
 
+// kInvalidArgument: a directory with a config.json is a state or checkpoint too, or stands for one.
+absl::Status CheckOneOfTwo(const std::string& directory) {
+  const absl::StatusOr<std::vector<std::string>> run = ResolveStateDirs({directory});
+  if (absl::IsNotFound(run.status())) return absl::OkStatus();
+  RETURN_IF_ERROR(run.status());
+  return absl::InvalidArgumentError(absl::StrCat(
+      directory, ": which of two is meant: the model of its config.json, or the state or checkpoint ",
+      run->front(),
+      "? Move config.json and the weights to a directory of their own, and name the one or the other"));
+}
+
 // Where the frozen weights of a run's record lie: at `base` or, if that is empty, where they were last.
 absl::StatusOr<std::string> FindBase(const nlohmann::json& record, const std::string& base) {
   ASSIGN_OR_RETURN(const nlohmann::json found, CompareBase(record, base, BaseCheck::kTimes, /*quiet=*/false));
@@ -152,6 +163,7 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
   if (published) {
     ASSIGN_OR_RETURN(published, PathExists(first + "/config.json"));
   }
+  if (published) RETURN_IF_ERROR(CheckOneOfTwo(first));
   if (published && !models::HasWeights(first)) {
     return absl::InvalidArgumentError(
         absl::StrCat(first, ": a config.json without weights: ", models::WhyNoWeights(first)));

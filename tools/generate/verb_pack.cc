@@ -230,6 +230,7 @@ absl::Status Pack(PackFlags flags, std::ostream& out, std::ostream& err) {
   const models::ModelLayout layout = model->Layout();
   ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
                    models::WeightImport::Open(flags.from, layout, "weights"));
+  RETURN_IF_ERROR(CheckNoRunAt(flags.out, /*into_directory=*/true));
   ASSIGN_OR_RETURN(const bool replace, CheckOut(flags));
   options.vocabulary = model->vocabulary();
   options.whole = models::RoutersOf(*model);

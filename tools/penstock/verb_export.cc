@@ -317,6 +317,7 @@ absl::Status Run(const ExportFlags& flags, std::ostream& out, std::ostream& err)
   const models::ModelLayout& layout = source.what.written;
   ASSIGN_OR_RETURN(const bool has_directory, IsDirectory(flags.out));
   const bool into_directory = source.what.adapters_alone || has_directory;
+  RETURN_IF_ERROR(CheckNoRunAt(flags.out, into_directory));
   const nlohmann::ordered_json config = ConfigFor(flags, source);
   models::ExportOptions options = OptionsFor(flags, source, max_shard.value_or(0), into_directory, config);
   ASSIGN_OR_RETURN(const LoraBase base, BaseToMerge(flags, source, into_directory));

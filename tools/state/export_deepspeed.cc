@@ -42,6 +42,7 @@ absl::Status ExportDeepSpeed(const DeepSpeedExport& wish, std::ostream& out, std
   models::DeepSpeedWeightsOptions options;
   ASSIGN_OR_RETURN(const bool into_directory, IsDirectory(wish.out));
   options.path = into_directory ? wish.out + "/model.safetensors" : wish.out;
+  RETURN_IF_ERROR(CheckNoRunAt(wish.out, into_directory));
   std::vector<std::string> inputs;
   RETURN_IF_ERROR(AddFilesOf(checkpoint->directory(), &inputs));
   RETURN_IF_ERROR(CheckIsNoInput("the output", options.path, inputs));

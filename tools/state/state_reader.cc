@@ -8,10 +8,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/directory.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "models/deepspeed/checkpoint.h"
 #include "swap/checkpoint.h"
+#include "swap/checkpoint_files.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
 #include "zero/memory/host_memory.h"
@@ -63,6 +65,17 @@ absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std:
   return absl::NotFoundError(absl::StrCat(
       arguments.front(), ": neither a state directory nor a checkpoint, nor a directory of them: no ",
       std::string(swap::kStoreFileName), " there"));
+}
+
+absl::Status CheckNoRunAt(const std::string& out, bool into_directory) {
+  RETURN_IF_ERROR(swap::CheckOutsideStores(into_directory ? out : DirectoryOf(out)));
+  if (!into_directory) return absl::OkStatus();
+  const absl::StatusOr<std::vector<std::string>> run = ResolveStateDirs({out});
+  if (absl::IsNotFound(run.status())) return absl::OkStatus();
+  RETURN_IF_ERROR(run.status());
+  return absl::InvalidArgumentError(
+      absl::StrCat(out, " stands for the checkpoint ", run->front(),
+                   ", in whose place a model beside it would be read: give another directory"));
 }
 
 absl::StatusOr<FoundState> FindState(const std::vector<std::string>& arguments) {

@@ -30,6 +30,11 @@ inline constexpr const char* kCheckpointsBeside = "checkpoints";
 // a drive, by its state directory. kNotFound: no run there.
 absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std::string>& arguments);
 
+// kInvalidArgument: weights are to be written to `out` where they would be taken for a state or checkpoint,
+// or that for them: `out`, a file or, with `into_directory`, a directory that also gets a config.json, is
+// within a state or checkpoint, or is a directory that ResolveStateDirs takes.
+absl::Status CheckNoRunAt(const std::string& out, bool into_directory);
+
 // The same, as the parts that its ranks keep: one, unless there are several.
 struct FoundState {
   zero::ShardDirectories parts;

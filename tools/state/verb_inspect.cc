@@ -208,7 +208,7 @@ std::string Text(const std::vector<Part>& parts) {
 
 absl::Status Inspect(const std::vector<std::string>& flags, bool json, std::ostream& out) {
   absl::StatusOr<FoundState> found = FindState(flags);
-  if (!found.ok() && flags.size() == 1) {
+  if (absl::IsNotFound(found.status()) && flags.size() == 1) {
     ASSIGN_OR_RETURN(const bool weights, HoldsWeights(flags.front()));
     if (weights) return InspectWeights(flags.front(), json, out);
   }
