@@ -219,9 +219,9 @@ using HeldFiles = std::vector<std::unique_ptr<aio::File>>;
 
 class Store {
  public:
-  // Makes the files, reserves all their space and writes the superblocks. Nothing is committed yet: every
-  // tile must be written once, then Commit makes the store a run that can be recovered. On an error, whatever
-  // was created is removed again. kAlreadyExists: a store file is there and options.overwrite is not set.
+  // Makes the files, with all their space and superblocks. Every tile must be written once, then Commit makes
+  // the store a run. An error removes what was created. With options.overwrite old files go when the new ones
+  // are durable; without room for both, first. kAlreadyExists: a store file is there, and it is not set.
   static absl::StatusOr<std::unique_ptr<Store>> Create(aio::Engine& engine, const StoreOptions& options,
                                                        const Layout& layout, const std::string& identity);
   // Locks and recovers the newest valid commit. With `sync: power` it is durable when this returns, whatever

@@ -1,4 +1,6 @@
 // How a store comes to be: Create, Open, and what disk space it takes.
+#include <fcntl.h>
+#include <stdio.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -85,10 +87,17 @@ absl::StatusOr<std::string> ExistingAncestor(std::string path) {
   return ".";
 }
 
+// Of a store file that is made beside the one that it replaces.
+std::string NextPath(const std::string& directory) {
+  return absl::StrCat(directory, "/.", std::string(kStoreFileName), ".next");
+}
+
 absl::StatusOr<std::unique_ptr<aio::File>> OpenFile(aio::Engine& engine, const StoreOptions& options,
-                                                    const std::string& path, bool create) {
+                                                    const std::string& path, bool create,
+                                                    int descriptor = -1) {
   aio::FileOptions file_options;
   file_options.path = path;
+  file_options.descriptor = descriptor;
   file_options.create = create;
   file_options.exclusive = create;
   file_options.read_only = !create && options.read_only;
@@ -100,6 +109,18 @@ absl::StatusOr<std::unique_ptr<aio::File>> OpenFile(aio::Engine& engine, const S
         absl::StrCat(path, ": the device wants transfers aligned to ", file->alignment().offset,
                      " bytes, the store's are aligned to ", kSectorBytes, "; use another device"));
   }
+  return file;
+}
+
+// A new one, which errors call by the name that it is to take.
+absl::StatusOr<std::unique_ptr<aio::File>> OpenNext(aio::Engine& engine, const StoreOptions& options,
+                                                    const std::string& directory) {
+  const std::string path = NextPath(directory);
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+  if (fd < 0) return MakeIoError({.op = "open", .path = path, .error = errno});
+  auto file = OpenFile(engine, options, StorePath(directory), /*create=*/false, fd);
+  ::close(fd);
+  if (!file.ok()) (void)::unlink(path.c_str());
   return file;
 }
 
@@ -161,8 +182,8 @@ absl::Status CheckSeenIn(const PlainFile& file, std::span<const CommitSeen> seen
       newest->step, ", which is not overwritten: start this one again, or move it away"));
 }
 
-// Removes the store files of an old run: only what is ours, and only if nobody uses any of them.
-absl::Status RemoveOldFiles(const StoreOptions& options) {
+// The store files of an old run, which is replaced: only what is ours, and only if nobody uses any of them.
+absl::StatusOr<std::vector<PlainFile>> TakeOldFiles(const StoreOptions& options) {
   // Before the lock is waited for: what another run commits meanwhile is not overwritten.
   const std::vector<CommitSeen> seen =
       options.overwrites_only.has_value() ? *options.overwrites_only : SeeCommits(options.directories);
@@ -176,19 +197,35 @@ absl::Status RemoveOldFiles(const StoreOptions& options) {
     ASSIGN_OR_RETURN(const PlainFile now, PlainFile::Open(file.path()));
     RETURN_IF_ERROR(CheckSeenIn(now, seen));
   }
-  // Emptied first, the one with the commit records before the others: whoever is killed in the midst of this
-  // leaves what is recognised as a run that never was, not as one that lost a directory.
-  std::stable_partition(old.begin(), old.end(), [](const PlainFile& file) {
+  return old;
+}
+
+absl::Status CheckAtTheirPlaces(const std::vector<PlainFile>& files) {
+  for (const PlainFile& file : files) {
+    ASSIGN_OR_RETURN(const bool at_its_place, file.IsAt(file.path()));
+    if (!at_its_place) return Replaced(file.path());
+  }
+  return absl::OkStatus();
+}
+
+// The one with the commit records before the others: whoever is killed in the midst of this leaves what is
+// recognised as a run that never was, not as one that lost a directory.
+absl::Status EmptyOldFiles(std::vector<PlainFile>* old) {
+  std::stable_partition(old->begin(), old->end(), [](const PlainFile& file) {
     const auto headers = file.Read(0, 2 * kSectorBytes);
     return headers.ok() && DirectoryFromHeaders(*headers) == 0u;
   });
-  for (const PlainFile& file : old) {
-    ASSIGN_OR_RETURN(const bool at_its_place, file.IsAt(file.path()));
-    if (!at_its_place) return Replaced(file.path());
+  RETURN_IF_ERROR(CheckAtTheirPlaces(*old));
+  for (const PlainFile& file : *old) {
     if (file.names() > 1) continue;  // somebody keeps it under another name
     RETURN_IF_ERROR(file.Cut(0));
   }
-  for (const PlainFile& file : old) {
+  return absl::OkStatus();
+}
+
+absl::Status RemoveOldFiles(const StoreOptions& options, std::vector<PlainFile>* old) {
+  RETURN_IF_ERROR(EmptyOldFiles(old));
+  for (const PlainFile& file : *old) {
     ASSIGN_OR_RETURN(const bool at_its_place, file.IsAt(file.path()));
     if (!at_its_place) return Replaced(file.path());
     if (::unlink(file.path().c_str()) != 0)
@@ -199,6 +236,21 @@ absl::Status RemoveOldFiles(const StoreOptions& options) {
       return synced;
   }
   return absl::OkStatus();
+}
+
+// What a kill has left of one, or of the one that it replaced. By who has the directory's store locked.
+absl::Status RemoveLeftover(const std::string& directory, int patience_ms) {
+  ASSIGN_OR_RETURN(const auto left, TakeOldFile(NextPath(directory), patience_ms));
+  if (!left.has_value() || ::unlink(left->path().c_str()) == 0) return absl::OkStatus();
+  return MakeIoError({.op = "remove", .path = left->path(), .error = errno});
+}
+
+// Whether the new files can be made while the old ones are there.
+absl::StatusOr<bool> HasRoomForBoth(StoreOptions options, const Layout& layout, std::string_view identity) {
+  options.overwrite = false;
+  const absl::Status fits = CheckSpace(options, layout, identity);
+  if (!fits.ok() && !absl::IsResourceExhausted(fits)) return fits;
+  return fits.ok();
 }
 
 // Undoes a creation that failed, unless told that it worked. The files are locked until then, so that what
@@ -219,7 +271,7 @@ class CreatedFiles {
     // Only those that are empty go.
     for (auto made = directories_.rbegin(); made != directories_.rend(); ++made) (void)::rmdir(made->c_str());
   }
-  void Add(std::string path) { paths_.push_back(std::move(path)); }
+  std::vector<std::string>* paths() { return &paths_; }
   std::vector<std::string>* directories() { return &directories_; }
   void Keep() {
     paths_.clear();
@@ -231,6 +283,110 @@ class CreatedFiles {
   std::vector<std::string> paths_;
   std::vector<std::string> directories_;  // made for them, in order
 };
+
+// The new files take the names of the old ones, all of which are locked. Where one directory has all, an
+// error leaves the old file as it was.
+absl::Status TakePlaces(const StoreOptions& options, std::vector<PlainFile>* old, CreatedFiles* next_files) {
+  RETURN_IF_ERROR(CheckAtTheirPlaces(*old));
+  if (options.directories.size() == 1) {
+    const std::string& directory = options.directories.front();
+    const std::string next = NextPath(directory), path = StorePath(directory);
+    const auto exchange = [&] {
+      return ::renameat2(AT_FDCWD, next.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0;
+    };
+    if (exchange()) {
+      if (absl::Status synced = SyncDirectory(directory); !synced.ok()) {
+        if (!exchange()) next_files->Keep();  // then the old one has the name that would be removed
+        return synced;
+      }
+      (void)::unlink(next.c_str());  // else RemoveLeftover
+      return absl::OkStatus();
+    }
+    if (errno != EINVAL && errno != ENOSYS)
+      return MakeIoError({.op = "rename to", .path = path, .error = errno});
+  }
+  RETURN_IF_ERROR(EmptyOldFiles(old));
+  // Directory 0 last, as its superblock is written.
+  for (size_t d = options.directories.size(); d-- > 0;) {
+    const std::string path = StorePath(options.directories[d]);
+    const bool replaces =
+        std::any_of(old->begin(), old->end(), [&](const PlainFile& file) { return file.path() == path; });
+    if (!replaces) {
+      ASSIGN_OR_RETURN(const bool there, PathExists(path));
+      if (there) return Replaced(path);
+    }
+    RETURN_IF_ERROR(Rename(NextPath(options.directories[d]), path));
+  }
+  for (const std::string& directory : options.directories) RETURN_IF_ERROR(SyncDirectory(directory));
+  return absl::OkStatus();
+}
+
+// Makes the files of a store, whole and durable, at their places or beside them, where they have NextPath.
+// `made` gets their paths.
+absl::Status MakeFiles(aio::Engine& engine, const StoreOptions& options, const Geometry& geometry,
+                       const StoreShape& shape, bool beside, const std::function<void(CrashPoint)>& at,
+                       HeldFiles* files, std::vector<std::string>* made) {
+  const bool on_disk = engine.options().sim == nullptr;
+  for (uint32_t d = 0; d < geometry.directories(); ++d) {
+    const std::string& directory = options.directories[d];
+    const std::string path = beside ? NextPath(directory) : StorePath(directory);
+    auto file =
+        beside ? OpenNext(engine, options, directory) : OpenFile(engine, options, path, /*create=*/true);
+    if (absl::IsAlreadyExists(file.status())) {
+      if (options.overwrite) return Replaced(path);
+      return absl::AlreadyExistsError(absl::StrCat(path,
+                                                   " is there already: resume that run (`resume`), replace "
+                                                   "it (`overwrite`), or use another directory"));
+    }
+    RETURN_IF_ERROR(file.status());
+    files->push_back(*std::move(file));
+    // Nobody uses it, but somebody may just look at it (Probe). Another run that is started with `overwrite`
+    // may take it for what a killed one left: then it is theirs.
+    const int patience_ms = std::max(options.lock_patience_ms, kCreationPatienceMs);
+    RETURN_IF_ERROR(files->back()->Lock(patience_ms));
+    if (on_disk) {
+      ASSIGN_OR_RETURN(const bool at_its_place, IsFileAt(files->back()->fd(), path));
+      if (!at_its_place) return Replaced(path);
+    }
+    made->push_back(path);
+    at(CrashPoint::kCreateFile);
+  }
+  for (uint32_t d = 0; d < geometry.directories(); ++d) {
+    RETURN_IF_ERROR((*files)[d]->Preallocate(geometry.file_bytes(d)));
+    at(CrashPoint::kCreateReserved);
+  }
+  // Directory 0 comes last: where it has a superblock, all have.
+  for (uint32_t d = geometry.directories(); d-- > 0;) {
+    const std::vector<std::byte> bytes = EncodeSuperblock(shape, d);
+    AlignedBuffer aligned(bytes.size());
+    std::copy(bytes.begin(), bytes.end(), aligned.data());
+    aio::File& file = *(*files)[d];
+    // Bodies, header copy 1, header copy 0, each durable before the next: cut short anywhere, it is known as
+    // that, and headers that are zero before a run's records are damage. Of long bodies what tells them from
+    // a run comes first.
+    const uint64_t begin = std::min<uint64_t>(bytes.size(), kBeginOfFile);
+    for (const auto& [from, to] : {std::pair{2 * kSectorBytes, begin},
+                                   {begin, uint64_t{bytes.size()}},
+                                   {kSectorBytes, 2 * kSectorBytes},
+                                   {uint64_t{0}, kSectorBytes}}) {
+      if (from == to) continue;
+      RETURN_IF_ERROR(WriteFully(engine, file, from, aligned.span().subspan(from, to - from)));
+      at(CrashPoint::kCreateSuperblock);
+      RETURN_IF_ERROR(file.SyncData());
+    }
+    // A drive that lost it without a word would have everything after it taken for a run that never was.
+    AlignedBuffer back(bytes.size());
+    std::fill_n(back.data(), bytes.size(), std::byte{0xff});
+    RETURN_IF_ERROR(ReadFully(engine, file, 0, back.span()));
+    if (!std::equal(bytes.begin(), bytes.end(), back.data())) {
+      return absl::DataLossError(absl::StrCat(file.path(), ": offset 0, ", bytes.size(),
+                                              " bytes: what came back is not what was written just before: "
+                                              "mistrust the drive"));
+    }
+    if (on_disk) RETURN_IF_ERROR(aio::SyncDirectory(options.directories[d]));
+  }
+  return absl::OkStatus();
+}
 
 }  // namespace
 
@@ -289,11 +445,13 @@ absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::
     device.need += bytes[d] + (d < besides.size() ? besides[d] : 0);
     absl::StrAppend(&device.directories, device.directories.empty() ? "" : ", ", options.directories[d]);
     if (!options.overwrite) continue;
-    const auto old = PlainFile::Open(StorePath(options.directories[d]));
-    if (absl::IsNotFound(old.status())) continue;
-    RETURN_IF_ERROR(old.status());
-    ASSIGN_OR_RETURN(const FileKind kind, old->Classify());
-    if (kind != FileKind::kForeign) device.free += old->allocated_bytes();
+    for (const std::string& path : {StorePath(options.directories[d]), NextPath(options.directories[d])}) {
+      const auto old = PlainFile::Open(path);
+      if (absl::IsNotFound(old.status())) continue;
+      RETURN_IF_ERROR(old.status());
+      ASSIGN_OR_RETURN(const FileKind kind, old->Classify());
+      if (kind != FileKind::kForeign) device.free += old->allocated_bytes();
+    }
   }
   for (const auto& [id, device] : devices) {
     if (device.need <= device.free) continue;
@@ -359,69 +517,40 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     RETURN_IF_ERROR(CheckSpace(options, layout, identity));
   }
   store.reset(new Store(engine, options, std::move(shape), std::move(geometry)));
+  const auto make = [&](bool beside, std::vector<std::string>* made) {
+    return MakeFiles(
+        engine, options, store->geometry_, store->shape_, beside, [&](CrashPoint stage) { store->At(stage); },
+        &store->files_, made);
+  };
+  std::vector<PlainFile> old;  // of the run that is replaced, locked
+  bool beside = false;         // it stays until the new files are durable
   if (on_disk && options.overwrite) {
-    RETURN_IF_ERROR(RemoveOldFiles(options));
+    ASSIGN_OR_RETURN(old, TakeOldFiles(options));
+    if (!old.empty()) {
+      for (const std::string& directory : options.directories)
+        RETURN_IF_ERROR(RemoveLeftover(directory, options.lock_patience_ms));
+      ASSIGN_OR_RETURN(beside, HasRoomForBoth(options, layout, identity));
+    }
+  }
+  if (beside) {
+    absl::Status made;
+    {
+      CreatedFiles next(nullptr);
+      made = make(/*beside=*/true, next.paths());
+      if (made.ok()) made = TakePlaces(options, &old, &next);
+      if (made.ok()) next.Keep();
+    }
+    if (absl::IsResourceExhausted(made)) {  // the room may be gone meanwhile, to another rank for one
+      store->files_.clear();
+      ASSIGN_OR_RETURN(beside, HasRoomForBoth(options, layout, identity));
+    }
+    if (beside) RETURN_IF_ERROR(made);
+  }
+  if (on_disk && options.overwrite) {
+    if (!beside) RETURN_IF_ERROR(RemoveOldFiles(options, &old));
     store->At(CrashPoint::kOverwriteRemoved);
   }
-
-  for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
-    const std::string path = StorePath(options.directories[d]);
-    auto file = OpenFile(engine, options, path, /*create=*/true);
-    if (absl::IsAlreadyExists(file.status())) {
-      if (options.overwrite) return Replaced(path);
-      return absl::AlreadyExistsError(absl::StrCat(path,
-                                                   " is there already: resume that run (`resume`), replace "
-                                                   "it (`overwrite`), or use another directory"));
-    }
-    RETURN_IF_ERROR(file.status());
-    store->files_.push_back(*std::move(file));
-    // Nobody uses it, but somebody may just look at it (Probe). Another run that is started with `overwrite`
-    // may take it for what a killed one left: then it is theirs.
-    const int patience_ms = std::max(options.lock_patience_ms, kCreationPatienceMs);
-    RETURN_IF_ERROR(store->files_.back()->Lock(patience_ms));
-    if (on_disk) {
-      ASSIGN_OR_RETURN(const bool at_its_place, IsFileAt(store->files_.back()->fd(), path));
-      if (!at_its_place) return Replaced(path);
-    }
-    created.Add(path);
-    store->At(CrashPoint::kCreateFile);
-  }
-  for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
-    aio::File& file = *store->files_[d];
-    RETURN_IF_ERROR(file.Preallocate(store->geometry_.file_bytes(d)));
-    store->At(CrashPoint::kCreateReserved);
-  }
-  // Directory 0 comes last: where it has a superblock, all have.
-  for (uint32_t d = store->geometry_.directories(); d-- > 0;) {
-    const std::vector<std::byte> bytes = EncodeSuperblock(store->shape_, d);
-    AlignedBuffer aligned(bytes.size());
-    std::copy(bytes.begin(), bytes.end(), aligned.data());
-    aio::File& file = *store->files_[d];
-    // Bodies, header copy 1, header copy 0, each durable before the next: cut short anywhere, it is known as
-    // that, and headers that are zero before a run's records are damage. Of long bodies what tells them from
-    // a run comes first.
-    const uint64_t begin = std::min<uint64_t>(bytes.size(), kBeginOfFile);
-    for (const auto& [from, to] : {std::pair{2 * kSectorBytes, begin},
-                                   {begin, uint64_t{bytes.size()}},
-                                   {kSectorBytes, 2 * kSectorBytes},
-                                   {uint64_t{0}, kSectorBytes}}) {
-      if (from == to) continue;
-      RETURN_IF_ERROR(WriteFully(engine, file, from, aligned.span().subspan(from, to - from)));
-      store->At(CrashPoint::kCreateSuperblock);
-      RETURN_IF_ERROR(file.SyncData());
-    }
-    // A drive that lost it without a word would have everything after it taken for a run that never was.
-    AlignedBuffer back(bytes.size());
-    std::fill_n(back.data(), bytes.size(), std::byte{0xff});
-    RETURN_IF_ERROR(ReadFully(engine, file, 0, back.span()));
-    if (!std::equal(bytes.begin(), bytes.end(), back.data())) {
-      return absl::DataLossError(absl::StrCat(file.path(), ": offset 0, ", bytes.size(),
-                                              " bytes: what came back is not what was written just before: "
-                                              "mistrust the drive"));
-    }
-    if (!on_disk) continue;
-    RETURN_IF_ERROR(aio::SyncDirectory(options.directories[d]));
-  }
+  if (!beside) RETURN_IF_ERROR(make(/*beside=*/false, created.paths()));
   created.Keep();
   store->SizeTables();
   store->At(CrashPoint::kCreateDone);
@@ -575,6 +704,10 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
   }
   ASSIGN_OR_RETURN(Superblocks found, ReadSuperblocks(engine, std::move(locked.files)));
   RETURN_IF_ERROR(CheckComplete(options, found, locked.missing));
+  if (on_disk && !options.read_only) {
+    for (const std::string& directory : options.directories)
+      (void)RemoveLeftover(directory, options.lock_patience_ms);
+  }
   auto geometry = Geometry::Make(*found.shape);
   if (!geometry.ok()) return Named(found.first_path, absl::DataLossError(geometry.status().message()));
 

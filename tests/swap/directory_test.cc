@@ -12,11 +12,14 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <thread>
+#include <vector>
 
 #include "swap/inspect.h"
 #include "swap/store.h"
 #include "tests/swap/store_fixture.h"
+#include "tests/tampered_call.h"
 
 namespace penstock::swap::directory_test {
 namespace {
@@ -172,6 +175,61 @@ TEST_F(DirectoryTest, ARunIsNotOverwrittenUnlessAsked) {
   ASSERT_NE(Create(), nullptr);
   EXPECT_TRUE(absl::IsNotFound(Store::Open(*engine_, options_).status()));
   EXPECT_TRUE(std::filesystem::exists(options_.directories[0] + "/notes.txt"));
+}
+
+// While the new files are made the old ones are the run: a call that fails leaves it. Of several directories
+// one that fails, or a kill, between the first and the last that change hands leaves a run that never was.
+TEST_F(DirectoryTest, AnOverwriteThatIsCutShortLeavesTheOldRunOrOneThatNeverWas) {
+  namespace fs = std::filesystem;
+  layout_ = SmallLayout(9);
+  options_.lock_patience_ms = 5000;
+  std::vector<uint64_t> calls = NamingCalls();
+  calls.insert(calls.end(), {SYS_fsync, SYS_fdatasync, SYS_fallocate, SYS_ftruncate});
+  for (const int directories : {1, 3}) {
+    options_.directories.clear();
+    for (int d = 0; d < directories; ++d)
+      options_.directories.push_back(scratch_.Sub(absl::StrCat("of-", directories, "-", d)));
+    FakeModel model(layout_, 1);
+    auto store = CreateCommitted(&model);
+    Step(*store, &model, 1);
+    store.reset();
+    const auto copy = [&](const std::string& from, const std::string& to) {
+      for (const std::string& directory : options_.directories) {
+        fs::remove_all(directory + to);
+        fs::copy(directory + from, directory + to);
+      }
+    };
+    copy("", "-kept");
+    StoreOptions over = options_;
+    over.overwrite = true;
+    for (const int error : {EIO, 0}) {
+      bool reached = true;
+      for (size_t at = 0; reached; ++at) {
+        SCOPED_TRACE(absl::StrCat(directories, " directories, error ", error, " at ", at));
+        copy("-kept", "");
+        const Tampered ran = RunTampered({.calls = calls, .at = at, .error = error}, [&] {
+          auto engine = aio::Engine::Create({});
+          return engine.ok() && Store::Create(**engine, over, layout_, "{}").ok() ? 0 : 1;
+        });
+        if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+        reached = ran.reached;
+        const bool may_be_lost = ran.code == 0 || error == 0 || directories > 1;
+        auto opened = Store::Open(*engine_, options_);
+        if (may_be_lost && absl::IsNotFound(opened.status())) continue;
+        ASSERT_TRUE(opened.ok()) << opened.status();
+        EXPECT_NE(ran.code, 0);
+        FakeModel read(layout_, 2);
+        ASSERT_TRUE(read.ReadAll(**opened).ok());
+        EXPECT_EQ(read.Difference(model), "");
+        opened->reset();
+        for (const std::string& directory : options_.directories) {
+          const auto entries = fs::directory_iterator(directory);
+          EXPECT_EQ(std::distance(begin(entries), end(entries)), 1) << "what is left is removed";
+        }
+      }
+      EXPECT_EQ(Probe(options_.directories).holding, Holding::kNeverCommitted);
+    }
+  }
 }
 
 TEST_F(DirectoryTest, AFileThatIsNotOursIsNeverRemoved) {

@@ -18,14 +18,18 @@
 #include <vector>
 
 #include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
 #include "aio/arena.h"
 #include "aio/engine.h"
 #include "models/deepspeed/scattered_tensor.h"
 #include "models/weights/torch_file.h"
 #include "models/weights/torch_writer.h"
 #include "swap/format.h"
+#include "swap/inspect.h"
+#include "swap/replace_parts.h"
 #include "swap/safetensors.h"
 #include "swap/write_stream.h"
+#include "tests/tampered_call.h"
 #include "tests/tools/penstock_program.h"
 #include "tiering/plan/model_graph.h"
 #include "zero/engine/new_state.h"
@@ -238,6 +242,59 @@ TEST_F(DeepSpeedCheckpointTest, AGroupOfParametersThatIsNoneIsNamed) {
   const Ran refused = Run(Import(out, dir_ + "/second"));
   EXPECT_NE(refused.code, 0);
   EXPECT_THAT(refused.err, HasSubstr("a group of param_groups is no dict"));
+}
+
+// Of a state that values from elsewhere replace, whichever single call fails, or is the last before a kill.
+TEST_F(DeepSpeedCheckpointTest, UntilTheNewStateIsCommittedTheOldOneIsWhole) {
+  const std::string directory = dir_ + "/state", kept = dir_ + "/kept";
+  const auto write = [&](int64_t step) {
+    zero::NewState state;
+    state.store.directories = {directory};
+    state.store.overwrite = true;
+    state.store.lock_patience_ms = 5000;
+    state.store.sync = swap::Sync::kPower;
+    state.identity = "{}";
+    state.format.weights = kernels::DType::kFp32;
+    state.block_elements = {tiering::kElementAlignment};
+    state.step = state.updates = step;
+    return zero::WriteNewState(
+        state,
+        [&](zero::StateKind, int, int64_t, int64_t elements, float* to) {
+          std::fill_n(to, elements, static_cast<float>(step));
+          return absl::OkStatus();
+        },
+        [](uint64_t, uint64_t) {});
+  };
+  ASSERT_TRUE(write(1).ok());
+  const std::string old = ReadFile(directory + "/penstock.store");
+  std::filesystem::copy(directory, kept);
+  std::vector<uint64_t> calls = NamingCalls();
+  calls.insert(calls.end(), {SYS_fsync, SYS_fdatasync, SYS_fallocate, SYS_ftruncate});
+  for (const int error : {EIO, 0}) {
+    bool reached = true;
+    int stayed = 0;
+    for (size_t at = 0; reached; ++at) {
+      SCOPED_TRACE(absl::StrCat("error ", error, " at ", at));
+      std::filesystem::remove_all(directory);
+      std::filesystem::copy(kept, directory);
+      const Tampered ran =
+          RunTampered({.calls = calls, .at = at, .error = error}, [&] { return write(2).ok() ? 0 : 1; });
+      if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+      reached = ran.reached;
+      // As the next start does.
+      const absl::Status finished = swap::FinishReplacement({directory});
+      ASSERT_TRUE(finished.ok()) << finished;
+      const swap::Finding found = swap::Probe(directory, 5000);
+      ASSERT_EQ(found.holding, swap::Holding::kRun) << found.text;
+      if (found.step == 2) continue;
+      EXPECT_NE(ran.code, 0);
+      ++stayed;
+      EXPECT_EQ(found.step, 1U);
+      EXPECT_TRUE(ReadFile(directory + "/penstock.store") == old);
+      EXPECT_FALSE(std::filesystem::exists(directory + "/.penstock.next"));
+    }
+    EXPECT_GT(stayed, 10);
+  }
 }
 
 TEST_F(DeepSpeedCheckpointTest, ARunOfPythonsIsToldWhereItIsExported) {

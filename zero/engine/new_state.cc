@@ -14,6 +14,8 @@
 #include "base/check.h"
 #include "base/read_ahead.h"
 #include "base/status_macros.h"
+#include "swap/inspect.h"
+#include "swap/replace_parts.h"
 #include "tiering/plan/plan_layout.h"
 #include "zero/engine/store_layout.h"
 #include "zero/engine/tile_ring.h"
@@ -55,6 +57,8 @@ class Writer {
       }
     }
   }
+
+  const swap::Layout& layout() const { return layout_; }
 
   absl::Status ReadOnly() const {
     std::array<std::unique_ptr<ReadAhead<Values>>, kKinds.size()> ahead = ReadKinds();
@@ -176,7 +180,29 @@ absl::Status ReadWhole(const NewState& state, const ReadState& read) {
 
 absl::Status WriteNewState(const NewState& state, const ReadState& read,
                            const std::function<void(uint64_t done, uint64_t total)>& progress) {
-  return Writer(state, read).Run(progress);
+  const std::vector<std::string>& directories = state.store.directories;
+  const bool one_of_several = state.store.uuid.has_value();  // the others' parts are not in this one's hands
+  if (!state.store.overwrite || one_of_several || swap::SeeCommits(directories).empty())
+    return Writer(state, read).Run(progress);
+  const swap::Finding found = swap::Probe(directories, state.store.lock_patience_ms);
+  if (found.holding == swap::Holding::kInUse) return absl::FailedPreconditionError(found.text);
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::PartsReplacement> replacement,
+                   swap::PartsReplacement::Begin(directories));
+  NewState next = state;
+  next.store.directories = swap::NextDirectories(directories);
+  next.store.overwrite = false;
+  next.store.overwrites_only.reset();
+  const Writer writer(next, read);
+  const absl::Status fits = swap::CheckSpace(next.store, writer.layout(), next.identity);
+  if (absl::IsResourceExhausted(fits)) {
+    replacement.reset();
+    return Writer(state, read).Run(progress);
+  }
+  RETURN_IF_ERROR(fits);
+  if (state.store.overwrites_only.has_value())
+    RETURN_IF_ERROR(swap::CheckSeen(directories, *state.store.overwrites_only));
+  RETURN_IF_ERROR(Writer(next, read).Run(progress));
+  return replacement->Commit();
 }
 
 }  // namespace penstock::zero
