@@ -233,9 +233,14 @@ absl::StatusOr<TokenFile> Existing(const TokenFile& names, int64_t width) {
   kernels::Checksummer sum;
   sum.Update(&header, sizeof(header));
   sum.Update(bytes.data() + sizeof(header), bytes.size() - sizeof(header));
+  // Whoever can write the file can make a checksum too: every number is held against the files' lengths.
+  const uint64_t behind = bytes.size() - sizeof(header);
+  const uint64_t bits = header.learned == header.tokens ? 0 : count / 8 + (count % 8 != 0 ? 1 : 0);
   if (std::memcmp(header.magic, Header().magic, sizeof(header.magic)) != 0 ||
-      header.version != Header().version || checksum != sum.Digest() ||
-      tokens.bytes() != header.tokens * static_cast<uint64_t>(width))
+      header.version != Header().version || checksum != sum.Digest() || header.tokens != count ||
+      tokens.bytes() % static_cast<uint64_t>(width) != 0 || header.learned > header.tokens ||
+      behind % sizeof(uint64_t) != bits % sizeof(uint64_t) || behind < bits ||
+      header.examples != (behind - bits) / sizeof(uint64_t))
     return absl::NotFoundError("");
   TokenFile file = names;
   file.tokens = static_cast<int64_t>(header.tokens);

@@ -7,8 +7,11 @@
 #include <unistd.h>
 
 #include <csignal>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -18,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "kernels/checksum.h"
 #include "models/data/dataset.h"
 #include "tests/text/byte_tokenizer.h"
 
@@ -265,6 +269,39 @@ TEST_F(TokenFileTest, LongFilesInTheirPlacesAreRefusedWithoutBeingRead) {
     std::filesystem::resize_file(directory_ + "/" + name, bytes);
   }
   EXPECT_TRUE(TokenizerDigest(directory_).ok());
+}
+
+// The checksum is no secret.
+TEST_F(TokenFileTest, AForgedHeaderIsMadeAnew) {
+  const std::string path = Write("data.jsonl", "{\"prompt\": \"x\", \"completion\": \"y\"}\n");
+  const auto file = Make(path);
+  ASSERT_TRUE(file.ok()) << file.status();
+  std::ifstream in(file->examples_path, std::ios::binary);
+  const std::string good(std::istreambuf_iterator<char>(in), {});
+  const std::vector<std::function<void(TokenFileHeader*)>> forgeries = {
+      [](TokenFileHeader* header) { header->tokens += uint64_t{1} << 63; },  // twice that is 0
+      [](TokenFileHeader* header) { header->examples = uint64_t{1} << 61; },
+      [](TokenFileHeader* header) { header->examples += 1; },
+      [](TokenFileHeader* header) { header->learned = header->tokens; },
+      [](TokenFileHeader* header) { header->learned = header->tokens + 1; }};
+  for (size_t i = 0; i < forgeries.size(); ++i) {
+    TokenFileHeader header;
+    std::memcpy(&header, good.data(), sizeof(header));
+    header.checksum = 0;
+    forgeries[i](&header);
+    kernels::Checksummer sum;
+    sum.Update(&header, sizeof(header));
+    sum.Update(good.data() + sizeof(header), good.size() - sizeof(header));
+    header.checksum = sum.Digest();
+    std::string forged = good;
+    std::memcpy(forged.data(), &header, sizeof(header));
+    std::ofstream(file->examples_path, std::ios::binary) << forged;
+    const auto again = Make(path);
+    ASSERT_TRUE(again.ok()) << again.status();
+    EXPECT_FALSE(again->was_there) << i;
+    EXPECT_EQ(again->tokens, file->tokens);
+    EXPECT_TRUE(Dataset::OpenExamples(*again, 300, 3).ok());
+  }
 }
 
 TEST_F(TokenFileTest, WrongFilesAreRefused) {
