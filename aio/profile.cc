@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -21,7 +22,10 @@
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
 #include "base/atomic_file.h"
+#include "base/directory.h"
+#include "base/file_lock.h"
 #include "base/json.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 
 namespace penstock::aio {
@@ -364,17 +368,18 @@ absl::StatusOr<DeviceProfile> FromJson(const Json& json) {
   return profile;
 }
 
-// {"profiles": [...]}; an empty list where there is no file yet.
+// {"profiles": [...]}; an empty list where there is no file yet, or an empty one.
 absl::StatusOr<Json> ReadStore(const std::string& path) {
-  absl::StatusOr<Json> store = ReadJsonObject(path);
-  if (absl::IsNotFound(store.status())) return Json{{"profiles", Json::array()}};
-  const bool read = store.ok() || absl::IsInvalidArgument(store.status());
-  if (!read) return store;
-  if (!store.ok() || !store->contains("profiles") || !(*store)["profiles"].is_array()) {
-    return absl::DataLossError(
-        absl::StrCat(path, ": not a file of device profiles; remove it and measure again"));
+  absl::StatusOr<std::string> text = ReadSmallFile(path);
+  if (absl::IsNotFound(text.status()) || (text.ok() && text->empty()))
+    return Json{{"profiles", Json::array()}};
+  if (!text.ok() && !absl::IsInvalidArgument(text.status())) return text.status();
+  if (text.ok()) {
+    absl::StatusOr<Json> store = ParseJsonObject(*text, path);
+    if (store.ok() && store->contains("profiles") && (*store)["profiles"].is_array()) return store;
   }
-  return store;
+  return absl::DataLossError(absl::StrCat(
+      path, ": not a file of device profiles; move it away and measure again, or give another file"));
 }
 
 std::string Canonical(const std::string& directory) {
@@ -402,10 +407,22 @@ std::string DefaultProfilePath() {
   return absl::StrCat(home != nullptr && *home != '\0' ? home : ".", "/.cache/penstock/devices.json");
 }
 
+absl::Status CheckProfileStore(const std::string& path) { return ReadStore(path).status(); }
+
 absl::Status StoreProfile(const DeviceProfile& profile, const std::string& path) {
-  auto store = ReadStore(path);
-  // A store that cannot be read holds nothing that a new measurement would not replace.
-  Json json = store.ok() ? *std::move(store) : Json{{"profiles", Json::array()}};
+  constexpr std::chrono::minutes kPatience{1};  // a store is read and written in milliseconds
+  const std::string parent = DirectoryOf(path);
+  std::error_code error;
+  std::filesystem::create_directories(parent, error);
+  if (error) return absl::UnavailableError(absl::StrCat("create ", parent, ": ", error.message()));
+  // From the reading to the replacement: of two that store at once, both entries stay.
+  DirectoryLock lock;
+  ASSIGN_OR_RETURN(const bool locked, lock.Take(parent, kPatience));
+  if (!locked) {
+    return absl::UnavailableError(absl::StrCat(
+        parent, ": locked by another process for a minute: store the profile in another directory"));
+  }
+  ASSIGN_OR_RETURN(Json json, ReadStore(path));
   Json entry = ToJson(profile);
   entry["directory"] = Canonical(profile.directory);
   Json kept = Json::array();
@@ -414,11 +431,6 @@ absl::Status StoreProfile(const DeviceProfile& profile, const std::string& path)
   }
   kept.push_back(entry);
   json["profiles"] = kept;
-
-  std::error_code error;
-  const std::filesystem::path parent = std::filesystem::path(path).parent_path();
-  if (!parent.empty()) std::filesystem::create_directories(parent, error);
-  if (error) return absl::UnavailableError(absl::StrCat("create ", parent.string(), ": ", error.message()));
   return ReplaceFile(path, Dump(json) + "\n");
 }
 

@@ -123,8 +123,12 @@ absl::StatusOr<DeviceProfile> ProfileFromJson(std::string_view text);
 // Where profiles are kept when nothing else is said: $XDG_CACHE_HOME/penstock/devices.json, else
 // ~/.cache/penstock/...
 std::string DefaultProfilePath();
-// Adds or replaces the entry of profile.directory; the file is replaced atomically.
+// Adds or replaces the entry of profile.directory; the file is replaced atomically, and of several processes
+// that store at once none loses another's entry. What cannot be read is an error and stays as it is;
+// kDataLoss: the file holds something else than profiles.
 absl::Status StoreProfile(const DeviceProfile& profile, const std::string& path = DefaultProfilePath());
+// Whether StoreProfile could add to what `path` holds: errors as its own. Nothing is changed.
+absl::Status CheckProfileStore(const std::string& path);
 // The entry of `directory`, or, failing that, one measured on the same device. kNotFound if there is neither.
 absl::StatusOr<DeviceProfile> LoadProfile(const std::string& directory,
                                           const std::string& path = DefaultProfilePath());

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -14,7 +15,9 @@
 #include "base/atomic_file.h"
 #include "base/directory.h"
 #include "base/io_error.h"
+#include "base/json.h"
 #include "base/output_path.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
 #include "base/write_all.h"
 
@@ -96,6 +99,27 @@ absl::Status WriteWholeFile(const std::string& what, const std::string& path, st
   absl::Status status = write_to(fd);
   if (close(fd) != 0) status.Update(Failed(what, path, "close", errno));
   return status;
+}
+
+absl::Status CheckIsOwnJson(const std::string& what, const std::string& path,
+                            const std::vector<std::string>& keys) {
+  if (OwnDescriptor(path).has_value()) return absl::OkStatus();
+  RETURN_IF_ERROR(CheckIsNoModelFile(what, path));
+  absl::StatusOr<std::string> text = ReadSmallFile(path);
+  if (absl::IsNotFound(text.status()) || absl::IsFailedPrecondition(text.status())) return absl::OkStatus();
+  if (!text.ok() && !absl::IsInvalidArgument(text.status())) {
+    return absl::Status(text.status().code(), absl::StrCat(what, " ", path, ": ", text.status().message()));
+  }
+  if (text.ok() && text->empty()) return absl::OkStatus();
+  const absl::StatusOr<nlohmann::json> json =
+      text.ok() ? ParseJsonObject(*text, path) : absl::StatusOr<nlohmann::json>(text.status());
+  if (json.ok() &&
+      std::all_of(keys.begin(), keys.end(), [&](const std::string& key) { return json->contains(key); }))
+    return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(what, " ", path,
+                   ": holds something else than an earlier result, which this would replace: give another "
+                   "file, or move that one away"));
 }
 
 absl::Status CheckIsNoInput(const std::string& what, const std::string& path,

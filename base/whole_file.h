@@ -27,6 +27,12 @@ absl::Status WriteWholeFile(const std::string& what, const std::string& path, st
 // no regular file stays. Errors as above.
 absl::Status RemoveOldFile(const std::string& what, const std::string& path);
 
+// CheckIsNoModelFile, and that `path` holds nothing, or an earlier result: an object of JSON with these keys.
+// What is no regular file, and a descriptor of this process (/dev/stdout), is not looked at. kInvalidArgument
+// names `what` and the path.
+absl::Status CheckIsOwnJson(const std::string& what, const std::string& path,
+                            const std::vector<std::string>& keys);
+
 // kInvalidArgument: `path` is one of the files that are read, by this name or another.
 absl::Status CheckIsNoInput(const std::string& what, const std::string& path,
                             const std::vector<std::string>& inputs);

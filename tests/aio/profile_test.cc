@@ -3,13 +3,18 @@
 
 #include <sys/resource.h>
 
+#include <cerrno>
 #include <fstream>
+#include <iterator>
 #include <random>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "aio/probe.h"
 #include "tests/aio/loop_device.h"
 #include "tests/aio/test_support.h"
+#include "tests/tampered_call.h"
 
 namespace penstock::aio::profile_test {
 namespace {
@@ -241,10 +246,60 @@ TEST(ProfileTest, StoreReplacesAndFindsByDirectoryThenDevice) {
   exact.saturating_bytes_in_flight = 4096;
   ASSERT_OK(StoreProfile(exact, path));
   EXPECT_EQ(LoadProfile(directory.path(), path)->saturating_bytes_in_flight, 4096u);
-  std::ofstream(path) << "garbage";
-  EXPECT_TRUE(absl::IsDataLoss(LoadProfile(directory.path(), path).status()));
-  ASSERT_OK(StoreProfile(exact, path));
-  EXPECT_OK(LoadProfile(directory.path(), path).status());
+}
+
+TEST(ProfileTest, WhatIsNoStoreOfProfilesIsNotReplaced) {
+  ScratchDirectory directory;
+  const std::string path = directory / "devices.json";
+  for (const char* const other : {"garbage", "{}", "{\"profiles\": 3}", "[]"}) {
+    std::ofstream(path) << other;
+    for (const absl::Status& status :
+         {CheckProfileStore(path), StoreProfile(SomeProfile("/a"), path), LoadProfile("/a", path).status()}) {
+      EXPECT_TRUE(absl::IsDataLoss(status)) << other << ": " << status;
+    }
+    std::ifstream file(path);
+    EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), other);
+  }
+  std::ofstream(path).flush();
+  EXPECT_OK(CheckProfileStore(path));
+  EXPECT_OK(StoreProfile(SomeProfile("/a"), path));
+  EXPECT_OK(LoadProfile("/a", path).status());
+}
+
+// A read that fails says nothing of what the file holds.
+TEST(ProfileTest, AStoreThatCannotBeReadKeepsItsProfiles) {
+  ScratchDirectory directory;
+  const std::string path = directory / "devices.json";
+  ASSERT_OK(StoreProfile(SomeProfile("/first"), path));
+  const std::vector<uint64_t> calls = {SYS_openat, SYS_fstat, SYS_newfstatat, SYS_read, SYS_flock};
+  size_t failed = 0;
+  for (size_t at = 0; at < 100; ++at) {
+    const Tampered ran = RunTampered({.calls = calls, .at = at, .error = EIO},
+                                     [&] { return StoreProfile(SomeProfile("/second"), path).ok() ? 0 : 1; });
+    if (!ran.can) GTEST_SKIP() << "no tracing here";
+    ASSERT_LE(ran.code, 1);
+    failed += ran.code == 1 ? 1 : 0;
+    EXPECT_TRUE(LoadProfile("/first", path).ok()) << at;
+    if (!ran.reached) break;
+    EXPECT_LT(at, 99u);
+  }
+  EXPECT_GE(failed, 4u);  // open, look, lock, read
+}
+
+TEST(ProfileTest, OfManyThatStoreAtOnceNoneLosesAnothersEntry) {
+  ScratchDirectory directory;
+  const std::string path = directory / "devices.json";
+  constexpr int kThreads = 8, kEach = 8;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < kEach; ++i)
+        EXPECT_OK(StoreProfile(SomeProfile("/drive-" + std::to_string(t * kEach + i)), path));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int i = 0; i < kThreads * kEach; ++i)
+    EXPECT_TRUE(LoadProfile("/drive-" + std::to_string(i), path).ok()) << i;
 }
 
 TEST(ProbeTest, TellsWhatThisMachineOffers) {

@@ -387,6 +387,35 @@ TEST_F(ProgramTest, AnUnwritableJsonCostsNoMeasurement) {
   EXPECT_THAT(tune.err, HasSubstr("--json /nowhere/j: write: No such file or directory"));
 }
 
+// Refused before anything is measured, whatever was there.
+TEST_F(ProgramTest, NoResultTakesThePlaceOfAnotherFile) {
+  const std::string text = directory_ + "/text.json", sweep = directory_ + "/sweep.json";
+  const std::string words = R"({"block_size": ["1M"], "queue_depth": [2]})";
+  std::ofstream(text) << R"({"name": "mine"})";
+  std::ofstream(sweep) << words;
+  const std::string io = std::string(DS_IO) + " --folder " + directory_ + " --io_size 1M --json ";
+  const std::string tune = std::string(DS_NVME_TUNE) + " --nvme_dir " + directory_ +
+                           " --io_size 1M --log_dir " + directory_ + "/logs --sweep_config " + sweep;
+  for (const std::string& command :
+       {io + text, tune + " --no_profile --json " + text, tune + " --no_profile --json " + sweep,
+        tune + " --profile " + text, tune + " --profile " + sweep, io + directory_ + "/penstock.store",
+        tune + " --profile " + directory_ + "/new --json " + directory_ + "/new"}) {
+    const Outcome run = Run(command);
+    EXPECT_EQ(run.code, 2) << command;
+    EXPECT_EQ(std::count(run.err.begin(), run.err.end(), '\n'), 1) << run.err;
+    EXPECT_EQ(run.out, "");
+  }
+  EXPECT_EQ(Slurp(text), R"({"name": "mine"})");
+  EXPECT_EQ(Slurp(sweep), words);
+  EXPECT_FALSE(std::filesystem::exists(directory_ + "/logs"));
+  // A file that the benchmark makes itself, before and after.
+  const std::string data = directory_ + "/_aio_write_1048576.pt.0_0";
+  for (const int code : {1, 2}) {
+    EXPECT_EQ(Run(io + data).code, code);
+    EXPECT_EQ(std::filesystem::file_size(data), 1u << 20);
+  }
+}
+
 // A file with holes is read at the speed of memory: that is said.
 TEST_F(ProgramTest, ReadsThatReachNoDeviceAreSaid) {
   std::ofstream{directory_ + "/_aio_read_16777216.pt.0_0"}.flush();

@@ -441,6 +441,12 @@ std::string Namespace(const DsIoOptions& o) {
       ", different_file_each_iteration=", PythonBool(o.different_file_each_iteration), ")");
 }
 
+// Before the run, and after it, which has made files: no result takes the place of what else is there.
+absl::Status CheckJson(const DsIoOptions& options) {
+  if (options.json_path.empty()) return absl::OkStatus();
+  return CheckIsOwnJson("--json", options.json_path, {"op", "engine", "gbps_median"});
+}
+
 }  // namespace
 
 int DsIoMain(const std::vector<std::string>& arguments, std::FILE* out, std::FILE* err) {
@@ -453,6 +459,10 @@ int DsIoMain(const std::vector<std::string>& arguments, std::FILE* out, std::FIL
   if (!help.empty()) {
     std::fputs(help.c_str(), out);
     return 0;
+  }
+  if (const absl::Status own = CheckJson(*options); !own.ok()) {
+    std::fprintf(err, "ds_io: error: %s\n", std::string(own.message()).c_str());
+    return absl::IsInvalidArgument(own) ? 2 : 1;
   }
   const auto mapping = options->Mapping();
   std::fprintf(out, "Testing DeepNVMe frontend of Penstock\nargs = %s\n", Namespace(*options).c_str());
@@ -472,8 +482,11 @@ int DsIoMain(const std::vector<std::string>& arguments, std::FILE* out, std::FIL
   if (!options->json_path.empty()) {
     DsIoResult failed;
     failed.errors = 1;
-    const absl::Status written =
-        WriteWholeFile("--json", options->json_path, ResultJson(*options, result.ok() ? *result : failed));
+    absl::Status written = CheckJson(*options);
+    if (written.ok()) {
+      written =
+          WriteWholeFile("--json", options->json_path, ResultJson(*options, result.ok() ? *result : failed));
+    }
     if (!written.ok()) {
       std::fprintf(err, "ds_io: error: %s\n", std::string(written.message()).c_str());
       return 1;

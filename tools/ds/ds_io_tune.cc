@@ -9,6 +9,7 @@
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <sstream>
 
@@ -369,6 +370,29 @@ std::string PointsJson(const std::vector<TunePoint>& points, const TunePoint& ch
   return json.dump(2) + "\n";
 }
 
+std::string ProfilePath(const TuneOptions& options) {
+  return options.profile_path.empty() ? aio::DefaultProfilePath() : options.profile_path;
+}
+
+// Before the run, and after it, which has made files: no result takes the place of what else is there.
+absl::Status CheckJson(const TuneOptions& options) {
+  if (options.json_path.empty()) return absl::OkStatus();
+  return CheckIsOwnJson("--json", options.json_path, {"engine", "chosen", "points"});
+}
+
+// That what is written at the end takes no other file's place.
+absl::Status CheckOutputs(const TuneOptions& options) {
+  const std::optional<std::string> json = options.json_path, profile = options.profile_path;
+  RETURN_IF_ERROR(CheckDistinctFiles({{"--json", json}, {"--profile", profile}}, {options.sweep_config}));
+  RETURN_IF_ERROR(CheckJson(options));
+  if (options.no_profile) return absl::OkStatus();
+  const absl::Status store = aio::CheckProfileStore(ProfilePath(options));
+  if (store.ok() || options.profile_path.empty()) return store;
+  // What a flag names is the flag's mistake.
+  return absl::Status(absl::IsDataLoss(store) ? absl::StatusCode::kInvalidArgument : store.code(),
+                      absl::StrCat("--profile: ", store.message()));
+}
+
 absl::Status StoreProfiles(const TuneOptions& options, std::FILE* err) {
   for (const std::string& directory : options.nvme_dirs) {
     aio::ProbeOptions probe;
@@ -379,7 +403,7 @@ absl::Status StoreProfiles(const TuneOptions& options, std::FILE* err) {
     probe.written_bytes_max = 4ull << 30;
     probe.depths = {1 * kMiB, 2 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB, 32 * kMiB};
     ASSIGN_OR_RETURN(const auto profile, aio::MeasureDevice(probe));
-    const std::string path = options.profile_path.empty() ? aio::DefaultProfilePath() : options.profile_path;
+    const std::string path = ProfilePath(options);
     RETURN_IF_ERROR(aio::StoreProfile(profile, path));
     std::fprintf(
         err, "ds_nvme_tune: profile of %s stored in %s: %s in flight saturate it%s\n", directory.c_str(),
@@ -414,6 +438,8 @@ int TuneMain(const std::vector<std::string>& arguments, std::FILE* out, std::FIL
     if (!points.ok()) return Fail(err, 2, points.status());
     sweep = *std::move(points);
   }
+  if (const absl::Status outputs = CheckOutputs(*options); !outputs.ok())
+    return Fail(err, absl::IsInvalidArgument(outputs) ? 2 : 1, outputs);
   std::vector<std::string> quoted;
   for (const std::string& directory : options->nvme_dirs) quoted.push_back(absl::StrCat("'", directory, "'"));
   std::fprintf(out, "Running DeepNVMe performance tuning on [%s]\n", absl::StrJoin(quoted, ", ").c_str());
@@ -441,8 +467,9 @@ int TuneMain(const std::vector<std::string>& arguments, std::FILE* out, std::FIL
   std::fflush(out);
   // What was measured is said before anything else can fail.
   if (!options->json_path.empty()) {
-    const absl::Status written =
-        WriteWholeFile("--json", options->json_path, PointsJson(points, chosen, backend));
+    absl::Status written = CheckJson(*options);
+    if (written.ok())
+      written = WriteWholeFile("--json", options->json_path, PointsJson(points, chosen, backend));
     if (!written.ok()) return Fail(err, 1, written);
   }
   if (!options->no_profile) {
