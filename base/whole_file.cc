@@ -33,22 +33,6 @@ absl::Status Failed(const std::string& what, const std::string& path, const char
   return absl::ErrnoToStatus(error, absl::StrCat(what, " ", path, ": ", op));
 }
 
-// Opens what is no regular file for writing; its descriptor is the caller's.
-absl::StatusOr<int> OpenSpecial(const std::string& what, const std::string& path) {
-  // O_NONBLOCK for the opening alone: a pipe without a reader would be waited for.
-  const int fd = open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0 && errno == ENXIO) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(what, " ", path, ": a pipe that nothing reads, or no device: start its reader first"));
-  }
-  if (fd < 0) return Failed(what, path, "open", errno);
-  const int own = fcntl(fd, F_GETFL);
-  if (own >= 0 && fcntl(fd, F_SETFL, own & ~O_NONBLOCK) == 0) return fd;
-  absl::Status failed = Failed(what, path, "open", errno);
-  close(fd);
-  return failed;
-}
-
 // The descriptor of this process that the path names, itself or by one link: /dev/stdout, /dev/fd/1.
 std::optional<int> OwnDescriptor(const std::string& path) {
   std::error_code error;
@@ -78,6 +62,25 @@ absl::StatusOr<bool> AreOneFile(const std::string& a, const std::string& b) {
 
 }  // namespace
 
+absl::StatusOr<int> OpenSpecialFile(const std::string& what, const std::string& path) {
+  if (const std::optional<int> descriptor = OwnDescriptor(path)) {
+    const int copy = fcntl(*descriptor, F_DUPFD_CLOEXEC, 0);
+    return copy >= 0 ? absl::StatusOr<int>(copy) : Failed(what, path, "open", errno);
+  }
+  // O_NONBLOCK for the opening alone: a pipe without a reader would be waited for.
+  const int fd = open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0 && errno == ENXIO) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, " ", path, ": a pipe that nothing reads, or no device: start its reader first"));
+  }
+  if (fd < 0) return Failed(what, path, "open", errno);
+  const int own = fcntl(fd, F_GETFL);
+  if (own >= 0 && fcntl(fd, F_SETFL, own & ~O_NONBLOCK) == 0) return fd;
+  absl::Status failed = Failed(what, path, "open", errno);
+  close(fd);
+  return failed;
+}
+
 absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text,
                             bool durable) {
   const auto write_to = [&](int fd) {
@@ -95,7 +98,7 @@ absl::Status WriteWholeFile(const std::string& what, const std::string& path, st
     const absl::Status status = ReplaceFile(path, text, {.durable = durable});
     return status.ok() ? status : Failed(what, path, "write", ErrnoOf(status));
   }
-  ASSIGN_OR_RETURN(const int fd, OpenSpecial(what, path));
+  ASSIGN_OR_RETURN(const int fd, OpenSpecialFile(what, path));
   absl::Status status = write_to(fd);
   if (close(fd) != 0) status.Update(Failed(what, path, "close", errno));
   return status;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace penstock {
 
@@ -22,6 +23,11 @@ namespace penstock {
 // kResourceExhausted: the disk is full. A pipe that nothing reads is an error, and is not waited for.
 absl::Status WriteWholeFile(const std::string& what, const std::string& path, std::string_view text,
                             bool durable = true);
+
+// Opens a pipe, a device or a descriptor of this process (/dev/stdout) that `path` names for writing; the
+// descriptor is the caller's. A pipe that nothing reads is kInvalidArgument, and is not waited for. Writes to
+// one that is read wait for its reader, as those of every program do.
+absl::StatusOr<int> OpenSpecialFile(const std::string& what, const std::string& path);
 
 // Takes away what an earlier run left at `path`, so that nobody reads it as what this one will write. What is
 // no regular file stays. Errors as above.

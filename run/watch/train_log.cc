@@ -6,15 +6,18 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
+#include "base/file_lock.h"
 #include "base/io_error.h"
 #include "base/json.h"
 #include "base/lines.h"
 #include "base/status_macros.h"
+#include "base/whole_file.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/report.h"
 
@@ -61,14 +64,39 @@ absl::StatusOr<off_t> ForEachLogLine(int fd, const std::string& path, Take&& tak
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<TrainLog>> TrainLog::Open(const std::string& path, const LogOwner& owner) {
-  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-  if (fd < 0) return Failed("open", path);
+  ASSIGN_OR_RETURN(const PathKind kind, KindOf(path));
+  int fd = -1;
+  if (kind == PathKind::kOther) {
+    // Opened for reading too, a pipe would have this process for its reader, and would take lines until it is
+    // full.
+    ASSIGN_OR_RETURN(fd, OpenSpecialFile("--log", path));
+  } else {
+    fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
+    if (fd < 0) return Failed("open", path);
+  }
   std::unique_ptr<TrainLog> log(new TrainLog(path, fd, owner));
+  // A run that has a predecessor waits in Begin, by when that one is known to have ended.
+  if (!owner.resumes && owner.replaces.empty()) RETURN_IF_ERROR(log->Lock(std::chrono::milliseconds(0)));
   RETURN_IF_ERROR(log->Look().status());
   return log;
 }
 
+absl::Status TrainLog::Lock(std::chrono::milliseconds patience) {
+  struct stat info {};
+  if (fstat(fd_, &info) != 0) return Failed("look at", path_);
+  if (!S_ISREG(info.st_mode)) return absl::OkStatus();  // several may write to a pipe or a device
+  const absl::StatusOr<bool> locked = TryLockFile(fd_, path_, LockMode::kExclusive, patience);
+  if (CannotLock(locked.status())) return absl::OkStatus();
+  RETURN_IF_ERROR(locked.status());
+  locked_ = *locked;
+  return locked_ ? absl::OkStatus()
+                 : absl::FailedPreconditionError(
+                       absl::StrCat("--log ", path_, " is written by another training: give another file"));
+}
+
 absl::Status TrainLog::Begin() {
+  // A process that was killed just now may not be gone yet.
+  RETURN_IF_ERROR(Lock(std::chrono::seconds(10)));
   ASSIGN_OR_RETURN(const off_t whole, Look());
   if (whole < 0) return absl::OkStatus();
   const off_t size = lseek(fd_, 0, SEEK_END);
@@ -77,7 +105,10 @@ absl::Status TrainLog::Begin() {
   return absl::OkStatus();
 }
 
-TrainLog::~TrainLog() { close(fd_); }
+TrainLog::~TrainLog() {
+  if (locked_) UnlockFile(fd_);
+  close(fd_);
+}
 
 absl::StatusOr<std::string> TrainLog::RunIdIn(const std::string& path) {
   ASSIGN_OR_RETURN(const PathKind kind, KindOf(path));

@@ -11,6 +11,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -38,7 +39,9 @@ struct LogOwner {
 class TrainLog {
  public:
   // Opens for appending, and changes nothing yet. kFailedPrecondition: it holds lines of another run, or
-  // something else than a log. What is no regular file (a pipe, /dev/null) is written to and never looked at.
+  // something else than a log, or another training writes it: the file is locked, of a new run from here on,
+  // of others from Begin on, where the file system can do that. What is no regular file (a pipe, /dev/null)
+  // is written to and never looked at. kInvalidArgument: a pipe that nothing reads.
   static absl::StatusOr<std::unique_ptr<TrainLog>> Open(const std::string& path, const LogOwner& owner);
   // The run that the last whole line is of; empty: no such file, no line, or one without an id.
   static absl::StatusOr<std::string> RunIdIn(const std::string& path);
@@ -66,6 +69,7 @@ class TrainLog {
  private:
   TrainLog(std::string path, int fd, LogOwner owner)
       : path_(std::move(path)), fd_(fd), owner_(std::move(owner)) {}
+  absl::Status Lock(std::chrono::milliseconds patience);
   // What the owner may keep of it ends after `whole` bytes; -1: it is no file to look at.
   absl::StatusOr<off_t> Look();
   void Note(const nlohmann::json& entry);
@@ -73,6 +77,7 @@ class TrainLog {
   const std::string path_;
   const int fd_;
   const LogOwner owner_;
+  bool locked_ = false;
   int64_t last_step_ = 0;
   int64_t last_evaluation_ = -1;
 };

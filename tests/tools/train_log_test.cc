@@ -1,11 +1,16 @@
 // Whose lines a log takes, cuts and leaves alone.
 #include "run/watch/train_log.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <thread>
 
 #include "tests/tampered_call.h"
 
@@ -218,6 +223,51 @@ TEST_F(TrainLogTest, APipeOrADeviceIsWrittenToAndNotLookedAt) {
     ASSERT_TRUE(log.ok()) << log.status();
     EXPECT_TRUE((*log)->Append({{"step", 1}}).ok());
   }
+}
+
+// It would take lines until it is full, and then hold up the training for ever.
+TEST_F(TrainLogTest, APipeThatNothingReadsIsRefused) {
+  ASSERT_EQ(::mkfifo(path_.c_str(), 0600), 0);
+  for (const bool resumes : {false, true}) {
+    const run::LogOwner owner{.run_id = "mine", .resumes = resumes};
+    const absl::Status refused = run::TrainLog::Open(path_, owner).status();
+    EXPECT_TRUE(absl::IsInvalidArgument(refused)) << refused;
+    EXPECT_NE(refused.message().find("start its reader first"), std::string::npos) << refused;
+    const int reader = ::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    ASSERT_GE(reader, 0);
+    {
+      auto log = run::TrainLog::Open(path_, owner);
+      ASSERT_TRUE(log.ok()) << log.status();
+      ASSERT_TRUE((*log)->Begin().ok());
+      ASSERT_TRUE((*log)->Append({{"step", 1}}).ok());
+    }
+    char line[64];
+    EXPECT_GT(::read(reader, line, sizeof(line)), 0);
+    EXPECT_EQ(::read(reader, line, sizeof(line)), 0) << "the end: nothing else has it open for writing";
+    ::close(reader);
+  }
+}
+
+TEST_F(TrainLogTest, OfTwoNewRunsOneHasTheLog) {
+  {
+    auto one = run::TrainLog::Open(path_, {.run_id = "one"});
+    ASSERT_TRUE(one.ok()) << one.status();
+    EXPECT_FALSE(Try({.run_id = "other"}).ok());
+    ASSERT_TRUE((*one)->Begin().ok());
+    EXPECT_FALSE(Try({.run_id = "other"}).ok());
+    ASSERT_TRUE((*one)->Append({{"step", 1}}).ok());
+  }
+  // Nor has one that goes on with it, or replaces it, while another does.
+  const run::LogOwner goes_on{.run_id = "one", .resumes = true};
+  auto first = run::TrainLog::Open(path_, goes_on), second = run::TrainLog::Open(path_, goes_on);
+  ASSERT_TRUE(first.ok() && second.ok());
+  ASSERT_TRUE((*first)->Begin().ok());
+  std::thread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    first->reset();
+  });
+  EXPECT_TRUE((*second)->Begin().ok()) << "one that ends is waited for";
+  later.join();
 }
 
 }  // namespace
