@@ -277,7 +277,11 @@ void Bpe::EncodePart(std::string_view word, bool look_up, Cache& cache, std::vec
   if (whole != vocab_.end()) {
     to.push_back(whole->second);
   } else {
-    PENSTOCK_CHECK(word.size() < static_cast<size_t>(kNoRank), "a word of 2 GiB");
+    PENSTOCK_CHECK(cache.most_bytes <= kMostPartBytes, "symbols are numbered by 31 bits");
+    if (word.size() > cache.most_bytes) {
+      cache.too_long = true;
+      return;
+    }
     Split(word, cache.symbols_);
     if (cache.symbols_.size() <= kShortWord) {
       MergeShort(cache);

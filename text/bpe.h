@@ -41,10 +41,16 @@ std::optional<std::string> BytesOfSpelling(std::string_view token);
 
 class Bpe {
  public:
+  // What is merged as one takes some 50 times its bytes of memory.
+  static constexpr size_t kMostPartBytes = size_t{1} << 30;
+
   // Words that were encoded before; for one thread at a time. Bounded: it starts over when it is full.
   class Cache {
    public:
     Cache() = default;
+    // Bytes of the longest part that is merged; a longer one gets no tokens, and is noted.
+    size_t most_bytes = kMostPartBytes;
+    bool too_long = false;
 
    private:
     friend class Bpe;
@@ -75,7 +81,7 @@ class Bpe {
   // kInvalidArgument: a merge or the unknown token is not in the vocabulary.
   static absl::StatusOr<Bpe> Create(const BpeModel& model);
 
-  // Appends the tokens of `word`, valid UTF-8 unless the model is byte-level, shorter than 2 GiB.
+  // Appends the tokens of `word`, valid UTF-8 unless the model is byte-level.
   void Encode(std::string_view word, Cache& cache, std::vector<int32_t>& to) const;
 
   // A word that comes part by part, if it may be cut at seams. Appends the tokens of all parts but the last,

@@ -34,6 +34,10 @@ struct Encoder::Impl {
   absl::Status Run(bool last, std::vector<int32_t>& ids);
   absl::Status TakeText(std::string_view text, bool ends, std::vector<int32_t>& ids);
   absl::Status TakeWords(bool ends, std::vector<int32_t>& ids);
+  // An error with the place in the text up to which it was read.
+  absl::Status Placed(const absl::Status& status) const {
+    return absl::Status(status.code(), Cat("before byte ", taken, ": ", status.message()));
+  }
   void StartOver() {
     bytes.clear();
     raw.clear();
@@ -74,7 +78,7 @@ absl::Status Encoder::Impl::TakeWords(bool ends, std::vector<int32_t>& ids) {
     in_word = in_word || done > 0;
     normal.erase(0, done);
   }
-  return absl::OkStatus();
+  return parts.CheckWords(*work);
 }
 
 // Text of the stretch between two added tokens.
@@ -163,15 +167,28 @@ Encoder::~Encoder() = default;
 bool Encoder::streams() const { return impl_->streams; }
 
 absl::Status Encoder::Append(std::string_view part, std::vector<int32_t>& ids) {
-  impl_->bytes.append(part);
-  return impl_->streams ? impl_->Run(/*last=*/false, ids) : absl::OkStatus();
+  Impl& impl = *impl_;
+  const TextLimits& limits = impl.parts.limits;
+  if (!impl.streams) {
+    if (part.size() > limits.text - std::min(limits.text, impl.bytes.size()))
+      return Tokenizer::Impl::TooLong("the text, which this tokenizer cuts only as a whole,", limits.text);
+    impl.bytes.append(part);
+    return absl::OkStatus();
+  }
+  impl.bytes.append(part);
+  absl::Status status = impl.Run(/*last=*/false, ids);
+  // What `raw` and `normal` hold back is of one word.
+  if (status.ok() && impl.raw.size() + impl.normal.size() > limits.begun)
+    status = Tokenizer::Impl::TooLong("a word without an end", limits.begun);
+  return absl::IsResourceExhausted(status) ? impl.Placed(status) : status;
 }
 
 absl::Status Encoder::Finish(std::vector<int32_t>& ids) {
   if (!impl_->streams) {
     RETURN_IF_ERROR(impl_->tokenizer.Append(impl_->bytes, impl_->options, ids));
   } else {
-    RETURN_IF_ERROR(impl_->Run(/*last=*/true, ids));
+    const absl::Status status = impl_->Run(/*last=*/true, ids);
+    if (!status.ok()) return absl::IsResourceExhausted(status) ? impl_->Placed(status) : status;
     if (impl_->options.add_special_tokens)
       ids.insert(ids.end(), impl_->parts.suffix.begin(), impl_->parts.suffix.end());
   }

@@ -22,7 +22,6 @@ namespace {
 
 using nlohmann::json;
 
-constexpr size_t kLongestText = size_t{1} << 30;
 // Vocabularies of 262,144 tokens make a tokenizer.json of 33 MB.
 constexpr uint64_t kLongestTokenizer = uint64_t{128} << 20;
 
@@ -185,9 +184,8 @@ absl::StatusOr<std::vector<int32_t>> Tokenizer::Encode(std::string_view text,
 
 absl::Status Tokenizer::Append(std::string_view text, const EncodeOptions& options,
                                std::vector<int32_t>& ids) const {
-  if (text.size() > kLongestText)
-    return absl::ResourceExhaustedError(Cat("a text of ", text.size(), " bytes; the longest is ",
-                                            kLongestText, ": cut it into shorter documents"));
+  if (text.size() > impl_->limits.text)
+    return Impl::TooLong(Cat("a text of ", text.size(), " bytes"), impl_->limits.text);
   std::string repaired;
   if (const size_t broken = FindBroken(text); broken != std::string_view::npos) {
     if (!options.replace_broken_utf8)
@@ -244,6 +242,20 @@ std::string Tokenizer::Decode(std::span<const int32_t> ids, bool skip_special_to
   decoded.Finish(text);
   return text;
 }
+
+void Tokenizer::LimitMemory(uint64_t bytes) {
+  // A text stands twice and has up to 4 bytes of ids for each of its own; of a record the JSON's value and
+  // the places of its ids are added, of a word the symbols and the heap of their merges.
+  const auto within = [&](uint64_t share, size_t least) {
+    return std::clamp<uint64_t>(bytes / share, least, size_t{1} << 30);
+  };
+  impl_->limits = {.text = within(8, 1 << 20),
+                   .record = within(32, 1 << 20),
+                   .begun = within(16, 1 << 20),
+                   .word = within(64, 1 << 18)};
+}
+
+const TextLimits& Tokenizer::limits() const { return impl_->limits; }
 
 int32_t Tokenizer::vocab_size() const { return static_cast<int32_t>(impl_->tokens.size()); }
 

@@ -14,8 +14,9 @@
 // `truncation` and `padding` are no part of what a text is: they are not applied.
 //
 // Memory: the vocabulary and its merges, some 40 MB for 128k tokens; a few MB for each thread that encodes
-// at the same time; besides, twice the longest text. Texts are at most 1 GiB long; longer ones, and those
-// that are not to be in memory at once, go through an Encoder.
+// at the same time; besides, twice the longest text, and some 50 times the longest word that no merge lets be
+// cut. Texts are at most 1 GiB long; longer ones, and those that are not to be in memory at once, go through
+// an Encoder. LimitMemory refuses what would take more than it allows.
 #ifndef PENSTOCK_TEXT_TOKENIZER_H_
 #define PENSTOCK_TEXT_TOKENIZER_H_
 
@@ -41,6 +42,14 @@ struct EncodeOptions {
   bool replace_broken_utf8 = false;
 };
 
+// Bytes of what is in memory at once while texts become tokens.
+struct TextLimits {
+  size_t text = size_t{1} << 30;    // that is encoded as a whole
+  size_t record = size_t{1} << 30;  // of JSON, which is parsed besides
+  size_t begun = size_t{1} << 30;   // a word of an Encoder's text whose end is not known yet
+  size_t word = size_t{1} << 30;    // or a part of one, within which any two characters may be merged
+};
+
 struct SpecialIds {
   std::optional<int32_t> bos, unk, pad;
   std::vector<int32_t> eos;  // each ends a text; the tokenizer's own first
@@ -59,7 +68,12 @@ class Tokenizer {
   static absl::StatusOr<std::unique_ptr<Tokenizer>> Parse(std::string_view json);
   ~Tokenizer();
 
-  // kInvalidArgument: `text` is no UTF-8. kResourceExhausted: it is too long.
+  // To be called before a text is encoded: what would take more memory than about `bytes`, besides the
+  // vocabulary and some MB, is kResourceExhausted from here on. The ids of all else are the same.
+  void LimitMemory(uint64_t bytes);
+  const TextLimits& limits() const;
+
+  // kInvalidArgument: `text` is no UTF-8. kResourceExhausted: it is too long, or has a word that is.
   absl::StatusOr<std::vector<int32_t>> Encode(std::string_view text, const EncodeOptions& options = {}) const;
   // The same, behind what `ids` holds already. After an error `ids` is as it was.
   absl::Status Append(std::string_view text, const EncodeOptions& options, std::vector<int32_t>& ids) const;
@@ -103,7 +117,8 @@ class Tokenizer {
 //
 // A part may end within a character. Memory: twice a part, and the word at its end. The forms of tokenizers
 // whose cuts depend on more than that (streams() is false: added tokens that look beside them, Strip,
-// patterns that look back) hold the whole text until Finish. For one thread; the tokenizer must outlive it.
+// patterns that look back) hold the whole text until Finish. What is beyond the tokenizer's limits is
+// kResourceExhausted, with its place. For one thread; the tokenizer must outlive it.
 class Encoder {
  public:
   explicit Encoder(const Tokenizer& tokenizer, const EncodeOptions& options = {});

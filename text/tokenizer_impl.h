@@ -3,7 +3,6 @@
 #define PENSTOCK_TEXT_TOKENIZER_IMPL_H_
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -41,6 +40,8 @@ struct Tokenizer::Impl {
         impl_.idle.pop_back();
       }
       if (workspace_ == nullptr) workspace_ = std::make_unique<Workspace>();
+      workspace_->cache.most_bytes = impl.limits.word;
+      workspace_->cache.too_long = false;
     }
     ~Borrowed() {
       if (workspace_->normalized.capacity() > (1 << 20)) workspace_->normalized = {};
@@ -60,10 +61,18 @@ struct Tokenizer::Impl {
   static absl::StatusOr<std::unique_ptr<Impl>> Create(std::string_view text, const TokenizerConfig& config);
   // Appends the tokens of one word.
   absl::Status EncodeWord(std::string_view word, Workspace& work, std::vector<int32_t>& to) const {
-    if (word.size() >= static_cast<size_t>(std::numeric_limits<int32_t>::max()))
-      return absl::ResourceExhaustedError("a word of 2 GiB; cut the text into shorter documents");
     bpe.Encode(word, work.cache, to);
-    return absl::OkStatus();
+    return CheckWords(work);
+  }
+  // Whether all of the words so far were merged.
+  absl::Status CheckWords(const Workspace& work) const {
+    return work.cache.too_long ? TooLong("a word without a place to cut it", limits.word) : absl::OkStatus();
+  }
+  static absl::Status TooLong(std::string_view what, size_t most) {
+    return absl::ResourceExhaustedError(Cat(
+        what, " is longer than ", most,
+        " bytes, the most that is taken at once: cut it (a space, a line break, a document of its own), or "
+        "allow more memory (--host-memory)"));
   }
   absl::Status EncodePiece(std::string_view piece, bool at_start, Workspace& work,
                            std::vector<int32_t>& ids) const;
@@ -84,6 +93,7 @@ struct Tokenizer::Impl {
   std::vector<std::string> notes;
   bool config_counts = false;
   size_t base_tokens = 0;  // of tokenizer.json alone
+  TextLimits limits;
   mutable std::mutex mutex;
   mutable std::vector<std::unique_ptr<Workspace>> idle;
 };

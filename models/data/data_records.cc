@@ -20,8 +20,8 @@
 namespace penstock::models {
 namespace {
 
-constexpr size_t kLongestRecord = size_t{1} << 30;
-constexpr size_t kMostLooked = size_t{64} << 20;  // for the end of the first record
+constexpr size_t kMostLooked = size_t{64} << 20;      // for the end of the first record
+constexpr size_t kMostLookedNamed = size_t{4} << 20;  // where the name says what it is
 constexpr std::string_view kSpace = " \t\r\n";
 constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
 
@@ -137,10 +137,12 @@ absl::StatusOr<DataForm> DataFormOf(const std::string& path, bool* keys_unknown)
   }
   if (head.text()[at] != '{') return otherwise;
   size_t end = head.text().find('\n', at);
-  while (end == std::string::npos && !head.whole() && head.text().size() < kMostLooked) {
+  const size_t most = named ? kMostLookedNamed : kMostLooked;
+  while (end == std::string::npos && !head.whole() && head.text().size() < most) {
     RETURN_IF_ERROR(head.More());
     end = head.text().find('\n', at);
   }
+  if (end == std::string::npos && !head.whole()) return otherwise;
   const std::string_view text = head.text();
   const absl::StatusOr<nlohmann::json> line = ParseJsonObject(text.substr(at, end - at), "");
   if (line.ok()) {
@@ -161,6 +163,13 @@ absl::Status RecordSplitter::Wrong(std::string_view what) const {
   return absl::InvalidArgumentError(absl::StrCat(place(), ": ", std::string(what)));
 }
 
+absl::Status RecordSplitter::CheckLength(size_t bytes) const {
+  return bytes <= longest_ ? absl::OkStatus()
+                           : Wrong(absl::StrCat("longer than ", longest_,
+                                                " bytes, the most that is taken at once: cut it into "
+                                                "several, or allow more memory (--host-memory)"));
+}
+
 std::string RecordSplitter::place() const {
   return absl::StrCat(array_ ? "element " : "line ", std::max<int64_t>(number_, 1));
 }
@@ -171,6 +180,7 @@ absl::Status RecordSplitter::Push(std::string_view piece, Take take) {
 
 absl::Status RecordSplitter::TakeLine(std::string_view line, Take take) {
   if (number_++ == 0 && line.starts_with(kByteOrderMark)) line.remove_prefix(kByteOrderMark.size());
+  RETURN_IF_ERROR(CheckLength(line.size()));
   if (line.ends_with('\r')) line.remove_suffix(1);
   return line.find_first_not_of(" \t") == std::string_view::npos ? absl::OkStatus() : take(line);
 }
@@ -186,9 +196,9 @@ absl::Status RecordSplitter::PushLines(std::string_view piece, Take take) {
     rest_.clear();
   }
   rest_.append(piece);
-  if (rest_.size() <= kLongestRecord) return absl::OkStatus();
+  if (rest_.size() <= longest_) return absl::OkStatus();
   ++number_;
-  return Wrong("longer than 1 GiB: is it JSONL?");
+  return CheckLength(rest_.size());
 }
 
 absl::Status RecordSplitter::PushArray(std::string_view piece, Take take) {
@@ -215,6 +225,7 @@ absl::Status RecordSplitter::PushArray(std::string_view piece, Take take) {
         if (c == '}') return Wrong("a } without {");
         std::string_view element = piece.substr(begin, i - begin);
         if (!rest_.empty()) element = rest_.append(element);
+        RETURN_IF_ERROR(CheckLength(element.size()));
         RETURN_IF_ERROR(take(element));
         rest_.clear();
         at_ = c == ',' ? At::kNext : At::kEnd;
@@ -241,7 +252,7 @@ absl::Status RecordSplitter::PushArray(std::string_view piece, Take take) {
     }
   }
   if (at_ == At::kElement) rest_.append(piece.substr(begin));
-  return rest_.size() > kLongestRecord ? Wrong("longer than 1 GiB") : absl::OkStatus();
+  return CheckLength(rest_.size());
 }
 
 absl::Status RecordSplitter::Finish(Take take) {

@@ -33,10 +33,11 @@ class RecordSplitter {
  public:
   using Take = absl::FunctionRef<absl::Status(std::string_view record)>;
 
-  explicit RecordSplitter(DataForm form) : array_(form == DataForm::kArray) {}
+  explicit RecordSplitter(DataForm form, size_t longest = size_t{1} << 30)
+      : array_(form == DataForm::kArray), longest_(longest) {}
 
   // Hands each record that is whole to `take`, whose first error ends it. kInvalidArgument: the array is no
-  // JSON, or a record is longer than 1 GiB.
+  // JSON, or a record is longer than the longest.
   absl::Status Push(std::string_view piece, Take take);
   absl::Status Finish(Take take);
   // Where the record is that `take` has, or where an error is: "line 7", "element 3".
@@ -50,7 +51,10 @@ class RecordSplitter {
   absl::Status TakeLine(std::string_view line, Take take);
   absl::Status Wrong(std::string_view what) const;
 
+  absl::Status CheckLength(size_t bytes) const;
+
   const bool array_;
+  const size_t longest_;  // bytes of a record
   int64_t number_ = 0;
   std::string rest_;  // of a record that goes on in the next piece
   At at_ = At::kBegin;

@@ -383,7 +383,7 @@ absl::Status EncodeRecords(const Input& input, DataForm form, const std::string&
                            const text::Tokenizer& tokenizer, const TokenFileOptions& options,
                            const std::function<bool(uint64_t)>& goes_on, Writer* to) {
   std::vector<char> piece(kPieceBytes);
-  RecordSplitter splitter(form);
+  RecordSplitter splitter(form, tokenizer.limits().record);
   const auto example_of = [&](std::string_view record) -> absl::StatusOr<text::Example> {
     ASSIGN_OR_RETURN(text::Example example, text::ExampleOfLine(record, tokenizer, options.chat));
     RETURN_IF_ERROR(CheckRows(example.ids, tokenizer, options));
@@ -400,9 +400,10 @@ absl::Status EncodeRecords(const Input& input, DataForm form, const std::string&
       return absl::OkStatus();
     }
     if (!options.skip_broken || !absl::IsInvalidArgument(example.status())) {
+      const bool may_skip = !options.skip_broken && absl::IsInvalidArgument(example.status());
       return absl::Status(example.status().code(),
                           absl::StrCat(splitter.place(), ": ", example.status().message(),
-                                       options.skip_broken ? "" : " (`skip_broken_lines` passes over such)"));
+                                       may_skip ? " (`skip_broken_lines` passes over such)" : ""));
     }
     to->Skip(splitter.number());
     return absl::OkStatus();

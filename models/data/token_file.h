@@ -62,8 +62,9 @@ struct TokenFile {
 // The tokens of `path`: an example of each record, or one text, as models/data/data_records.h tells them
 // apart. `tokenizer_path`: the file or directory that `tokenizer` was opened from. kInvalidArgument names the
 // record; kPermissionDenied, kResourceExhausted: the directory of `path` takes no files; kAborted: the text
-// changed meanwhile. Memory: a few MB, the longest record, 8 bytes an example, and a bit a token where not
-// all are learned.
+// changed meanwhile; kResourceExhausted too: a word, a record or a text is longer than the tokenizer's limits
+// (Tokenizer::LimitMemory). Memory: what these allow, a few MB, 8 bytes an example, and a bit a token where
+// not all are learned.
 absl::StatusOr<TokenFile> MakeTokenFile(const std::string& path, const text::Tokenizer& tokenizer,
                                         const std::string& tokenizer_path, const TokenFileOptions& options);
 

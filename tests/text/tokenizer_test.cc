@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "tests/hostile_files.h"
+#include "tests/text/byte_tokenizer.h"
 #include "text/regex.h"
 #include "text/utf8.h"
 
@@ -286,6 +288,55 @@ TEST(TokenizerTest, WordsAreEncodedAlikeWhetherTheyAreCutAtSeamsOrNot) {
     for (int i = 0; i < 200; ++i) text += std::vector<std::string>{"a", "b", "c", "▁", "é"}[random() % 5];
     EXPECT_EQ(Encoded(*cut, text), Encoded(*whole, text)) << text;
   }
+}
+
+// Of a text in parts of a megabyte: its ids, or the error of the first part that has one.
+absl::StatusOr<Ids> InParts(const Tokenizer& tokenizer, std::string_view text) {
+  Encoder encoder(tokenizer);
+  Ids ids;
+  for (; !text.empty(); text.remove_prefix(std::min<size_t>(text.size(), 1 << 20))) {
+    const absl::Status status = encoder.Append(text.substr(0, 1 << 20), ids);
+    if (!status.ok()) return status;
+  }
+  const absl::Status status = encoder.Finish(ids);
+  return status.ok() ? absl::StatusOr<Ids>(ids) : status;
+}
+
+TEST(TokenizerTest, WhatTakesMoreMemoryThanThereIsIsRefusedAndAllElseIsTheSame) {
+  constexpr uint64_t kMemory = uint64_t{64} << 20;
+  json whole = Small();
+  whole["added_tokens"][0]["lstrip"] = true;  // looks beside it: no parts
+  json joint = json::parse(ByteTokenizer({"<e>"}));
+  joint["model"]["vocab"]["aa"] = 258;
+  joint["added_tokens"][0]["id"] = 259;
+  joint["model"]["merges"].push_back("a a");
+  std::string words;
+  while (words.size() < (6 << 20)) words += "abc aab cab a ";
+  for (const json& description : {Small(), whole, joint}) {
+    const auto free = Opened(description), bound = Opened(description);
+    bound->LimitMemory(kMemory);
+    EXPECT_EQ(InParts(*bound, words).value(), InParts(*free, words).value());
+    EXPECT_EQ(Encoded(*bound, words), Encoded(*free, words));
+    // Any two neighbours may be merged: the word is one to the end.
+    const std::string word(2 << 20, 'a');
+    for (const std::string& text : {word, words + word + " a"}) {
+      for (const absl::Status& refused : {bound->Encode(text).status(), InParts(*bound, text).status()}) {
+        EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+        EXPECT_THAT(std::string(refused.message()), HasSubstr("--host-memory"));
+      }
+    }
+    EXPECT_TRUE(InParts(*free, word).ok());
+    const std::string endless(10 << 20, 'a');
+    EXPECT_TRUE(absl::IsResourceExhausted(InParts(*bound, endless).status()));
+    EXPECT_TRUE(absl::IsResourceExhausted(bound->Encode(endless).status()));
+    EXPECT_EQ(Encoded(*bound, "abc"), Encoded(*free, "abc")) << "a refused text leaves nothing behind";
+  }
+  // No merge reaches across two zeros: each is a word.
+  const auto bound = Opened(joint);
+  bound->LimitMemory(kMemory);
+  EXPECT_EQ(InParts(*bound, std::string(6 << 20, '\0')).value(), Ids(6 << 20, 0));
+  EXPECT_THAT(std::string(InParts(*bound, words + std::string(2 << 20, 'a') + "b").status().message()),
+              HasSubstr("before byte 8"));
 }
 
 TEST(TokenizerTest, ThreadsShareOneTokenizer) {

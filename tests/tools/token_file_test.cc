@@ -304,6 +304,26 @@ TEST_F(TokenFileTest, AForgedHeaderIsMadeAnew) {
   }
 }
 
+TEST_F(TokenFileTest, ALineThatIsLongerThanMemoryAllowsIsNamed) {
+  const std::string line = "{\"text\": \"a\"}\n";
+  const std::string long_line = "{\"text\": \"" + std::string(3 << 20, 'b') + "\"}";
+  const std::string lines = Write("data.jsonl", line + long_line + "\n" + line);
+  const std::string array = Write("data.json", "[" + line + "," + long_line + "]");
+  EXPECT_TRUE(Make(lines).ok());
+  tokenizer_->LimitMemory(uint64_t{64} << 20);
+  for (const auto& [path, place] : {std::pair(array, "element 2"), std::pair(lines + "l", "line 2")}) {
+    if (path != array) std::filesystem::rename(lines, path);  // without the tokens that were made
+    for (const bool skips : {false, true}) {
+      TokenFileOptions options;
+      options.skip_broken = skips;
+      const absl::Status refused = Make(path, options).status();
+      EXPECT_FALSE(refused.ok());
+      EXPECT_THAT(std::string(refused.message()), HasSubstr(place));
+      EXPECT_THAT(std::string(refused.message()), HasSubstr("--host-memory"));
+    }
+  }
+}
+
 TEST_F(TokenFileTest, WrongFilesAreRefused) {
   EXPECT_THAT(Make(directory_ + "/none.txt").status().message(), HasSubstr("cannot open"));
   EXPECT_THAT(Make(directory_).status().message(), HasSubstr("no regular file"));

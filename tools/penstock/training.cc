@@ -185,6 +185,8 @@ class Training {
     std::optional<NotedStopSignals> noted;
     if (!settings_.text.tokenizer.empty()) {
       ASSIGN_OR_RETURN(tokenizer_, text::Tokenizer::Open(settings_.text.tokenizer));
+      if (const int64_t budget = settings_.engine.memory.host_memory_budget_bytes; budget > 0)
+        tokenizer_->LimitMemory(static_cast<uint64_t>(budget));
       for (const std::string& note : tokenizer_->notes()) Say(note);
       noted.emplace();  // tokens take long to make; stopped, nothing is left of them
     }
