@@ -9,7 +9,6 @@
 #include <iterator>
 #include <string_view>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/directory.h"
 #include "base/io_error.h"
@@ -68,13 +67,33 @@ absl::Status CheckIsNoModelFile(const std::string& what, const std::string& path
   const std::filesystem::path meant = std::filesystem::weakly_canonical(path, error);
   for (const std::string& name :
        {meant.filename().string(), std::filesystem::path(path).filename().string()}) {
-    constexpr std::string_view kNames[] = {"penstock.store",         "config.json",
-                                           "generation_config.json", "tokenizer.json",
-                                           "tokenizer_config.json",  "special_tokens_map.json",
-                                           "adapter_config.json",    "chat_template.jinja"};
+    constexpr std::string_view kNames[] = {"penstock.store",
+                                           ".penstock.lock",
+                                           ".penstock.written",
+                                           ".penstock.ranks-secret",
+                                           "parameters.json",
+                                           "latest",
+                                           "latest_universal",
+                                           "config.json",
+                                           "generation_config.json",
+                                           "tokenizer.json",
+                                           "tokenizer_config.json",
+                                           "special_tokens_map.json",
+                                           "added_tokens.json",
+                                           "vocab.json",
+                                           "merges.txt",
+                                           "tokenizer.model",
+                                           "adapter_config.json",
+                                           "chat_template.jinja",
+                                           "pytorch_model.bin",
+                                           "pytorch_model.bin.index.json"};
+    constexpr std::string_view kEnds[] = {".safetensors", ".safetensors.index.json",
+                                          "_states.pt"};  // (of DeepSpeed's checkpoints)
     const bool named = std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
-    if (!named && !absl::EndsWith(name, ".safetensors") && !absl::EndsWith(name, ".safetensors.index.json"))
-      continue;
+    const bool ends = std::any_of(std::begin(kEnds), std::end(kEnds),
+                                  [&](std::string_view end) { return name.ends_with(end); });
+    const bool of_client = name.starts_with("client_state-") && name.ends_with(".pt");
+    if (!named && !ends && !of_client) continue;
     return absl::InvalidArgumentError(
         absl::StrCat(what, " ", path, ": is a file of a model or a state by its name: give another file"));
   }

@@ -19,9 +19,9 @@ absl::Status CheckWritable(const char* flag, const std::optional<std::string>& p
 absl::Status CheckDirectoryPlace(const std::string& what, const std::string& path, bool writes);
 
 // That nothing a run or a model consists of would be replaced: by its name, links followed, a store of a
-// state or checkpoint (penstock.store), weights (*.safetensors, their index), or what lies beside them
-// (config.json, tokenizer.json, ...). kInvalidArgument names `what` and the path. Part of CheckWritable and
-// of WriteWholeFile.
+// state or checkpoint (penstock.store) and what lies beside it (latest, parameters.json, ...), weights
+// (*.safetensors, their index) and theirs (config.json, tokenizer.json, ...). kInvalidArgument names `what`
+// and the path. Part of CheckWritable and of WriteWholeFile.
 absl::Status CheckIsNoModelFile(const std::string& what, const std::string& path);
 
 // The directory that `path` is in, a slash at its end or not: "kept" of "kept/step-00000001", "." of a bare

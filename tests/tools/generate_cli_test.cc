@@ -172,6 +172,15 @@ TEST_F(GenerateCliTest, NoOutputTakesThePlaceOfAModelsOrAStatesFile) {
     EXPECT_EQ(ran.code, 2);
     EXPECT_THAT(ran.err, HasSubstr("is a file of a model or a state"));
   }
+  // Beside a checkpoint of Penstock's, of its Python package's and of DeepSpeed's.
+  for (const char* name : {"latest", "latest_universal", "parameters.json", "client_state-1.pt",
+                           ".penstock.lock", "mp_rank_00_model_states.pt"}) {
+    for (const char* flag : {"--report", "--log", "--trace", "--prometheus"}) {
+      const Ran ran = Run(train + Arguments{"2", "--resume", flag, dir_ + "/kept/" + name});
+      EXPECT_EQ(ran.code, 2);
+      EXPECT_THAT(ran.err, HasSubstr("is a file of a model or a state"));
+    }
+  }
   EXPECT_EQ(Run({"export", state, state + "/penstock.store", "--overwrite"}).code, 2);
   EXPECT_EQ(Run({"verify", state}).code, 0);
 }

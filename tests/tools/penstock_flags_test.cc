@@ -153,10 +153,18 @@ TEST_F(FlagsTest, OneFileForTwoThings) {
     cases.push_back({Train(state, {flag, text_}), 2, {flag, text_, "that is read"}});
     cases.push_back({Train(state, {flag, other}), 2, {flag, other, "that is read"}});
   }
+  const std::string weights = dir_ + "/weights";
+  WriteFile(weights, "weights");
+  cases.push_back({Train(state, {"--init-from", weights, "--log", weights}), 2, {weights, "that is read"}});
+  for (const char* flag : {"--html", "--trace"}) {
+    cases.push_back({{"plan", "--data", text_, flag, text_}, 2, {flag, text_, "that is read"}});
+    cases.push_back({{"plan", "--init-from", weights, flag, weights}, 2, {flag, weights, "that is read"}});
+  }
   const std::string twice = dir_ + "/new", again = dir_ + "/./new";
   cases.push_back({Train(state, {"--report", twice, "--trace", again}), 2, {twice, again, "are one file"}});
   Check(cases);
   EXPECT_EQ(ReadFile(text_), text);
+  EXPECT_EQ(ReadFile(weights), "weights");
   EXPECT_FALSE(std::filesystem::exists(twice));
 }
 

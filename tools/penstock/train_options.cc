@@ -115,6 +115,15 @@ run::GivenValues GivenFlags(const TrainOptions& flags) {
   return given;
 }
 
+std::vector<std::string> FilesRead(const TrainOptions& flags) {
+  std::vector<std::string> files = flags.data;
+  for (const auto* one : {&flags.eval_data, &flags.config, &flags.model, &flags.init_from, &flags.tokenizer,
+                          &flags.chat_template}) {
+    if (one->has_value()) files.push_back(**one);
+  }
+  return files;
+}
+
 void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
   // A flag given twice means its last value, so that scripts can be given further flags.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);

@@ -39,6 +39,9 @@ struct TrainOptions {
 // The values of those that have one, by their names ("--lr"). Directories are without their weights.
 run::GivenValues GivenFlags(const TrainOptions& flags);
 
+// The paths of what they say is to be read, directories of models among them.
+std::vector<std::string> FilesRead(const TrainOptions& flags);
+
 // Adds the flags to `app`. `plans`: of the verb plan, which has --json and needs no data.
 void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans);
 

@@ -60,7 +60,8 @@ std::string VocabularyText(const models::LanguageModel& model) {
 
 // What is drawn replaces nothing that it is drawn from.
 absl::Status CheckOutputs(const PlanFlags& flags) {
-  std::vector<std::string> inputs = {flags.machine, flags.train.config.value_or("")};
+  std::vector<std::string> inputs = FilesRead(flags.train);
+  inputs.push_back(flags.machine);
   RETURN_IF_ERROR(CheckIsNoInput("--trace", flags.trace, inputs));
   inputs.push_back(flags.trace);
   RETURN_IF_ERROR(CheckIsNoInput("--html", flags.html, inputs));

@@ -51,15 +51,6 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   return absl::OkStatus();
 }
 
-std::vector<std::string> FilesRead(const TrainOptions& flags) {
-  std::vector<std::string> files = flags.data;
-  for (const auto* one :
-       {&flags.eval_data, &flags.config, &flags.model, &flags.tokenizer, &flags.chat_template}) {
-    if (one->has_value()) files.push_back(**one);
-  }
-  return files;
-}
-
 absl::Status Train(const TrainOptions& flags, std::ostream& out) {
   std::shared_ptr<zero::Comm> comm;
   if (!flags.check) {
