@@ -36,7 +36,12 @@ absl::StatusOr<std::unique_ptr<AppendFile>> AppendFile::Open(std::string what, s
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
   if (fd < 0) return StreamError(absl::StrCat(what, ": ", path, ": open"));
   struct stat info {};
-  if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
+  if (fstat(fd, &info) != 0) {
+    absl::Status failed = StreamError(absl::StrCat(what, ": ", path, ": look at"));
+    close(fd);
+    return failed;
+  }
+  if (!S_ISREG(info.st_mode)) {
     close(fd);
     return absl::FailedPreconditionError(
         absl::StrCat(what, ": ", path, " is no regular file: move it away, or give another output_path"));
@@ -106,7 +111,10 @@ absl::StatusOr<int64_t> AppendFile::Walk(
 absl::Status MakeDirectory(const std::string& what, const std::string& path) {
   std::error_code error;
   std::filesystem::create_directories(path, error);
-  if (!error && IsDirectory(path).value_or(false)) return absl::OkStatus();
+  if (!error) {
+    ASSIGN_OR_RETURN(const bool there, IsDirectory(path));
+    if (there) return absl::OkStatus();
+  }
   return absl::InvalidArgumentError(absl::StrCat(what, ": ", path, ": the directory cannot be made: ",
                                                  error ? error.message() : "something else is there",
                                                  ": give another output_path"));

@@ -11,11 +11,13 @@
 #include <optional>
 #include <system_error>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/directory.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 
 namespace penstock::run {
@@ -128,6 +130,21 @@ std::string HostName() {
   return name;
 }
 
+// Ids are the last part of files' names, and come from a record that a stranger may have written.
+bool IsPartOfName(const std::string& id) {
+  return !id.empty() && std::all_of(id.begin(), id.end(),
+                                    [](char c) { return absl::ascii_isalnum(c) || c == '-' || c == '_'; });
+}
+
+// As this program makes them ("1a2b3c4d-0123456789abcdef") and its Python package ("python-0123456789ab"):
+// no other program's files end so.
+bool IsMadeHere(const std::string& id) {
+  constexpr size_t kLeastDigits = 12;
+  const size_t dash = id.rfind('-');
+  return IsPartOfName(id) && dash != std::string::npos && id.size() - dash > kLeastDigits &&
+         id.find_first_not_of("0123456789abcdef", dash + 1) == std::string::npos;
+}
+
 // The files of the run in there, from the first that it began.
 absl::StatusOr<std::vector<std::string>> FilesOf(const std::string& directory, const std::string& run_id) {
   ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory));
@@ -204,6 +221,10 @@ absl::StatusOr<std::pair<int64_t, std::string>> ReadEvent(std::string_view messa
 
 absl::StatusOr<std::unique_ptr<EventFile>> EventFile::Open(const std::string& directory,
                                                            const MonitorOwner& owner) {
+  if (!IsPartOfName(owner.run_id)) {
+    return absl::DataLossError(absl::StrCat(kTensorboard, ": the run's record is damaged: its run_id is ",
+                                            OneLine(owner.run_id), ", which is no part of a file's name"));
+  }
   RETURN_IF_ERROR(MakeDirectory(kTensorboard, directory));
   return std::unique_ptr<EventFile>(new EventFile(directory, owner));
 }
@@ -211,7 +232,7 @@ absl::StatusOr<std::unique_ptr<EventFile>> EventFile::Open(const std::string& di
 absl::Status EventFile::Begin(int64_t samples) {
   last_.clear();
   for (const std::string& id : owner_.replaces) {
-    if (id.empty()) continue;
+    if (!IsMadeHere(id)) continue;
     ASSIGN_OR_RETURN(const std::vector<std::string> paths, FilesOf(directory_, id));
     for (const std::string& path : paths) {
       std::error_code error;

@@ -24,7 +24,7 @@ namespace penstock::run {
 
 class EventFile : public ScalarSink {
  public:
-  // Makes `directory` and changes nothing in it yet.
+  // Makes `directory` and changes nothing in it yet. kDataLoss: the run's id is no part of a file's name.
   static absl::StatusOr<std::unique_ptr<EventFile>> Open(const std::string& directory,
                                                          const MonitorOwner& owner);
 

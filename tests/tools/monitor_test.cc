@@ -302,12 +302,51 @@ TEST_F(MonitorTest, ALongEventFileIsReadInPieces) {
 }
 
 TEST_F(MonitorTest, EventFilesOfOtherRunsStayAndThoseOfAReplacedOneGo) {
-  ASSERT_TRUE(Run<run::EventFile>({.run_id = "first"}, 0, {8}).ok());
-  ASSERT_TRUE(Run<run::EventFile>({.run_id = "second"}, 0, {8}).ok());
+  const std::string first = "01234567-0123456789abcdef", second = "python-0123456789ab";
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = first}, 0, {8}).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = second}, 0, {8}).ok());
   EXPECT_THAT(EventFiles(), SizeIs(2));
-  ASSERT_TRUE(Run<run::EventFile>({.run_id = "third", .replaces = {"first", "second"}}, 0, {4}).ok());
+  ASSERT_TRUE(Run<run::EventFile>({.run_id = "third", .replaces = {first, second}}, 0, {4}).ok());
   ASSERT_THAT(EventFiles(), ElementsAre(HasSubstr(".third")));
   EXPECT_THAT(Steps(), ElementsAre(4));
+}
+
+// Who replaces a run that a stranger made loses nothing but that run's files.
+TEST_F(MonitorTest, AForgedIdOfARunNamesNoFileOfOthers) {
+  const std::string name = "events.out.tfevents.123.host.";
+  const std::vector<std::string> others = {name + "v2", name + "profile-empty"};
+  for (const std::string& other : others) Write(dir_ + "/" + other, "others'");
+  run::MonitorOwner owner{.run_id = "mine"};
+  owner.replaces = {"v2", "profile-empty", "tfevents.123.host.v2", "", "-", "../../x"};
+  ASSERT_TRUE(Run<run::EventFile>(owner, 0, {4}).ok());
+  for (const std::string& other : others) EXPECT_TRUE(std::filesystem::exists(dir_ + "/" + other)) << other;
+  for (const char* const id : {"", "..", "../../x", "a/b", "a b", "line\nbreak", "a.b"}) {
+    const absl::Status refused = run::EventFile::Open(dir_ + "/new", {.run_id = id}).status();
+    EXPECT_TRUE(absl::IsDataLoss(refused)) << refused;
+  }
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/new"));
+}
+
+// What could not be looked at is not told as something else.
+TEST_F(MonitorTest, AFileThatCannotBeLookedAtIsAnErrorOfTheDrive) {
+  const std::string path = dir_ + "/file";
+  Write(path, "");
+  size_t failed = 0;
+  for (size_t at = 0;; ++at) {
+    const Tampered ran = RunTampered({.calls = {SYS_fstat, SYS_newfstatat}, .at = at, .error = EIO}, [&] {
+      const absl::Status made = run::MakeDirectory("csv_monitor", dir_);
+      const absl::Status opened = run::AppendFile::Open("csv_monitor", path).status();
+      for (const absl::Status& status : {made, opened}) {
+        if (!status.ok()) return status.message().find("Input/output error") != std::string::npos ? 1 : 2;
+      }
+      return 0;
+    });
+    if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+    EXPECT_LE(ran.code, 1) << at;
+    failed += ran.code == 1 ? 1 : 0;
+    if (!ran.reached) break;
+  }
+  EXPECT_GE(failed, 2u);
 }
 
 TEST_F(MonitorTest, WhatCannotBeADirectoryIsRefused) {
