@@ -468,6 +468,23 @@ TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
   }
 }
 
+TEST_F(RanksTest, ARefusedStartLeavesNoDirectoryBehind) {
+  const std::string state = dir_ + "/new/state", kept = dir_ + "/kept";
+  for (const Arguments& more :
+       {Arguments{"--host-memory", "1MiB"}, Arguments{"--report", dir_ + "/none/report"},
+        Arguments{"--checkpoint-dir", kept, "--host-memory", "1MiB"}}) {
+    const Arguments refused = Small(state, Arguments{"--steps", "2"} + more);
+    for (const Ran& ran : Wait(Start({refused, refused}))) EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_FALSE(std::filesystem::exists(dir_ + "/new")) << more[0];
+    EXPECT_FALSE(std::filesystem::exists(kept)) << more[0];
+  }
+  // What was there stays.
+  std::filesystem::create_directories(state);
+  const Arguments refused = Small(state, {"--steps", "2", "--host-memory", "1MiB"});
+  for (const Ran& ran : Wait(Start({refused, refused}))) EXPECT_EQ(ran.code, 2) << ran.err;
+  EXPECT_TRUE(std::filesystem::is_empty(state));
+}
+
 // Ranks know each other by a secret: of their state directory, for its owner alone, or of the environment.
 TEST_F(RanksTest, RanksKnowEachOtherByASecretAndRefuseOthers) {
   const std::string state = dir_ + "/state", given = dir_ + "/given";

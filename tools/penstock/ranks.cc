@@ -127,7 +127,8 @@ std::string StepText(int64_t step) { return step < 0 ? "nothing" : absl::StrCat(
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& flags) {
+absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& flags,
+                                                         std::vector<std::string>* made) {
   ASSIGN_OR_RETURN(zero::RankEnvironment environment, zero::ReadRankEnvironment());
   if (environment.world == 1) return std::shared_ptr<zero::Comm>();
   zero::CommOptions options;
@@ -141,7 +142,7 @@ absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& fla
   }
   std::string secret = zero::ProcessEnvironment(zero::kSecretVariable).value_or("");
   if (secret.empty()) {
-    ASSIGN_OR_RETURN(secret, zero::SecretIn(SharedDirectory(flags)));
+    ASSIGN_OR_RETURN(secret, zero::SecretIn(SharedDirectory(flags), made));
   }
   ASSIGN_OR_RETURN(std::unique_ptr<zero::Comm> connected,
                    zero::ConnectTcp(environment, {.comm = options, .secret = std::move(secret)}));

@@ -20,8 +20,9 @@ namespace penstock::tools {
 // Null where the environment says that there is one rank (zero/ranks/rank_environment.h). Otherwise takes the
 // secret of the run from there or from its state directory (zero/ranks/secret_file.h), waits for
 // the others and compares the flags with theirs, and the program: kInvalidArgument on all ranks names the
-// first difference.
-absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& flags);
+// first difference. `made` gets what SecretIn has made: a start that is refused takes it away again.
+absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& flags,
+                                                         std::vector<std::string>* made);
 
 // What the flags, the config and the files of each rank come to, before anything is made: the run, every
 // option that changes what a rank does, and the texts, by size and ContentDigest. kInvalidArgument on all

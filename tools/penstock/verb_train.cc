@@ -26,6 +26,7 @@
 #include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
 #include "zero/ranks/alike_ranks.h"
+#include "zero/ranks/secret_file.h"
 
 namespace penstock::tools {
 namespace {
@@ -51,10 +52,11 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   return absl::OkStatus();
 }
 
-absl::Status Train(const TrainOptions& flags, std::ostream& out) {
+// `made`: what this process made to meet the other ranks.
+absl::Status TrainAsRank(const TrainOptions& flags, std::ostream& out, std::vector<std::string>* made) {
   std::shared_ptr<zero::Comm> comm;
   if (!flags.check) {
-    ASSIGN_OR_RETURN(std::shared_ptr<zero::Comm> connected, ConnectRanks(flags));
+    ASSIGN_OR_RETURN(std::shared_ptr<zero::Comm> connected, ConnectRanks(flags, made));
     comm = std::move(connected);
   } else {
     // What one of several ranks would be told, whether or not the others are there.
@@ -93,6 +95,13 @@ absl::Status Train(const TrainOptions& flags, std::ostream& out) {
     return CheckBudget(flags, *std::move(settings), out);
   }
   return RunTraining(std::move(of_rank), *std::move(settings), out);
+}
+
+absl::Status Train(const TrainOptions& flags, std::ostream& out) {
+  std::vector<std::string> made;
+  absl::Status status = TrainAsRank(flags, out, &made);
+  if (!status.ok()) zero::RemoveSecret(made);
+  return status;
 }
 
 }  // namespace

@@ -10,8 +10,11 @@
 #include <cstring>
 #include <filesystem>
 #include <limits>
+#include <optional>
 #include <random>
+#include <string>
 #include <type_traits>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -78,26 +81,59 @@ absl::StatusOr<swap::Uuid> AgreeOnNewStore(Comm& comm, const swap::StoreOptions&
 
 namespace {
 
-// Makes the directory, and in it a file with a name of its own, which no cache of a shared file system has
-// ever been asked for; returns its path.
-absl::StatusOr<std::string> LeaveSign(const std::string& path) {
-  std::error_code error;
-  std::filesystem::create_directories(path, error);
-  if (error) return MakeIoError({.op = "make directory", .path = path, .error = error.value()});
-  std::string sign = absl::StrCat(path, "/.seen-", absl::Hex(std::random_device()()));
-  const int fd = ::open(sign.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-  if (fd < 0) return MakeIoError({.op = "create", .path = sign, .error = errno});
-  ::close(fd);
-  return sign;
-}
+// A file in a directory, with a name of its own, which no cache of a shared file system has ever been asked
+// for. It goes with this object, and so do the directories that were made for it, unless they are kept or
+// something else is in them by then.
+class Sign {
+ public:
+  explicit Sign(const std::string& directory) {
+    std::error_code error;
+    std::vector<std::string> missing;  // the deepest first
+    for (std::string at = directory; !PathExists(at).value_or(true); at = DirectoryOf(at))
+      missing.push_back(at);
+    std::filesystem::create_directories(directory, error);
+    if (error) {
+      status_ = MakeIoError({.op = "make directory", .path = directory, .error = error.value()});
+      return;
+    }
+    made_ = std::move(missing);
+    path_ = absl::StrCat(directory, "/.seen-", absl::Hex(std::random_device()()));
+    const int fd = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (fd < 0) {
+      status_ = MakeIoError({.op = "create", .path = path_, .error = errno});
+      path_.clear();
+      return;
+    }
+    ::close(fd);
+  }
+  ~Sign() {
+    if (!path_.empty()) (void)::unlink(path_.c_str());
+    for (const std::string& directory : made_) {
+      if (::rmdir(directory.c_str()) != 0) break;
+    }
+  }
+  Sign(const Sign&) = delete;
+  Sign& operator=(const Sign&) = delete;
+
+  const std::string& path() const { return path_; }  // empty: there is none
+  const absl::Status& status() const { return status_; }
+  void KeepDirectories() { made_.clear(); }
+
+ private:
+  std::string path_;
+  absl::Status status_;
+  std::vector<std::string> made_;
+};
 
 }  // namespace
 
 absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
-  absl::StatusOr<std::string> sign = comm.rank() == 0 ? LeaveSign(path) : std::string();
-  absl::Status mine = sign.status();
-  ASSIGN_OR_RETURN(std::vector<std::string> signs,
-                   comm.AllTexts(Channel::kSetup, {"the checkpoints' directory"}, sign.value_or("")));
+  std::optional<Sign> sign;
+  if (comm.rank() == 0) sign.emplace(path);
+  absl::Status mine = sign.has_value() ? sign->status() : absl::OkStatus();
+  ASSIGN_OR_RETURN(
+      std::vector<std::string> signs,
+      comm.AllTexts(Channel::kSetup, {"the checkpoints' directory"}, sign.has_value() ? sign->path() : ""));
   if (comm.rank() > 0) {
     const absl::StatusOr<bool> seen = PathExists(signs.front());
     mine = seen.status();
@@ -109,24 +145,23 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
     }
   }
   absl::Status all = AgreeOnStatus(comm, Channel::kSetup, mine);
-  if (sign.ok() && !sign->empty()) (void)::unlink(sign->c_str());
+  if (all.ok() && sign.has_value()) sign->KeepDirectories();
   return all;
 }
 
 absl::StatusOr<int> LeaderAt(Comm& comm, const std::string& path) {
-  const absl::StatusOr<std::string> sign = LeaveSign(path);
+  Sign sign(path);
   absl::Status mine = sign.status();
   ASSIGN_OR_RETURN(const std::vector<std::string> signs,
-                   comm.AllTexts(Channel::kSetup, {"the state's directory"}, sign.value_or("")));
+                   comm.AllTexts(Channel::kSetup, {"the state's directory"}, sign.path()));
   int leader = comm.rank();
   for (int rank = 0; rank < leader && mine.ok(); ++rank) {
     const absl::StatusOr<bool> seen = PathExists(signs[static_cast<size_t>(rank)]);
     mine = seen.status();
     if (seen.value_or(false)) leader = rank;
   }
-  const absl::Status all = AgreeOnStatus(comm, Channel::kSetup, mine);
-  if (sign.ok()) (void)::unlink(sign->c_str());
-  RETURN_IF_ERROR(all);
+  RETURN_IF_ERROR(AgreeOnStatus(comm, Channel::kSetup, mine));
+  sign.KeepDirectories();
   return leader;
 }
 

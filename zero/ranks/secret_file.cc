@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <filesystem>
+#include <iterator>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -15,6 +16,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/atomic_file.h"
+#include "base/directory.h"
 #include "base/io_error.h"
 #include "base/status_macros.h"
 #include "zero/ranks/handshake.h"
@@ -62,21 +64,43 @@ absl::StatusOr<std::string> ReadSecret(const std::string& path) {
 
 }  // namespace
 
-absl::StatusOr<std::string> SecretIn(const std::string& directory) {
+absl::StatusOr<std::string> SecretIn(const std::string& directory, std::vector<std::string>* made) {
   const std::string path = absl::StrCat(directory, "/", kSecretFile);
   absl::StatusOr<std::string> there = ReadSecret(path);
   if (!absl::IsNotFound(there.status())) return there;
   std::error_code error;
+  std::vector<std::string> missing;  // the deepest first
+  for (std::string at = directory; !PathExists(at).value_or(true); at = DirectoryOf(at))
+    missing.push_back(at);
   std::filesystem::create_directories(directory, error);
   if (error) return MakeIoError({.op = "create", .path = directory, .error = error.value()});
+  if (made != nullptr && !missing.empty()) {
+    made->assign(missing.rbegin(), missing.rend());
+    made->push_back(path);
+  }
   const HashBytes random = RandomBytes();
   const std::string digits =
       absl::BytesToHexString(absl::string_view(reinterpret_cast<const char*>(random.data()), random.size()));
-  const absl::Status made =
+  const absl::Status written =
       ReplaceFile(path, digits + "\n", {.mode = 0600, .keep_mode = false, .replace = false, .durable = true});
-  if (!made.ok() && !absl::IsAlreadyExists(made))
-    return absl::Status(made.code(), absl::StrCat(made.message(), "; ", kAnotherWay));
+  if (!written.ok() && !absl::IsAlreadyExists(written))
+    return absl::Status(written.code(), absl::StrCat(written.message(), "; ", kAnotherWay));
+  if (made != nullptr && made->empty() && written.ok()) made->push_back(path);
   return ReadSecret(path);  // of whichever process was the first
+}
+
+void RemoveSecret(const std::vector<std::string>& made) {
+  if (made.empty()) return;
+  const absl::StatusOr<std::vector<std::string>> there = ListDirectory(DirectoryOf(made.back()));
+  if (!there.ok()) return;
+  for (const std::string& name : *there) {
+    if (name != kSecretFile) return;
+  }
+  // Of another rank of the same start, where this one made the directory alone.
+  (void)::unlink(made.back().c_str());
+  for (auto directory = std::next(made.rbegin()); directory != made.rend(); ++directory) {
+    if (::rmdir(directory->c_str()) != 0) return;
+  }
 }
 
 }  // namespace penstock::zero

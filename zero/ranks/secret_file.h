@@ -3,6 +3,7 @@
 #define PENSTOCK_ZERO_RANKS_SECRET_FILE_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 
@@ -18,7 +19,14 @@ inline constexpr const char* kSecretFile = ".penstock.ranks-secret";
 //
 // kPermissionDenied: it is another user's, or others may read or write it. kFailedPrecondition: it is not a
 // file of this kind. The others are those of IoErrorCode (base/io_error.h).
-absl::StatusOr<std::string> SecretIn(const std::string& directory);
+//
+// `made`, if given, gets the paths of the directories that this process has made, and the file last; nothing
+// where all was there.
+absl::StatusOr<std::string> SecretIn(const std::string& directory, std::vector<std::string>* made = nullptr);
+
+// Removes what SecretIn has made, after a start that was refused. All of it stays where something else is in
+// the directory by now.
+void RemoveSecret(const std::vector<std::string>& made);
 
 }  // namespace penstock::zero
 
