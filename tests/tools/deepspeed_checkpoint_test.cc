@@ -182,6 +182,11 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
   // The least memory: matrices are turned in strips.
   const Ran exported = Run({"export-checkpoint", first, out, "--host-memory", "1MiB"});
   ASSERT_EQ(exported.code, 0) << exported.err;
+  for (const std::string tag : {"two\nlines", "a\tb", "\x7f"}) {
+    const Ran refused = Run({"export-checkpoint", first, out, "--tag", tag});
+    EXPECT_EQ(refused.code, 2) << refused.err;
+    EXPECT_EQ(std::count(refused.err.begin(), refused.err.end(), '\n'), 1) << refused.err;
+  }
   const Ran named = Run({"export-checkpoint", first, out, "--tag", "latest_universal"});
   EXPECT_EQ(named.code, 2) << named.err;
   EXPECT_THAT(named.err, HasSubstr("neither latest nor latest_universal"));

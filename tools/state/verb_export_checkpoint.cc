@@ -5,10 +5,12 @@
 #include <memory>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "aio/arena.h"
 #include "aio/engine.h"
+#include "base/io_error.h"
 #include "base/status_macros.h"
 #include "models/deepspeed/universal.h"
 #include "models/families/family.h"
@@ -220,12 +222,15 @@ absl::Status Export(const ExportCheckpointFlags& flags, std::ostream& out) {
   progress.loss_scaler = LossScaler(run);
   options.directory = flags.out;
   options.tag = flags.tag.empty() ? absl::StrCat("global_step", progress.step, "_universal") : flags.tag;
-  if (options.tag.find('/') != std::string::npos || options.tag.front() == '.' || options.tag == "latest" ||
-      options.tag == "latest_universal")
+  // The file that names it is read by its first line.
+  const bool unprintable =
+      std::any_of(options.tag.begin(), options.tag.end(), [](char c) { return absl::ascii_iscntrl(c); });
+  if (options.tag.find('/') != std::string::npos || options.tag.front() == '.' || unprintable ||
+      options.tag == "latest" || options.tag == "latest_universal")
     return absl::InvalidArgumentError(
-        absl::StrCat("--tag ", options.tag,
-                     ": must be a name without /, not beginning with a dot, and neither latest nor "
-                     "latest_universal"));
+        absl::StrCat("--tag ", OneLine(options.tag),
+                     ": must be a name without / and control characters, not beginning with a dot, and "
+                     "neither latest nor latest_universal"));
   options.overwrite = flags.overwrite;
   options.memory_bytes = static_cast<uint64_t>(memory);
   const nlohmann::json imported = run.record.value("imported", nlohmann::json::object());

@@ -60,7 +60,9 @@ def is_tag(tag: Any) -> bool:
         return False
     if len(os.fsencode(tag)) > 200:  # names of 255 bytes are all that file systems take, and temporary ones are longer
         return False
-    return "/" not in tag and "\0" not in tag and tag not in (LATEST, "latest_universal")
+    if any(ord(each) < 32 or ord(each) == 127 for each in tag):  # `latest` names it by its first line
+        return False
+    return "/" not in tag and tag not in (LATEST, "latest_universal")
 
 
 def name_of(step: int, number: int = 1) -> str:
