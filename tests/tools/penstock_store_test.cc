@@ -187,6 +187,29 @@ TEST_F(StoreCliTest, PlanReportAndFilesHaveTheSameBytesWhateverTheVersions) {
   }
 }
 
+// What names the parameters of a Python program's run.
+TEST_F(StoreCliTest, ADescriptionThatWasChangedIsFound) {
+  const std::string state = dir_ + "/state", path = state + "/parameters.json";
+  ASSERT_EQ(Run(Train(state, {"--steps", "1"})).code, 0);
+  const std::string digest = "60e9a258caaf1d7141ddfeb43291d73091efa8af3d8b48faa62678e150b3f2f3";
+  for (const auto& [text, whole] :
+       {std::pair<std::string, bool>{R"({"model": {}, "sha256": ")" + digest + "\"}\n", true},
+        {R"({"model": {}})", true},  // an older one
+        {R"({"modem": {}, "sha256": ")" + digest + "\"}", false},
+        {R"({"model": {}, "sha25x": ")" + digest + "\"}", false},
+        {R"({"model": {}, "sha256": ")" + digest + "0\"}", false},
+        {R"({"model": {}, )", false},
+        {"", false}}) {
+    WriteFile(path, text);
+    const Ran ran = Run({"verify", state}), told = Run({"verify", state, "--json"});
+    EXPECT_EQ(ran.code, whole ? 0 : 1) << text;
+    EXPECT_EQ(told.code, ran.code) << text;
+    EXPECT_EQ(json::parse(told.out)["whole"], whole) << text;
+    EXPECT_EQ(json::parse(told.out)["metadata_damage"].size(), whole ? 0u : 1u) << text;
+    if (!whole) EXPECT_THAT(ran.err, HasSubstr(path)) << text;
+  }
+}
+
 // States in bf16 and 8 bit: what inspect shows adds up, verify finds a flipped bit in each segment, export is
 // the masters, and what was exported comes back.
 TEST_F(StoreCliTest, CompactStatesAreInspectedVerifiedAndExported) {

@@ -2,9 +2,16 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/directory.h"
+#include "base/io_error.h"
+#include "base/json.h"
+#include "base/sha256.h"
+#include "base/small_file.h"
 #include "base/status_macros.h"
+#include "swap/checkpoint.h"
 #include "swap/verify.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
@@ -58,7 +65,51 @@ Base VerifyBase(const nlohmann::json& payload, const VerifyFlags& flags) {
   return base;
 }
 
-nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyReport& report, const Base& base) {
+// Of a run of the Python package: what names its parameters lies beside the store, and ends with a digest of
+// its own (python/penstock/_engine/_parameters.py).
+absl::Status VerifyDescriptionAt(const std::string& path) {
+  constexpr uint64_t kMostBytes = uint64_t{64} << 20;
+  constexpr uint64_t kMostValues = 1'200'000;
+  constexpr std::string_view kDigest = ", \"sha256\": \"", kEnd = "\"}";
+  constexpr size_t kDigits = 64;
+  const auto damaged = [&](const std::string& why) {
+    return absl::DataLossError(absl::StrCat(
+        path, ": ", why,
+        ": parameters are not found by their names; the checkpoint itself can be loaded and saved "
+        "again"));
+  };
+  absl::StatusOr<std::string> read = ReadSmallFile(path, kMostBytes);
+  if (absl::IsNotFound(read.status())) return absl::OkStatus();
+  if (!read.ok()) return absl::DataLossError(std::string(read.status().message()));
+  absl::StripTrailingAsciiWhitespace(&*read);
+  const std::string_view text = *read;
+  const size_t at = text.rfind(kDigest);
+  if (at != std::string_view::npos) {
+    const std::string_view rest = text.substr(at + kDigest.size());
+    const bool matches = rest.size() == kDigits + kEnd.size() && rest.ends_with(kEnd) &&
+                         Sha256(read->substr(0, at) + "}") == rest.substr(0, kDigits);
+    return matches ? absl::OkStatus() : damaged("was changed after it was written");
+  }
+  // Older ones have none.
+  const absl::StatusOr<nlohmann::json> described = ParseJsonObject(text, "", {.max_values = kMostValues});
+  if (!described.ok()) return damaged(std::string(described.status().message()));
+  for (const auto& [key, unused] : described->items()) {
+    if (key != "model" && key != "parameters" && key != "tied" && key != "buffers" && key != "large_buffers")
+      return damaged(absl::StrCat("has the key ", OneLine(key), ", which none has"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status VerifyDescription(const FoundState& state) {
+  std::vector<std::string> directories = state.parts.front();
+  if (state.parts.size() > 1) directories.push_back(DirectoryOf(directories.front()));
+  for (const std::string& directory : directories)
+    RETURN_IF_ERROR(VerifyDescriptionAt(absl::StrCat(directory, "/", swap::kDescriptionFile)));
+  return absl::OkStatus();
+}
+
+nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyReport& report, const Base& base,
+                            const absl::Status& description) {
   nlohmann::ordered_json damaged = nlohmann::ordered_json::array();
   for (const swap::DamagedRange& range : report.damaged) {
     damaged.push_back({{"path", range.path},
@@ -69,14 +120,16 @@ nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyRepor
                        {"version", range.version},
                        {"reason", range.reason}});
   }
-  return {{"whole", report.whole() && base.status.ok()},
+  std::vector<std::string> notes = report.notes;
+  if (!description.ok()) notes.emplace_back(description.message());
+  return {{"whole", report.whole() && base.status.ok() && description.ok()},
           {"step", step},
           {"ranks", ranks},
           {"tiles", report.tiles},
           {"bytes", report.bytes},
           {"seconds", report.seconds},
           {"damaged", std::move(damaged)},
-          {"metadata_damage", report.notes},
+          {"metadata_damage", notes},
           {"base", base.Json()}};
 }
 
@@ -107,11 +160,13 @@ absl::Status Verify(const VerifyFlags& flags, std::ostream& out, std::ostream& e
   }
   const Base base = VerifyBase(ParseOrNull(state.inspections.front().record.payload), flags);
   if (absl::IsInvalidArgument(base.status)) return base.status;
+  const absl::Status description = VerifyDescription(state);
   if (flags.json) {
-    out << Json(step, ranks, report, base).dump(2) << "\n" << std::flush;
+    out << Json(step, ranks, report, base, description).dump(2) << "\n" << std::flush;
   } else {
     for (const swap::DamagedRange& range : report.damaged) out << "damaged: " << range.Text() << "\n";
     for (const std::string& note : report.notes) out << "damaged: " << note << "\n";
+    if (!description.ok()) out << "damaged: " << description.message() << "\n";
     if (!flags.quiet) {
       const double rate = static_cast<double>(report.bytes) / std::max(report.seconds, 1e-9);
       out << absl::StrFormat("step %u: %u tiles, %s read and checked in %.1f s, %s\n", step, report.tiles,
@@ -121,11 +176,11 @@ absl::Status Verify(const VerifyFlags& flags, std::ostream& out, std::ostream& e
         out << absl::StrFormat("the weights that its adapters go to: %s in %s, read and checked\n",
                                FormatBytes(BaseBytes(base.record)), PathOfBase(base.record));
       }
-      if (report.whole() && base.status.ok()) out << "whole: every checksum matches\n";
+      if (report.whole() && base.status.ok() && description.ok()) out << "whole: every checksum matches\n";
     }
     out.flush();
   }
-  if (report.whole()) return base.status;
+  if (report.whole()) return base.status.ok() ? description : base.status;
   if (report.damaged.empty()) {
     return absl::DataLossError(absl::StrCat(
         state.name(), ": ", report.notes.size(),
