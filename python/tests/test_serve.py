@@ -588,6 +588,9 @@ def test_a_key_is_asked_for_where_there_is_one(model, directory):
             with pytest.raises(openai.AuthenticationError):
                 server.client("wrong").models.list()
             assert server.stop() == (0, "")
+    for empty in ("", "  "):  # of a script whose secret was never set
+        status, line = refused(model, "--port", 0, "--host-memory", "512MiB", PENSTOCK_API_KEY=empty)
+        assert status == 2 and "PENSTOCK_API_KEY is empty" in line
     with Server(model, "--host", "0.0.0.0") as server:
         assert server.ask("/v1/models")[0] == 200
         status, err = server.stop()

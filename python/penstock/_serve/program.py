@@ -77,7 +77,7 @@ def _flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _key(path: Optional[str]) -> str:
     """The key that requests need, or "". The environment loses it: children need none."""
-    key = os.environ.pop("PENSTOCK_API_KEY", "")
+    key = os.environ.pop("PENSTOCK_API_KEY", None)
     if path is not None:
         try:
             key = next(iter(read_text(path, 1 << 16).splitlines()), "").strip()
@@ -85,7 +85,9 @@ def _key(path: Optional[str]) -> str:
             raise _Wrong(f"--api-key-file: {error}") from None
         if not key:
             raise _Wrong(f"--api-key-file: {path} has no key in its first line")
-    return key
+    elif key is not None and not key.strip():  # a variable of a script that was never set
+        raise _Wrong("PENSTOCK_API_KEY is empty: give it the key that requests need, or unset it to answer without one")
+    return key or ""
 
 
 def _bound(host: str, port: int, timeout: float) -> socket.socket:
