@@ -273,9 +273,14 @@ TEST_F(RanksTest, KilledTheyGoOnWithAnotherNumberWhereThatIsSaid) {
     const Arguments any =
         ranks == 1 ? Arguments{"--resume-ranks", "any"} : Arguments{"--config", dir_ + "/any.json"};
     // Nor does a start that is refused.
-    for (const Ran& ran : go_on(place, ranks, any + Arguments{"--model", "gpt-small"})) {
-      EXPECT_EQ(ran.code, 2);
-      EXPECT_THAT(ran.err, HasSubstr("holds a run of another model"));
+    for (const auto& [more, why] : std::vector<std::pair<Arguments, std::string>>{
+             {{"--model", "gpt-small"}, "holds a run of another model"},
+             {{"--host-memory", "64KiB"}, "is too small: the least that works is"}}) {
+      for (const Ran& ran : go_on(place, ranks, any + more)) {
+        EXPECT_EQ(ran.code, 2);
+        EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+        EXPECT_THAT(ran.err, HasSubstr(why));
+      }
     }
     EXPECT_TRUE(std::filesystem::exists(place + "/rank-1/penstock.store"));
     EXPECT_FALSE(std::filesystem::exists(place + "/rank-2"));
@@ -303,6 +308,19 @@ TEST_F(RanksTest, KilledTheyGoOnWithAnotherNumberWhereThatIsSaid) {
   const std::string lost = copy("lost");
   std::filesystem::remove_all(lost + "/rank-1");
   const auto newest = std::stoul(json::parse(Run({"inspect", lost + "-kept", "--json"}).out)["step"].dump());
+  // What only looks says what training would do, and a start that is refused leaves what is there.
+  const Arguments looks = {"--resume", "--resume-ranks",   "any",         "--state-dir",
+                           lost,       "--checkpoint-dir", lost + "-kept"};
+  const Ran planned = Run(Arguments{"plan", "--json"} + looks);
+  EXPECT_EQ(planned.code, 0) << planned.err;
+  EXPECT_THAT(planned.err, HasSubstr("training cuts anew " + lost + ", a run of 2 ranks, for 1, from "));
+  const Ran checked = Run(Arguments{"train", "--check"} + looks);
+  EXPECT_EQ(checked.code, 0) << checked.err;
+  EXPECT_THAT(checked.out, HasSubstr("since parts of it are gone"));
+  const Ran small = go_on(lost, 1, {"--resume-ranks", "any", "--host-memory", "64KiB"}).front();
+  EXPECT_EQ(small.code, 2);
+  EXPECT_THAT(small.err, HasSubstr("is too small: the least that works is"));
+  EXPECT_TRUE(std::filesystem::exists(lost + "/rank-0/penstock.store"));
   for (const Ran& ran : go_on(lost, 1, {"--resume-ranks", "any"})) ASSERT_EQ(ran.code, 0) << ran.err;
   expect_from(LogOf(lost + ".jsonl"), newest);
   EXPECT_FALSE(std::filesystem::exists(lost + "/rank-0"));

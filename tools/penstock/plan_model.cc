@@ -16,10 +16,13 @@
 #include "models/families/stages.h"
 #include "models/families/vocabulary_tiles.h"
 #include "tools/machine/product_rate.h"
+#include "tools/pages/plan_text.h"
 #include "tools/penstock/vocabulary_flags.h"
 #include "zero/compute/libtorch/block.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/libtorch_compute.h"
+#include "zero/compute/libtorch/threads.h"
+#include "zero/memory/host_memory.h"
 
 namespace penstock::tools {
 namespace {
@@ -225,6 +228,18 @@ absl::Status NameTilesThatFit(absl::Status refused, const TrainSettings& setting
                                                       tiles, " fits (now ", now, ")"));
   }
   return refused;
+}
+
+absl::StatusOr<zero::EnginePlan> PlanMemory(TrainSettings settings,
+                                            const std::function<void(const std::string&)>& preparing) {
+  zero::EngineOptions& options = settings.engine;
+  zero::SetIntraOpThreads(options.intra_op_threads);
+  options.hooks.preparing = preparing;
+  options.measures_time = false;
+  absl::StatusOr<zero::EnginePlan> plan = zero::PlanEngine(models::MakeModel(*settings.model), options);
+  if (!plan.ok()) return NameTilesThatFit(plan.status(), settings, options);
+  RETURN_IF_ERROR(ProcessMemoryText(*plan, options, zero::FindHostMemory()).status());
+  return plan;
 }
 
 }  // namespace penstock::tools

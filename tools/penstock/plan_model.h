@@ -9,6 +9,7 @@
 #define PENSTOCK_TOOLS_PENSTOCK_PLAN_MODEL_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -28,6 +29,11 @@ struct ModelPlan {
 // `options`: of `settings`, with hooks. `most_seconds`: what running the layers may be expected to take.
 absl::StatusOr<ModelPlan> PlanModel(const TrainSettings& settings, const zero::EngineOptions& options,
                                     double most_seconds = 4);
+
+// What a training would take, itself and its process: an error where it does not fit. No time is measured,
+// and nothing is written. All ranks of `settings` call it.
+absl::StatusOr<zero::EnginePlan> PlanMemory(TrainSettings settings,
+                                            const std::function<void(const std::string&)>& preparing = {});
 
 // `refused`: what planning a new run said. Where its budget was too small, and the vocabulary in more tiles
 // would fit into it, that is named as well.

@@ -180,7 +180,7 @@ absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
     *restores = true;
     return run;
   }
-  if (!from_checkpoint) RETURN_IF_ERROR(would_start());
+  RETURN_IF_ERROR(would_start());
   if (run.is_object()) {
     const auto model = models::ModelFromJson(run["model"]);  // one that is unknown is told of later
     if (model.ok()) RETURN_IF_ERROR(CheckOneProcess(**model, engine.world()));

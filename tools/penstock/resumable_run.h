@@ -26,8 +26,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const ru
 // With --resume-ranks any, before FindResumable: makes the run in `directories`, which are those of all
 // ranks, one of as many ranks as there are, where it was made by others. Where training does not start,
 // *restores says that it would, and the record is returned; else null. `would_start`: whether it would, asked
-// before a state is cut anew: a start that is refused leaves the run as it is. Where parts are gone it is not
-// asked.
+// before the state is made anew: a start that is refused leaves the run as it is.
 absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
                                               const std::vector<std::string>& directories, bool starts,
                                               const std::function<absl::Status()>& would_start,

@@ -31,6 +31,7 @@
 #include "tools/penstock/config_flags.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/lora_flags.h"
+#include "tools/penstock/plan_model.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/resource_flags.h"
 #include "tools/penstock/resumable_run.h"
@@ -221,7 +222,9 @@ class Resolver {
     bool restores = false;
     if (flags_.resume && config_.penstock.resume_ranks == "any" && !all_ranks_dirs_.empty()) {
       const auto would_start = [this] {
-        return Resolver(flags_, /*needs_data=*/false, engine_.comm).Resolve().status();
+        absl::StatusOr<TrainSettings> settings =
+            Resolver(flags_, /*needs_data=*/false, engine_.comm).Resolve();
+        return settings.ok() ? PlanMemory(*std::move(settings)).status() : settings.status();
       };
       ASSIGN_OR_RETURN(run_, TakeOtherRanks(config_, all_ranks_dirs_, /*starts=*/needs_data_, would_start,
                                             &restores, &settings_));

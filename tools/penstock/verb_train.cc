@@ -9,21 +9,16 @@
 #include "base/output_path.h"
 #include "base/status_macros.h"
 #include "base/whole_file.h"
-#include "models/families/family.h"
-#include "models/families/stages.h"
 #include "run/watch/run_metrics.h"
 #include "tools/base/cli.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
 #include "tools/base/verbs.h"
-#include "tools/pages/plan_text.h"
 #include "tools/penstock/plan_model.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/training.h"
-#include "zero/compute/libtorch/create_engine.h"
-#include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
 #include "zero/ranks/alike_ranks.h"
 #include "zero/ranks/secret_file.h"
@@ -35,16 +30,12 @@ constexpr const char* kTrainName = "penstock train";
 
 // The last of --check: whether it fits. Nothing is written, and no time is measured.
 absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std::ostream& out) {
-  zero::EngineOptions& options = settings.engine;
-  zero::SetIntraOpThreads(options.intra_op_threads);
+  const int64_t budget = settings.engine.memory.host_memory_budget_bytes;
   Preparing preparing(flags.quiet);
-  options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
-  options.measures_time = false;
-  const absl::StatusOr<zero::EnginePlan> plan = zero::PlanEngine(models::MakeModel(*settings.model), options);
+  const absl::StatusOr<zero::EnginePlan> plan =
+      PlanMemory(std::move(settings), [&](const std::string& what) { preparing.Show(what); });
   preparing.Clear();
-  if (!plan.ok()) return NameTilesThatFit(plan.status(), settings, options);
-  RETURN_IF_ERROR(ProcessMemoryText(*plan, options, zero::FindHostMemory()).status());  // whether it fits
-  const int64_t budget = options.memory.host_memory_budget_bytes;
+  RETURN_IF_ERROR(plan.status());
   out << "the flags and the config are right; host memory: the least that works is "
       << FormatBytes(plan->plan.least_host_memory_bytes)
       << (budget > 0 ? absl::StrCat(" of ", FormatBytes(budget), " given") : "") << "\n"
