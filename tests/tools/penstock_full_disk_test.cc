@@ -137,6 +137,33 @@ TEST_F(FullDiskTest, WithoutRoomForACheckpointTrainingGoesOnAndSaysSo) {
   EXPECT_EQ(Run({"verify", kept, "--quiet"}).code, 0) << "those that are there are whole";
 }
 
+// One line says so, and the state is whole at its last commit.
+TEST_F(FullDiskTest, ADriveThatGoesAwayWhileACheckpointIsCopiedToItCostsNoStep) {
+  const std::vector<std::string> expected = Whole();
+  for (const bool pulled : {false, true}) {
+    SCOPED_TRACE(pulled ? "pulled" : "unmounted");
+    aio::LoopDevice disk({.bytes = 64 << 20});
+    if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
+    const std::string kept = disk.directory() + "/kept", state = dir_ + (pulled ? "/pulled" : "/unmounted");
+    const Arguments arguments = Steps(state, {"--log", state + ".log"});
+    Program program(dir_, arguments + Arguments{"--checkpoint-dir", kept, "--checkpoint-every", "20"});
+    ASSERT_TRUE(WaitForFile(kept + "/.step-00000020.partial"));
+    program.Signal(SIGSTOP);
+    ASSERT_FALSE(std::filesystem::exists(kept + "/step-00000020")) << "it was too fast";
+    const bool gone = pulled ? disk.GoAway() : umount2(disk.directory().c_str(), MNT_DETACH) == 0;
+    program.Signal(SIGCONT);
+    const Ran ran = program.Wait();
+    if (!gone) GTEST_SKIP() << "this file system cannot be shut down";
+    EXPECT_LE(Lines(ran.err).size(), 2u) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr(kept));
+    EXPECT_EQ(Run({"verify", state, "--quiet"}).code, 0);
+    const Ran rest = Run(arguments + Arguments{"--resume"});
+    EXPECT_EQ(rest.code, 0) << rest.err;
+    EXPECT_EQ(Losses(state + ".log"), expected);
+    if (!pulled) disk.Mount();  // to be unmounted
+  }
+}
+
 // State in memory: the last step is on no disk before it is kept.
 TEST_F(FullDiskTest, WithoutADriveARunSaysWhatItCannotKeepAndKeepsWhatItCan) {
   aio::LoopDevice disk({.bytes = 32 << 20});

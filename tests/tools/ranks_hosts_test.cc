@@ -56,9 +56,12 @@ class HostsTest : public ProgramTest {
     }
   }
 
-  // `said`: what the command printed.
   static bool Ip(const std::string& arguments, std::string* said = nullptr) {
-    FILE* const output = popen(("ip " + arguments + " 2>&1").c_str(), "r");
+    return Call("ip " + arguments, said);
+  }
+  // `said`: what the command printed.
+  static bool Call(const std::string& command, std::string* said = nullptr) {
+    FILE* const output = popen((command + " 2>&1").c_str(), "r");
     if (output == nullptr) return false;
     char piece[256];
     while (fgets(piece, sizeof(piece), output) != nullptr) {
@@ -70,6 +73,22 @@ class HostsTest : public ProgramTest {
   std::string Switch() const { return name_ + "sw"; }
   static std::string Port(int k) { return "port" + std::to_string(k); }
   static std::string Address(int k) { return "10.77.0." + std::to_string(k + 1); }
+
+  // What each of the first `hosts` sends in a second is this at most from now on; false: not here.
+  bool LimitWires(int hosts, const std::string& rate) const {
+    bool limited = true;
+    for (int k = 0; k < hosts; ++k) {
+      limited &= Call("tc -n " + Host(k) + " qdisc replace dev net0 root tbf rate " + rate +
+                      " burst 32kb latency 50ms");
+    }
+    return limited;
+  }
+  // That host `k` has sent so far.
+  int64_t BytesSent(int k) const {
+    std::string said;
+    EXPECT_TRUE(Ip("netns exec " + Host(k) + " cat /sys/class/net/net0/statistics/tx_bytes", &said)) << said;
+    return std::strtoll(said.c_str(), nullptr, 10);
+  }
 
   // After a cable is back, a host may still hold that there is no way to another (a neighbour that failed to
   // answer while it was out), and its next connection is refused with "No route to host".
@@ -117,6 +136,37 @@ TEST_F(HostsTest, LossesAreThoseOfOneHost) {
     EXPECT_EQ(Losses(apart).size(), 6u);
     EXPECT_EQ(Losses(apart), Losses(together));
   }
+}
+
+// What goes through the cable, counted by the hosts: of the steps beyond the second.
+TEST_F(HostsTest, ExchangesInFewerBitsAreAShareOfWhatTheWireCarries) {
+  if (!LimitWires(2, "1gbit")) GTEST_SKIP() << "no tc with tbf here";
+  const auto sent = [&](const std::string& steps, const Arguments& more) {
+    const int64_t before = BytesSent(0) + BytesSent(1);
+    const Arguments all = Arguments{"--overwrite", "--dtype", "fp32", "--steps", steps} + more;
+    for (const Ran& ran : WaitForAll(Start(Small(dir_ + "/state", all), 2)))
+      EXPECT_EQ(ran.code, 0) << ran.err;
+    return BytesSent(0) + BytesSent(1) - before;
+  };
+  const auto of_ten_steps = [&](const Arguments& more) { return sent("12", more) - sent("2", more); };
+  const int64_t whole = of_ten_steps({});
+  const int64_t fewer =
+      of_ten_steps({"--zero-quantized-weights", "--zero-quantized-gradients"});
+  EXPECT_GT(fewer, 0);
+  EXPECT_LE(fewer * 10, whole * 3) << fewer << " of " << whole;
+}
+
+TEST_F(HostsTest, AWireThatBecomesSlowChangesNoLoss) {
+  const std::string even = dir_ + "/even.jsonl", slow = dir_ + "/slow.jsonl";
+  const Arguments all = {"--overwrite", "--steps", "12", "--rank-timeout", "3"};
+  for (const Ran& ran : WaitForAll(Start(Small(dir_ + "/state", all + Arguments{"--log", even}), 2)))
+    EXPECT_EQ(ran.code, 0) << ran.err;
+  std::vector<Program> programs = Start(Small(dir_ + "/state", all + Arguments{"--log", slow}), 2);
+  ASSERT_TRUE(WaitForLines(slow, 3));
+  if (!LimitWires(2, "20mbit")) GTEST_SKIP() << "no tc with tbf here";
+  for (const Ran& ran : WaitForAll(std::move(programs))) EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(Losses(slow).size(), 12u);
+  EXPECT_EQ(Losses(slow), Losses(even));
 }
 
 // A cable that is pulled: nothing is closed, nothing answers.
