@@ -124,6 +124,30 @@ def test_saved_activations_wait_in_host_memory(tmp_path, device, offload):
     assert_same(run(tmp_path / "least", net(layers=8, dropout=0.1), data, 2, offload=offload, device_memory=least), expected)
 
 
+def test_weights_come_past_host_memory_where_the_device_can(tmp_path, device):
+    data = batches(4)
+    # Weights that are read for backward alone: what is updated is the processor's.
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "aio": {"use_gds": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "ratio": 1.0}},
+        "penstock": {"placement": "cpu"},
+    }
+    device("cpu")
+    expected = run(tmp_path / "host", net(layers=6), data)
+    device()
+    by_host = run(tmp_path / "asked", net(layers=6), data, config=config)
+    least = {"host_memory": by_host[2]["least_host_memory_bytes"], "device_memory": by_host[2]["least_device_memory_bytes"]}
+    with make(net(layers=6), tmp_path / "told", config=config, **least) as engine:
+        step(engine, data[0])
+        assert not engine.report()["gds"]
+        assert [line for line in engine.log() if "no GPUDirect Storage: " in line]
+    device("capacity=256MiB,latency=1e-4,gds=1")
+    found = run(tmp_path / "straight", net(layers=6), data, config=config, **least)
+    assert_same(found, expected)
+    assert found[3]["gds"] and found[3]["totals"]["gds_read_bytes"] > 0
+
+
 def test_frozen_weights_have_no_state_there_either(tmp_path, device):
     data = batches(4)
 

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "aio/cufile.h"
 #include "kernels/cuda/driver.h"
 #include "tests/zero/arithmetic_owner.h"
 #include "zero/engine/driven_engine.h"
@@ -70,6 +71,7 @@ struct Trained {
   std::vector<float> state;
   tiering::Plan plan;
   std::vector<std::string> log;
+  int64_t read_past_host = 0;
 };
 
 class DriverDeviceTest : public testing::Test {
@@ -103,6 +105,7 @@ class DriverDeviceTest : public testing::Test {
     }
     if (!trained.status.ok()) return trained;
     trained.status = (*engine)->Call([&](Engine& of) {
+      trained.read_past_host = of.gds_read_bytes();
       for (const std::string& name : of.ParameterNames()) {
         const auto value = of.ReadState(name, StateKind::kParameter);
         if (!value.ok()) return value.status();
@@ -155,6 +158,47 @@ TEST_F(DriverDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
     }
   }
   EXPECT_GT(updated_there, 5);
+}
+
+TEST_F(DriverDeviceTest, WeightsThatComePastHostMemoryHaveTheSameBits) {
+  const auto straight = [](EngineOptions& options) {
+    options.storage.gds = true;
+    options.memory.host_memory_budget_bytes = 0;
+    options.optimizer.order = tiering::UpdateOrder::kInNextForward;
+    options.memory.bounds.processor_share = 1;
+  };
+  const auto at_least = [&](int64_t host, int64_t device) {
+    return [=](EngineOptions& options) {
+      straight(options);
+      options.memory.host_memory_budget_bytes = host;
+      options.memory.device_memory_budget_bytes = device;
+    };
+  };
+  const Trained free = Train({}, true, straight);
+  ASSERT_TRUE(free.status.ok()) << free.status;
+  const auto least = at_least(free.plan.least_host_memory_bytes, free.plan.device.least_bytes);
+  const Trained by_host = Train({}, true, least);
+  ASSERT_TRUE(by_host.status.ok()) << by_host.status;
+  if (!aio::CuFile::IsInstalled()) {
+    EXPECT_THAT(by_host.log, testing::Contains(HasSubstr("no GPUDirect Storage: no libcufile.so")));
+    EXPECT_EQ(by_host.read_past_host, 0);
+  }
+  // Of this name, and so the one that is found in the process from now on.
+  ASSERT_NE(::dlopen(FAKE_LIBCUFILE, RTLD_NOW | RTLD_GLOBAL), nullptr) << ::dlerror();
+  const Trained past_host = Train({}, true, least);
+  ASSERT_TRUE(past_host.status.ok()) << past_host.status;
+  EXPECT_THAT(past_host.log, testing::Contains(HasSubstr("(GPUDirect Storage, cuFile)")));
+  EXPECT_GT(past_host.read_past_host, 0);
+  EXPECT_EQ(past_host.losses, by_host.losses);
+  EXPECT_EQ(past_host.norms, by_host.norms);
+  EXPECT_EQ(past_host.state, by_host.state);
+  setenv("FAKE_LIBCUFILE_FAULT", "transfer", 1);
+  const Trained refused = Train({}, true, least);
+  unsetenv("FAKE_LIBCUFILE_FAULT");
+  ASSERT_TRUE(refused.status.ok()) << refused.status;
+  EXPECT_THAT(refused.log, testing::Contains(HasSubstr("cuFile error 5008")));
+  EXPECT_EQ(refused.losses, by_host.losses);
+  EXPECT_EQ(refused.read_past_host, 0);
 }
 
 TEST_F(DriverDeviceTest, MemoryThatIsNotPinnedIsToldAndTheBitsAreTheSame) {

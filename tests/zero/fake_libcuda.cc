@@ -31,6 +31,7 @@
 #include <vector>
 
 #include "kernels/adam.h"
+#include "kernels/checksum.h"
 #include "kernels/float16.h"
 #include "kernels/optimizer.h"
 #include "kernels/reduce.h"
@@ -264,6 +265,17 @@ std::function<void()> Kernel(const std::string& name, void** arguments) {
                             std::min<uint64_t>(kernels::kReduceBlock, n - begin), &sum);
         partials[begin / kernels::kReduceBlock] = sum.Value();
       }
+    };
+  }
+  if (has("ChecksumKernel")) {
+    const auto* const in = Argument<const void*>(arguments, 0);
+    const auto n = Argument<uint64_t>(arguments, 1);
+    // XXH3 adds its seed to the first word of its secret.
+    const uint64_t seed =
+        Argument<kernels::ChecksumKeys>(arguments, 2).words[0] - kernels::MakeChecksumKeys(0).words[0];
+    auto* const out = Argument<uint64_t*>(arguments, 3);
+    return [=] {
+      if (Device().Check({{in, n}})) *out = kernels::Checksum(in, n, seed);
     };
   }
   if (has("UpdateKernel") && has("AdamElement")) {

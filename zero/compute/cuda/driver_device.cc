@@ -18,6 +18,7 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "aio/cufile.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -76,9 +77,7 @@ class DriverDevice final : public Device {
     bytes_in_ += copied.h2d_bytes;
     bytes_out_ += copied.d2h_bytes;
   }
-  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override {
-    return absl::FailedPreconditionError("from Python, weights reach a GPU through host memory");
-  }
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override;
   absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) override;
 
   void Convert(DType from, const void* in, DType to, void* out, size_t n) override {
@@ -165,7 +164,9 @@ class DriverDevice final : public Device {
   int numa_node_ = -1;
   int64_t capacity_ = 0;
   CUdeviceptr arena_ = 0;
-  std::mutex check_mutex_;  // of the three:
+  size_t arena_bytes_ = 0;
+  std::shared_ptr<aio::CuFile> cufile_;  // null: not asked for, or not here
+  std::mutex check_mutex_;               // of the three:
   CUstream check_ = nullptr;
   CUevent checked_ = nullptr;
   uint64_t* checksum_ = nullptr;  // in pinned host memory
@@ -191,6 +192,7 @@ DriverDevice::~DriverDevice() {
   for (CUevent event : {ordered_, exchanged_, checked_}) {
     if (event != nullptr) (void)driver_.EventDestroy(event);
   }
+  if (cufile_ != nullptr) cufile_->Cover(nullptr, 0);
   if (checksum_ != nullptr) (void)driver_.MemFreeHost(checksum_);
   if (arena_ != 0) (void)driver_.MemFree(arena_);
   // The primary context stays: kernels that were loaded there are known by it as long as the process lasts
@@ -282,7 +284,6 @@ absl::Status DriverDevice::Describe(CUdevice device) {
   std::array<char, 256> name{};
   int major = 0, minor = 0;
   CUuuid uuid{};
-  size_t free = 0, total = 0;
   RETURN_IF_ERROR(CheckDriver(driver_.DeviceGetName(name.data(), static_cast<int>(name.size()), device),
                               "cuDeviceGetName"));
   for (const auto& [value, attribute] : {std::pair{&major, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR},
@@ -296,6 +297,7 @@ absl::Status DriverDevice::Describe(CUdevice device) {
                                                       ", and the kernels need ", kLeastMajor, ".0"));
   }
   RETURN_IF_ERROR(CheckDriver(driver_.DeviceGetUuid(&uuid, device), "cuDeviceGetUuid"));
+  size_t free = 0, total = 0;
   RETURN_IF_ERROR(CheckDriver(driver_.MemGetInfo(&free, &total), "cuMemGetInfo"));
   identity_ = absl::BytesToHexString(absl::string_view(uuid.bytes, sizeof(uuid.bytes)));
   capacity_ = std::max<int64_t>(0, static_cast<int64_t>(free) - kReserve);
@@ -310,8 +312,27 @@ absl::Status DriverDevice::Describe(CUdevice device) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> DriverDevice::OpenStorage() {
+  if (cufile_ == nullptr) {
+    const auto use = [&driver = driver_, context = context_] {
+      return CheckDriver(driver.CtxSetCurrent(context), "cuCtxSetCurrent");
+    };
+    ASSIGN_OR_RETURN(std::shared_ptr<aio::CuFile> loaded, aio::CuFile::Load(use, /*only_past_host=*/true));
+    cufile_ = std::move(loaded);
+    if (arena_ != 0) {
+      cufile_->Cover(reinterpret_cast<std::byte*>(arena_), arena_bytes_);
+      return cufile_;
+    }
+    size_t free = 0, total = 0;  // less what it took
+    RETURN_IF_ERROR(CheckDriver(driver_.MemGetInfo(&free, &total), "cuMemGetInfo"));
+    capacity_ = std::clamp<int64_t>(static_cast<int64_t>(free) - kReserve, 0, capacity_);
+  }
+  return cufile_;
+}
+
 absl::StatusOr<std::byte*> DriverDevice::AllocateArena(int64_t bytes) {
   Use();
+  if (cufile_ != nullptr) cufile_->Cover(nullptr, 0);
   if (arena_ != 0) RETURN_IF_ERROR(CheckDriver(driver_.MemFree(std::exchange(arena_, 0)), "cuMemFree"));
   const auto size = static_cast<size_t>(std::max<int64_t>(bytes, 1));
   RETURN_IF_ERROR(CheckDriver(driver_.MemAlloc(&arena_, size),
@@ -320,6 +341,8 @@ absl::StatusOr<std::byte*> DriverDevice::AllocateArena(int64_t bytes) {
   // for it.
   RETURN_IF_ERROR(CheckDriver(driver_.MemsetD8Async(arena_, 0, size, own_), "cuMemsetD8Async"));
   RETURN_IF_ERROR(CheckDriver(driver_.StreamSynchronize(own_), "cuStreamSynchronize"));
+  arena_bytes_ = size;
+  if (cufile_ != nullptr) cufile_->Cover(reinterpret_cast<std::byte*>(arena_), arena_bytes_);
   return reinterpret_cast<std::byte*>(arena_);
 }
 
