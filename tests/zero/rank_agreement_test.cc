@@ -91,13 +91,41 @@ TEST(RankAgreement, TimesAndMachinesThatCannotBeAreRefused) {
 
   for (const double rate : {0.0, -1.0, std::numeric_limits<double>::quiet_NaN()}) {
     LyingComm comm([rate](std::span<std::byte> answer) {
-      if (answer.size() == sizeof(tiering::MachineModel)) Put(answer, 0, rate);
+      if (answer.size() == sizeof(tiering::MachineModel) + sizeof(int64_t)) Put(answer, 0, rate);
     });
     tiering::MachineModel machine;
-    const absl::Status status =
-        AgreeOnMachine(comm, DeviceExchange(), *HostDevice(), /*host_memory_budget_bytes=*/0, &machine);
+    std::string unlike;
+    const absl::Status status = AgreeOnMachine(comm, DeviceExchange(), *HostDevice(),
+                                               /*host_memory_budget_bytes=*/0, true, &machine, &unlike);
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
     EXPECT_THAT(std::string(status.message()), HasSubstr("impossible machine"));
+  }
+}
+
+TEST(RankAgreement, TheMachineIsThatOfTheSlowestHostAndUnlikeDrivesAreTold) {
+  for (const auto& [theirs, told] : {std::pair{3e9, false}, {2.9e9, false}, {0.5e9, true}}) {
+    LyingComm comm([rate = theirs](std::span<std::byte> answer) {
+      if (answer.size() != sizeof(tiering::MachineModel) + sizeof(int64_t)) return;
+      tiering::MachineModel other;
+      other.read_bytes_per_s = rate;
+      std::memcpy(answer.data(), &other, sizeof(other));
+      const int64_t measured = 1;
+      std::memcpy(answer.data() + sizeof(other), &measured, sizeof(measured));
+    });
+    tiering::MachineModel machine;
+    machine.write_bytes_per_s = 2e9;
+    std::string unlike;
+    ASSERT_TRUE(AgreeOnMachine(comm, DeviceExchange(), *HostDevice(), /*host_memory_budget_bytes=*/0, true,
+                               &machine, &unlike)
+                    .ok());
+    EXPECT_EQ(machine.read_bytes_per_s, theirs);
+    EXPECT_EQ(machine.write_bytes_per_s, 2e9);
+    const double shared = 2 * theirs * 3e9 / (theirs + 3e9);
+    EXPECT_DOUBLE_EQ(2 * machine.mixed_rate(1e12), std::min(shared, 2.4e9));
+    EXPECT_THAT(unlike, told
+                            ? testing::StartsWith("unlike drives: rank 0 reads and writes 0.86 GB/s at once, "
+                                                  "rank 1 2.40 GB/s")
+                            : testing::Matcher<std::string>(testing::IsEmpty()));
   }
 }
 

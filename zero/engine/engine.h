@@ -113,6 +113,7 @@ struct EnginePlan {
   bool compute_disturbed = false;  // compute was measured beside other work (MeasuredModel::disturbed)
   ShardDirectories parts;          // of what is resumed or evaluated: by rank
   Stripes stripes;                 // of a new run's state directories
+  std::string unlike_drives;       // a line where hosts have drives of unlike speed; else empty
   // What it was planned under: for those who ask what another machine or budget would do.
   tiering::PlanOptions options;
 };

@@ -420,16 +420,19 @@ class Preparation {
 
   // What plans are compared on. A budget that is too small is refused before anything is measured on a drive.
   absl::Status MeasureMachine() {
+    const bool measures =
+        options_.hooks.machine && (comm() == nullptr || comm()->environment().local_rank == 0);
     if (options_.hooks.machine) {
       tiering::PlanOptions any = plan_options_;
       any.compares_policies = false;
       RETURN_IF_ERROR(tiering::MakePlan(prepared_.plan.graph, any).status());
-      // One rank alone: several would measure each other.
-      if (options_.rank() == 0) RETURN_IF_ERROR(AskForMachine());
+      // One rank of each host: several would measure each other.
+      if (measures) RETURN_IF_ERROR(AskForMachine());
     }
     if (comm() == nullptr) return absl::OkStatus();
     return AgreeOnMachine(*comm(), prepared_.devices, *options_.device,
-                          plan_options_.host_memory_budget_bytes, &plan_options_.machine);
+                          plan_options_.host_memory_budget_bytes, measures, &plan_options_.machine,
+                          &prepared_.plan.unlike_drives);
   }
 
   absl::Status AskForMachine() {

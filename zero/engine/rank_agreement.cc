@@ -18,6 +18,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "base/directory.h"
 #include "base/io_error.h"
 #include "base/status_macros.h"
@@ -258,9 +259,68 @@ absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
   return absl::OkStatus();
 }
 
+namespace {
+
+// What a rank has measured of its host, or takes for it.
+struct SeenMachine {
+  tiering::MachineModel machine;
+  int64_t measured = 0;
+};
+static_assert(std::is_trivially_copyable_v<SeenMachine>);
+
+bool IsPossible(const tiering::MachineModel& machine) {
+  const auto count = [](int value) { return value >= 0 && value <= kMostThreads; };
+  return machine.moves() && IsAmount(machine.mixed_bytes_per_s) && IsAmount(machine.io_latency_seconds) &&
+         IsAmount(machine.commit_seconds) && IsAmount(machine.copy_latency_seconds) &&
+         IsAmount(machine.network_latency_seconds) && count(machine.update_workers) && count(machine.cores) &&
+         count(machine.compute_threads);
+}
+
+// Rank 0's, with the rates of the slowest host in each respect: a step waits for it.
+tiering::MachineModel SlowestOf(const std::vector<SeenMachine>& seen) {
+  tiering::MachineModel all = seen.front().machine;
+  const auto less = [](double* value, double other) { *value = std::min(*value, other); };
+  const auto more = [](double* value, double other) { *value = std::max(*value, other); };
+  for (const auto& [each, measured] : seen) {
+    if (measured == 0) continue;
+    const double mixed = std::min(2 * all.mixed_rate(HUGE_VAL), 2 * each.mixed_rate(HUGE_VAL));
+    less(&all.read_bytes_per_s, each.read_bytes_per_s);
+    less(&all.write_bytes_per_s, each.write_bytes_per_s);
+    all.mixed_bytes_per_s = mixed;
+    more(&all.io_latency_seconds, each.io_latency_seconds);
+    more(&all.commit_seconds, each.commit_seconds);
+    less(&all.h2d_bytes_per_s, each.h2d_bytes_per_s);
+    less(&all.d2h_bytes_per_s, each.d2h_bytes_per_s);
+    less(&all.device_update_parameters_per_s, each.device_update_parameters_per_s);
+    less(&all.update_parameters_per_s, each.update_parameters_per_s);
+    less(&all.verify_bytes_per_s, each.verify_bytes_per_s);
+    less(&all.compute_beside_drive, each.compute_beside_drive);
+  }
+  return all;
+}
+
+// Of hosts whose drives differ by half or more; else empty.
+std::string DescribeUnlikeDrives(const std::vector<SeenMachine>& seen) {
+  const auto rate = [&](size_t k) { return 2 * seen[k].machine.mixed_rate(HUGE_VAL); };
+  size_t slowest = seen.size(), fastest = seen.size();
+  for (size_t k = 0; k < seen.size(); ++k) {
+    if (seen[k].measured == 0) continue;
+    if (slowest == seen.size() || rate(k) < rate(slowest)) slowest = k;
+    if (fastest == seen.size() || rate(k) > rate(fastest)) fastest = k;
+  }
+  if (slowest == seen.size() || rate(fastest) < 1.5 * rate(slowest)) return "";
+  return absl::StrFormat(
+      "unlike drives: rank %d reads and writes %.2f GB/s at once, rank %d %.2f GB/s: every step waits for "
+      "the "
+      "slower one, and it is planned for",
+      slowest, rate(slowest) * 1e-9, fastest, rate(fastest) * 1e-9);
+}
+
+}  // namespace
+
 absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& device,
-                            int64_t host_memory_budget_bytes, tiering::MachineModel* machine) {
-  static_assert(std::is_trivially_copyable_v<tiering::MachineModel>);
+                            int64_t host_memory_budget_bytes, bool measured, tiering::MachineModel* machine,
+                            std::string* unlike) {
   const bool there = devices.comm != nullptr;
   // Within the budget of where it is.
   const int64_t budget = there ? devices.budget_bytes : host_memory_budget_bytes;
@@ -284,13 +344,19 @@ absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& d
                    there ? ProbeNetwork(*devices.comm, Channel::kAllGather, std::move(memory), bytes)
                          : ProbeNetwork(comm, Channel::kSetup, std::move(memory), bytes));
   if (rate > 0) machine->network_bytes_per_s = rate;
-  RETURN_IF_ERROR(TakeRankZeros(comm, "the machine", machine, sizeof(*machine)));
-  const auto count = [](int value) { return value >= 0 && value <= kMostThreads; };
-  if (!machine->moves() || !IsAmount(machine->mixed_bytes_per_s) || !IsAmount(machine->io_latency_seconds) ||
-      !IsAmount(machine->commit_seconds) || !IsAmount(machine->copy_latency_seconds) ||
-      !IsAmount(machine->network_latency_seconds) || !count(machine->update_workers) ||
-      !count(machine->cores) || !count(machine->compute_threads))
-    return absl::InvalidArgumentError("rank 0 has measured an impossible machine; is it the same program?");
+  std::vector<SeenMachine> seen(static_cast<size_t>(comm.world()));
+  SeenMachine& mine = seen[static_cast<size_t>(comm.rank())];
+  std::memset(static_cast<void*>(&mine), 0, sizeof(mine));  // gaps too: it is sent
+  mine.machine = *machine;
+  mine.measured = measured ? 1 : 0;
+  RETURN_IF_ERROR(comm.AllGather(Channel::kSetup, {"the machine"}, seen.data(), sizeof(mine)));
+  for (size_t k = 0; k < seen.size(); ++k) {
+    if (IsPossible(seen[k].machine)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", k, " has measured an impossible machine; is it the same program?"));
+  }
+  *machine = SlowestOf(seen);
+  *unlike = DescribeUnlikeDrives(seen);
   return absl::OkStatus();
 }
 

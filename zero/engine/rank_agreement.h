@@ -53,12 +53,14 @@ struct DeviceExchange {
 // without the host. What that takes of a device's memory is no longer in its capacity afterwards.
 absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm, Device& device);
 
-// What one plan is made of must be the same on all: the times of stages and the machine are those of rank 0,
-// with the network as measured here, between devices where they exchange; what a stage takes is the most that
-// it takes anywhere.
+// What one plan is made of must be the same on all: the times of stages are those of rank 0, what a stage
+// takes is the most that it takes anywhere, and the machine is rank 0's with the rates of the slowest of
+// those that have `measured` theirs, and the network as measured here, between devices where they exchange.
+// `unlike`: a line where their drives differ by half or more.
 absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph);
 absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& device,
-                            int64_t host_memory_budget_bytes, tiering::MachineModel* machine);
+                            int64_t host_memory_budget_bytes, bool measured, tiering::MachineModel* machine,
+                            std::string* unlike);
 
 // kInternal: the plans differ after all.
 absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan);

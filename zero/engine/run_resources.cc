@@ -153,7 +153,9 @@ absl::Status RunResources::MakeStore(const std::string& identity, swap::HeldFile
   store_options.slots = static_cast<uint32_t>(plan_.versions);
   store_options.directories = options_.resumes() ? plan_.parts.front() : options_.storage.state_dirs;
   store_options.weights = plan_.stripes.weights;
-  if (!plan_.stripes.line.empty()) Log(plan_.stripes.line);
+  for (const std::string& line : {plan_.stripes.line, plan_.unlike_drives}) {
+    if (!line.empty()) Log(line);
+  }
   if (options_.resumes() && !options_.storage.state_dir_weights.empty())
     Log("weights of state directories: of no effect on a run that goes on: its bytes stay where they are");
   store_options.sync = options_.storage.sync;
