@@ -1255,8 +1255,10 @@ constexpr auto kPenstock = std::to_array<Setting>({
             "same")
         .Flag("--resume-ranks")
         .Keyword("resume_ranks")
-        .InPython("As after ``torchrun --max-restarts`` without a lost host. A kill before the new state is "
-                  "whole leaves the old one. What is gone with a host, ``load_checkpoint`` makes up for.")
+        .InPython(
+            "As after ``torchrun --max-restarts`` without a lost host. A kill before the new state is "
+            "whole leaves the old one. The newest checkpoint is that in the directory of the run's last "
+            "``save_checkpoint``.")
         .EachStart()
         .At([](auto& c) -> auto& { return c.penstock.resume_ranks; }),
     Whole("logits_chunk_size", 0, 0x1p30)

@@ -2,6 +2,7 @@
 // has told them (penstock/_engine/_ranks.py); from then on they are connected by sockets
 // (zero/ranks/tcp_mesh.h).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -149,24 +150,26 @@ void FinishChange(const std::vector<std::string>& directories, const PyRanks* ra
   RaiseUnlessOk(status, {.path = directories.empty() ? "" : directories.front()});
 }
 
-int64_t ChangeRanks(const PySettings& settings, const PyRanks* ranks) {
+std::pair<int64_t, bool> ChangeRanks(const PySettings& settings, const PyRanks* ranks,
+                                     const std::string& checkpoint) {
   const HeldRanks held = ranks == nullptr ? nullptr : ranks->held();
   const std::vector<std::string>& directories = settings.resolved().directories.paths;
   absl::StatusOr<zero::OtherRanks> other;
   absl::Status status;
   {
     const GilReleased released;
-    other = zero::FindOtherRanks(CommOf(held), directories, "");
+    other = zero::FindOtherRanks(CommOf(held), directories, checkpoint);
     if (other.ok() && !other->from.empty()) {
       zero::EngineOptions options;
       TakeStorage(settings.resolved(), &options);
+      options.storage.checkpoints.on_demand = true;
       if (held != nullptr) options.comm = held->get().comm;
       status = zero::ChangeRanks(other->from, directories, std::move(options));
     }
   }
   const zero::OtherRanks found = ValueOrRaise(std::move(other), {.path = directories.front()});
   RaiseUnlessOk(status, {.path = directories.front()});
-  return found.from.empty() ? 0 : found.ranks;
+  return {found.from.empty() ? 0 : found.ranks, !found.from.empty() && found.from != directories};
 }
 
 }  // namespace
@@ -186,8 +189,11 @@ void BindRanks(nb::module_& module) {
              "Before a run is looked for: finishes a change_ranks that a kill has cut short when it counted "
              "already. All ranks call it.");
   module.def("change_ranks", &ChangeRanks, nb::arg("settings"), nb::arg("ranks").none(),
+             nb::arg("checkpoint"),
              "Makes the run in the state directories one of as many ranks as there are, and returns of how "
-             "many it was; 0: nothing had to be changed. OSError: parts of it are gone. All ranks call it.");
+             "many it was, 0 where nothing had to be changed, and whether it is made of the checkpoint, "
+             "since parts of it are gone. checkpoint: the newest one; empty: none is known. OSError: parts "
+             "are gone, and there is no checkpoint. All ranks call it.");
   nb::class_<PyMeetingPlace>(module, "MeetingPlace", "Where ranks meet; the first of them makes it.")
       .def(nb::init<const std::string&, const std::string&>(), nb::arg("address"), nb::arg("secret"))
       .def_prop_ro("port", &PyMeetingPlace::Port);

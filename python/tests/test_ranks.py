@@ -201,8 +201,10 @@ def test_ranks_train_as_one_process_does(directory, on_ranks):
 KILLED = COMMON + """
 engine = make(build(), directory + "/state", rank_timeout=20)
 steps = batches(9, size=12)
-for batch in steps[:4]:
+for number, batch in enumerate(steps[:4]):
     of_all(engine, batch)
+    if number == 1:
+        engine.save_checkpoint(directory + "/checkpoints", wait=True)
 if rank == 1:
     engine.module.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 try:
@@ -230,6 +232,15 @@ engine.close()
 again = make(build(seed=3), place, resume=True)
 tell("steps", again.global_steps)
 again.close()
+"""
+
+
+MADE_UP_FOR = COMMON + """
+steps = batches(9, size=12)
+engine = make(build(seed=3), directory + "/" + sys.argv[2], resume="auto", resume_ranks="any")
+tell("losses", [of_all(engine, batch) for batch in steps[2:8]])
+tell("log", [line for line in engine.log() if "made anew" in line])
+engine.close()
 """
 
 
@@ -266,7 +277,17 @@ def test_ranks_that_are_killed_go_on_with_another_number_where_that_is_said(dire
     engine.close()
     assert sorted(os.listdir(directory / "one")) == ["parameters.json", "penstock.store"]
 
-    # What is gone cannot be cut anew, and nothing takes its place.
+    # Where a part is gone, the state is made of the newest checkpoint; for as many ranks, too.
+    for lost, ranks in (("lost-one", 1), ("lost-two", 2)):
+        shutil.copytree(directory / "state", directory / lost)
+        shutil.rmtree(directory / lost / "rank-0")
+        for rank in told(on_ranks(MADE_UP_FOR, ranks, directory, lost)):
+            made = f"{lost} is made anew of {directory / 'checkpoints' / 'step-00000002'}, for {ranks}: parts of this run of 2 ranks are gone"
+            assert [made in line for line in rank["log"]] == [True]
+            assert rank["losses"] == [pytest.approx(each, rel=2e-6) for each in losses[2:8]]
+
+    # Without one nothing takes its place.
+    shutil.rmtree(directory / "checkpoints")
     shutil.copytree(directory / "state", directory / "lost")
     shutil.rmtree(directory / "lost" / "rank-0")
     with pytest.raises(OSError, match="of which not all is there.*the part of rank 0 of the run's 2 is missing"):

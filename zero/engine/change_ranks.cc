@@ -113,9 +113,14 @@ absl::StatusOr<OtherRanks> FindOtherRanks(Comm* comm, const std::vector<std::str
   const bool other = found.ranks != 0 && found.ranks != world;
   if (comm != nullptr && !other) {
     // Where each rank has directories of its own, a change may have come to an end in some of them alone.
-    const swap::Uuid uuid = swap::Probe(RankDirectories(directories, comm->rank())).uuid;
+    const swap::Finding own = swap::Probe(RankDirectories(directories, comm->rank()));
+    RETURN_IF_ERROR(OnAll(comm, own.unread));
+    const bool is_gone = own.holding == swap::Holding::kNothing;
     ASSIGN_OR_RETURN(const std::vector<std::string> uuids,
-                     Texts(comm, "the run", uuid == swap::Uuid{} ? "" : swap::UuidText(uuid)));
+                     Texts(comm, "the run",
+                           is_gone                    ? "none"
+                           : own.uuid == swap::Uuid{} ? ""  // it cannot be told, and is not gone
+                                                      : swap::UuidText(own.uuid)));
     std::set<std::string> runs(uuids.begin(), uuids.end());
     runs.erase("");
     lacking = lacking || runs.size() > 1;

@@ -89,7 +89,8 @@ class StartKeywords(Keywords, total=False):
         progress. Default: 30.
     resume_ranks: How many processes go on with a run: as many as made it (same), or any number (any). With any, its state is cut anew in its
         directories, and made of the newest checkpoint where parts of it are gone. As after ``torchrun --max-restarts`` without a lost host. A kill
-        before the new state is whole leaves the old one. What is gone with a host, ``load_checkpoint`` makes up for. Default: same.
+        before the new state is whole leaves the old one. The newest checkpoint is that in the directory of the run's last ``save_checkpoint``.
+        Default: same.
     """
 
     host_memory: Union[None, int, str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -17,12 +16,11 @@ from . import _checkpoint_names as checkpoint_names
 from . import _deepspeed_checkpoint as deepspeeds
 from ._checkpoint_copy import CheckpointCopy
 from ._given import Given, closed_forward
-from ._json import decode
 from ._modules import persistent_buffers
 from ._on_disk import give_back
 from ._places import Places
 from ._preparation import Preparation, Source
-from ._record import MOST_BUFFERS, Record
+from ._record import MOST_BUFFERS, Record, kept_in
 from ._run import Run
 from ._settings import PathLike
 from ._state import State
@@ -53,7 +51,7 @@ def place_of(directory: str, tag: Optional[str]) -> Optional[str]:
 def record_of(path: str) -> Dict[str, Any]:
     """What the checkpoint has kept for Python. OSError: it is damaged."""
     try:
-        return dict(decode(json.loads(_core.record_of([path], "step"))) or {})
+        return kept_in([path])
     except FileNotFoundError as error:  # "never committed": it has its name since it was whole
         raise OSError(errno.EIO, f"the checkpoint is damaged ({error.strerror}): load another one, with tag=", path) from None
 

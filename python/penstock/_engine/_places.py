@@ -8,6 +8,8 @@ import time
 from typing import List, Set, Union
 
 from .. import _core
+from . import _checkpoint_names as checkpoint_names
+from ._record import kept_in
 from ._run import Run
 from ._settings import Settings
 
@@ -138,17 +140,46 @@ class Places:
                 self.own()[0],
             ) from None
 
+    def _newest_checkpoint(self) -> str:
+        """Where the run in the directories has saved its last checkpoint; empty: none is known, or it cannot be read. All ranks call it."""
+        told = self._run.ranks.texts("where checkpoints are", self._checkpoints_of_run())
+        parent = next((each for each in told if each), "")
+        try:
+            tag = checkpoint_names.newest(parent) if parent else None
+            return checkpoint_names.place_of(parent, tag) if tag else ""
+        except (OSError, ValueError):
+            return ""
+
+    # As the first of its parts that can be read has it.
+    def _checkpoints_of_run(self) -> str:
+        dirs = self._settings.state_dirs
+        try:
+            there = _core.ranks_of(dirs)
+        except OSError:
+            return ""  # who looks for the parts says why
+        for part in range(there):
+            try:
+                kept = kept_in(dirs if there == 1 else list(_core.rank_directories(dirs, part)))
+            except (OSError, ValueError, RuntimeError):
+                continue
+            return str(kept.get("checkpoints", ""))
+        return ""
+
     def check_ranks(self, resumes: bool) -> None:
         """ValueError: the run in the directories is of another number of ranks, which is neither resumed nor replaced. With resume_ranks="any" it
-        is made one of as many as there are, where the run that ``resumes`` is this one. OSError: they cannot be read.
+        is made one of as many as there are, where the run that ``resumes`` is this one; where parts of it are gone, of its newest checkpoint.
+        OSError: they cannot be read.
         """
         dirs, world = self._settings.state_dirs, self._run.ranks.world
         core = self._run.ranks.core if world > 1 else None
         if dirs and not (self._begun or self._made):
             _core.finish_change_of_ranks(dirs, core)
             if resumes and self._resume and self._settings.resumes_any_ranks and not self._settings.nothing_trains:
-                before = _core.change_ranks(self._settings, core)
-                if before:
+                checkpoint = self._newest_checkpoint()
+                before, from_checkpoint = _core.change_ranks(self._settings, core, checkpoint)
+                if from_checkpoint:
+                    self._run.lines.append(f"{dirs[0]} is made anew of {checkpoint}, for {world}: parts of this run of {_ranks(before)} are gone")
+                elif before:
                     self._run.lines.append(f"{dirs[0]} is cut anew: it was a run of {_ranks(before)}, and goes on with {world}")
         # What this engine itself has left there may be less than all ranks: each may have a directory of its own.
         there = _core.ranks_of(dirs) if dirs and not (self._begun or self._made) else 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
 
+from .. import _core
 from .._client_state import KEY
 from ._accumulation import Accumulation
 from ._given import Given
@@ -31,6 +32,11 @@ def is_kept(value: Any) -> bool:
     return True
 
 
+def kept_in(directories: Sequence[str]) -> Dict[str, Any]:
+    """What the last commit there keeps for Python. OSError, ValueError: there is none, or none that can be read."""
+    return dict(decode(json.loads(_core.record_of(list(directories), "step"))) or {})
+
+
 class Record:
     """Steps, samples, bytes written, random numbers, groups, the scheduler, changed buffers, and the caller's ``client_state``.
 
@@ -46,6 +52,8 @@ class Record:
         self.client_state: Dict[str, Any] = {}
         #: Names of values that the last checkpoint's client_state has in a file beside it, and no commit has.
         self.kept_apart: List[str] = []
+        #: The directory of the run's last checkpoint; empty: it has none.
+        self.checkpoints = ""
         self.steps = 0  # of the run, as far as this process knows
         self.skipped_steps = 0
         self.watched: Optional[Dict[str, Any]] = None  # what monitors get of the last step
@@ -137,6 +145,8 @@ class Record:
             "samples": self.samples,
             "written": self.written_bytes(),
         }
+        if self.checkpoints:
+            kept["checkpoints"] = self.checkpoints
         if self._partly_written:
             kept["partly_written"] = True
         if self._given.scheduler is not None:
@@ -231,6 +241,7 @@ class Record:
                 module._buffers[short].copy_(value)  # type: ignore[union-attr]
         self.client_state, self.kept_apart = kept.get("client", {}), []
         self.forget_file()
+        self.checkpoints = kept.get("checkpoints", "")
         self.skipped_steps = kept.get("skipped", 0)
         self.watched = kept.get("watched")
         self._samples_before = kept.get("samples", 0)

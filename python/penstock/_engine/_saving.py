@@ -45,7 +45,8 @@ class Saving:
         of the call. The next ``save_checkpoint``, ``load_checkpoint``, ``export_checkpoint``, ``wait_for_checkpoint`` and ``close`` wait
         for it. An error of the copy is raised once, by the first of these and ``step`` and ``train_batch``: ``step`` raises it before
         it does anything, and may be called again. With state in memory the update of the next step waits for the copy; on a drive with
-        two versions, that of the step after.
+        two versions, that of the step after. With three, as there are where space is free, none does: it is spread over as many steps as
+        there were between the last two, and 24 at most.
 
         tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``. save_latest: False leaves
         ``latest`` as it is, which names the checkpoint that is loaded without a tag. A second one of the same step and tag takes the place of
@@ -61,14 +62,17 @@ class Saving:
         save_latest, wait = truth(save_latest, "save_latest"), truth(wait, "wait")
         replaces_others = truth(replaces_others, "replaces_others")
         self._check_tag(os.fspath(save_dir), tag)
+        record = self._record
+        before = record.client_state, record.checkpoints
+        record.client_state = record.client_state if client_state is None else dict(client_state)
+        record.checkpoints = os.path.abspath(save_dir)
+        try:
+            record.text()
+        except (TypeError, ValueError):
+            record.client_state, record.checkpoints = before
+            raise
         if client_state is not None:
-            before, self._record.client_state = self._record.client_state, dict(client_state)
-            try:
-                self._record.text()
-            except (TypeError, ValueError):
-                self._record.client_state = before
-                raise
-            self._record.kept_apart = []
+            record.kept_apart = []
         self._record.describe()
         return self._checkpoint(os.fspath(save_dir), tag or "", save_latest, replaces_others, wait)
 
