@@ -515,12 +515,14 @@ class PyTrainingEngine {
       offsets.push_back(parameter.offset);
     return offsets;
   }
-  // Address and bytes of the memory that weights lie in.
-  std::pair<uint64_t, uint64_t> Arena() {
-    return Ask<std::pair<uint64_t, uint64_t>>([](zero::Engine& of) {
-      const std::span<std::byte> arena = of.arena();
-      return std::pair(reinterpret_cast<uint64_t>(arena.data()), static_cast<uint64_t>(arena.size()));
-    });
+  // Address and bytes of the memory that weights lie in, and an object while whose life it stays mapped.
+  nb::tuple Arena() {
+    using Held = std::shared_ptr<const void>;
+    auto [arena, held] = Ask<std::pair<std::span<std::byte>, Held>>(
+        [](zero::Engine& of) { return std::pair(of.arena(), of.HoldArena()); });
+    nb::capsule keeper(new Held(std::move(held)), [](void* of) noexcept { delete static_cast<Held*>(of); });
+    return nb::make_tuple(reinterpret_cast<uint64_t>(arena.data()), static_cast<uint64_t>(arena.size()),
+                          std::move(keeper));
   }
   // Of a parameter by its full name, in fp32, to `address`, which has room for its elements.
   void Read(const std::string& name, const std::string& kind, uint64_t address, uint64_t bytes) {

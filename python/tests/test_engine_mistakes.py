@@ -699,3 +699,57 @@ def test_a_weight_of_one_element_is_changed_in_place_or_the_change_is_refused(tm
         engine.backward(engine(x).square().mean())
         engine.step()
         assert before.item() == pytest.approx(1, abs=0.1)
+
+
+def _is_mapped(address):
+    with open("/proc/self/maps") as maps:
+        return any(int(begin, 16) <= address < int(end, 16) for begin, end in (line.split()[0].split("-") for line in maps))
+
+
+@pytest.mark.parametrize("replan", ["off", "auto"])
+def test_a_kept_tensor_of_a_weight_is_told_and_stays_readable(tmp_path, replan):
+    """Its memory is the engine's, so its values become others'; it is mapped until the tensor goes, after close too."""
+    model, kept = net(), []
+    model.layers[1].up.register_forward_hook(lambda module, args, out: kept.append(module.weight.detach()))
+    engine = make(model, tmp_path / "run", replan=replan)
+    with pytest.warns(UserWarning, match=r"memory with layers\.1\.up\.weight was kept .* \.detach\(\)\.clone\(\)") as told:
+        for batch in batches(6):
+            step(engine, batch)
+    assert sum("was kept after its block" in str(each.message) for each in told) == 1
+    engine.close()
+    assert all(_is_mapped(each.data_ptr()) and each.sum() is not None for each in kept)
+    where = kept[-1].data_ptr()
+    kept.clear()
+    assert not _is_mapped(where)
+
+
+def test_what_no_script_keeps_is_not_told_of(tmp_path):
+    model = net()
+    with make(model, tmp_path / "run") as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in batches(4):
+            step(engine, batch)
+            engine.eval()
+            outputs = engine(**batch)
+            engine.train()
+        assert outputs.isfinite()
+
+
+def test_a_state_of_another_number_of_versions_is_refused(tmp_path):
+    with make(net(), tmp_path, config={"penstock": {"versions": 1}}) as engine:
+        step(engine, batches(1)[0])
+    for own, why in (({"versions": 2}, "penstock.versions 2: .* was made for 1 version"), ({"durability": "step"}, "one version of everything")):
+        engine = make(net(), tmp_path, resume=True, config={"penstock": own})
+        with pytest.raises(RuntimeError, match=why):
+            step(engine, batches(1)[0])
+        engine.close()
+    with make(net(), tmp_path, resume=True, config={"penstock": {"versions": 1}}) as engine:
+        step(engine, batches(2)[1])
+        assert engine.global_steps == 2
+
+
+@pytest.mark.parametrize("own", [{"durability": "step"}, {"sync": "power"}, {"versions": 2}, {"prefer": "time"}])
+def test_what_is_of_a_drive_says_that_it_has_no_effect_in_memory(own):
+    (name,) = own
+    with pytest.warns(UserWarning, match=f"penstock.{name}: accepted and ignored: without offload to nvme"):
+        penstock.initialize(model=net(), config={"penstock": own, "train_batch_size": 1}, offload="cpu")[0].close()

@@ -257,6 +257,10 @@ std::span<std::byte> Engine::arena() const {
   const aio::Arena& arena = impl_->resources_->arena();
   return {arena.data(), arena.bytes()};
 }
+std::shared_ptr<const void> Engine::HoldArena() const {
+  if (impl_->resources_ == nullptr) return nullptr;
+  return impl_->resources_->shared_arena();
+}
 int64_t Engine::peak_managed_bytes() const { return impl_->peak_managed_bytes(); }
 const Device& Engine::device() const { return impl_->device(); }
 Device::Traffic Engine::copied() const { return impl_->copied(); }

@@ -47,6 +47,7 @@ class RunResources {
   absl::Status BoundDevice();
 
   const aio::Arena& arena() const { return *arena_; }
+  std::shared_ptr<const aio::Arena> shared_arena() const { return arena_; }
   bool pinned() const { return registered_ || arena_->locked(); }  // the arena, by a device or by mlock
   ArenaView& arena_view() const { return *arena_view_; }
   // Plan::checkpoint_bytes and Plan::network_bytes of the arena; empty: none are planned.
@@ -83,7 +84,7 @@ class RunResources {
 
   const EnginePlan& plan_;
   const EngineOptions& options_;
-  std::unique_ptr<aio::Arena> arena_;
+  std::shared_ptr<aio::Arena> arena_;
   std::unique_ptr<ArenaView> arena_view_;
   aio::Region tile_memory_, network_memory_;
   std::unique_ptr<DeviceLanes> device_lanes_;

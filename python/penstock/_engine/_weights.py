@@ -7,7 +7,8 @@ What is computed with it reads its value (``_hidden``).
 from __future__ import annotations
 
 import ctypes
-from typing import Dict, List, Optional, Sequence, Tuple
+import warnings
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -17,6 +18,32 @@ from ._device import DeviceMemory, Streams, view_of
 from ._hidden import OUTSIDE as OUTSIDE
 from ._hidden import ValueOf, hide_copies, show_copies, without_overrides
 from ._lazy_logits import is_lazy
+
+#: Of a storage: how many tensors share it. None: this torch does not say.
+_use_count: Optional[Callable[[int], int]] = getattr(torch._C, "_storage_Use_Count", None)
+
+#: Address and bytes of the engine's memory, and an object while whose life it stays mapped.
+Arena = Tuple[int, int, Any]
+
+
+class _Views:
+    """The weights of a block where they lie."""
+
+    def __init__(self, views: List[torch.Tensor]) -> None:
+        self.views = views
+        self._storages = [view.untyped_storage()._cdata for view in views] if _use_count is not None else []
+        self._alone = self._counts()  # while nobody else has them
+
+    def _counts(self) -> List[int]:
+        assert _use_count is not None or not self._storages
+        return [_use_count(each) for each in self._storages]  # type: ignore[misc]
+
+    def kept(self) -> Optional[int]:
+        """The first of them whose memory another tensor shares, while no parameter has it; None: none."""
+        counts = self._counts()
+        if counts == self._alone:
+            return None
+        return next((number for number, (count, alone) in enumerate(zip(counts, self._alone)) if count > alone), None)
 
 
 class Weights:
@@ -29,14 +56,14 @@ class Weights:
         places: Sequence[Sequence[int]],
         device: torch.device,
         value_of: ValueOf,
-        arena: Tuple[int, int] = (0, 0),
+        arena: Arena = (0, 0, None),
         apart: bool = False,
         streams: Optional[Streams] = None,
     ) -> None:
         """places: where each parameter begins in its block's weights, in elements (zero/compute/flat_layout.h).
 
-        value_of: the value of a parameter that is hidden, for who copies it. arena: address and bytes of the engine's memory. apart: blocks
-        are copied to the device, which has memory of its own. streams: of the device in whose memory the engine has blocks; None: it has
+        value_of: the value of a parameter that is hidden, for who copies it. arena: of the engine's memory, which stays mapped while a tensor
+        lies in it. apart: blocks are copied to the device, which has memory of its own. streams: of the device in whose memory the engine has blocks; None: it has
         them in host memory.
         """
         #: Of the device that the engine's addresses are of; None: they are of host memory.
@@ -55,14 +82,16 @@ class Weights:
             for places_of, parameters in zip(places, self._parameters)
         ]
         self._spans: Dict[int, Tuple[int, int]] = {}
-        self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
+        self._views: Dict[Tuple[int, int], _Views] = {}
+        self._arena = arena
+        self._told_of_kept = False
         self._versions: Dict[int, List[int]] = {}  # of each block's parameters, when they got their values
         # Of one element: torch takes arithmetic in place for them, which leaves NaN as it is. Their versions, when they were hidden.
         self._single = [[parameter for parameter in block if parameter.numel() == 1] for block in self._parameters]
         self._single_versions: Dict[int, int] = {}
         #: None where the model is computed in the engine's memory. Last: from here on the arena is pinned until ``release``.
         moved = max((size for size, stays in zip(self._bytes, self._resident) if not stays), default=0)
-        self.on_device = DeviceMemory(device, moved, arena) if apart else None
+        self.on_device = DeviceMemory(device, moved, arena[:2]) if apart else None
 
     def _hide_on(self, device: torch.device) -> None:
         self._device = device
@@ -76,29 +105,32 @@ class Weights:
         """The engine's memory is not read any more, and may go. The parameters stay as they are."""
         if self.on_device is not None:
             self.on_device.close()
+        self._arena = (0, 0, None)
 
     def close(self) -> None:
         """The engine's memory is not read any more. The parameters stay without values, in host memory."""
-        if self.on_device is None and self.streams is None:
-            return
         try:
             self.release()
         finally:
             self._views.clear()
-            self._hide_on(torch.device("cpu"))
-            self.hide_all()
+            if self.on_device is not None or self.streams is not None:
+                self._hide_on(torch.device("cpu"))
+                self.hide_all()
 
     def memory_goes(self) -> None:
         """The engine is about to give up its memory between two passes. ``memory_came`` follows."""
         if self.on_device is not None:
             self.on_device.unpin_arena()
+        self._tell_of_kept()
+        self._arena = (0, 0, None)
         self._views.clear()
         self._spans.clear()
 
-    def memory_came(self, arena: Tuple[int, int]) -> None:
-        """arena: address and bytes of the engine's memory from here on."""
+    def memory_came(self, arena: Arena) -> None:
+        """arena: of the engine's memory from here on."""
+        self._arena = arena
         if self.on_device is not None:
-            self.on_device.pin_arena(arena)
+            self.on_device.pin_arena(arena[:2])
 
     def attach(self, block: int, address: int) -> None:
         """The block's parameters are what lies at `address` of the engine's memory from here on."""
@@ -112,14 +144,17 @@ class Weights:
             memory = self.on_device.bring(block, address, self._bytes[block])
             address = memory.data_ptr()
         self._spans[block] = (address, address + self._bytes[block])
-        views = None if self._resident[block] else self._views.get((block, address))
-        if views is None:
+        known = None if self._resident[block] else self._views.get((block, address))
+        if known is None:
             with torch.inference_mode(False):
                 if memory is None and self.streams is not None and self._bytes[block]:
                     memory = view_of(address, self._bytes[block], self._device)
                 views = self._cut(block, address, memory)
+            memory = None  # the views alone share it when they are counted
             if not self._resident[block]:
-                self._views[block, address] = views
+                self._views[block, address] = _Views(views)
+        else:
+            views = known.views
         for parameter, view in zip(self._parameters[block], views):
             show_copies(parameter)
             parameter.data = view
@@ -178,9 +213,26 @@ class Weights:
             self.streams.computed()
 
     def begin_pass(self) -> None:
-        """The weights of a block may be others than in the pass before."""
+        """The weights of a block may be others than in the pass before. No parameter has its value."""
+        self._tell_of_kept()
         if self.on_device is not None:
             self.on_device.begin_pass()
+
+    # Once: whoever keeps one tensor of a weight keeps others.
+    def _tell_of_kept(self) -> None:
+        if self._told_of_kept or self.on_device is not None:  # where all blocks share one storage
+            return
+        for (block, _), views in self._views.items():
+            number = views.kept()
+            if number is not None:
+                self._told_of_kept = True
+                name = self._names[id(self._parameters[block][number])]
+                warnings.warn(
+                    f"a tensor that shares memory with {name} was kept after its block was computed: the memory is the next block's from then on, "
+                    "and so are the values. Keep a copy of its own: .detach().clone()",
+                    stacklevel=3,
+                )
+                return
 
     def hide(self, block: int) -> None:
         """The block's parameters have no values from here on, and its place in the engine's memory is not read any more.
@@ -253,5 +305,6 @@ class Weights:
                 views.append(memory[place * self._width : (place + count) * self._width].view(self._dtype).view(shape))
                 continue
             here = (ctypes.c_char * (count * self._width)).from_address(address + place * self._width)
+            here.arena = self._arena[2]  # type: ignore[attr-defined]
             views.append(torch.frombuffer(here, dtype=self._dtype, count=count).view(shape))
         return views
