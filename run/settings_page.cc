@@ -183,7 +183,7 @@ std::string Entry(const Row& row) {
   }
   if (!setting.command_line_ignores.empty()) {
     absl::StrAppend(&text, "- without effect on the command line, which a line says: ",
-                    std::string(setting.command_line_ignores), "\n");
+                    Spelt(setting.command_line_ignores, Door::kCommandLine), "\n");
   }
   if (!setting.python_ignores.empty()) {
     absl::StrAppend(&text,

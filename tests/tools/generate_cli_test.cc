@@ -239,7 +239,17 @@ TEST_F(GenerateCliTest, NoModelIsWrittenWhereAStateOrCheckpointIsRead) {
     EXPECT_THAT(Run({"inspect", place}).out, HasSubstr("step"));
     for (const char* name : {"config.json", "model.safetensors"}) fs::remove(place + "/" + name);
   };
-  for (const std::string& place : {state, kept, kept + step, memory}) expect_asked(place);
+  for (const std::string& place : {state, kept + step}) expect_asked(place);
+  // Beside checkpoints of their own names, as Trainer leaves it, the model is read, and a line says so.
+  for (const std::string& place : {kept, memory}) {
+    for (const char* name : {"config.json", "model.safetensors"})
+      fs::copy_file(Model() + "/" + name, place + "/" + name);
+    const Ran ran = Run({"plan", "--generate", place});
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr(place + ": the model of its config.json is read, and not the checkpoint " +
+                                   place + (place == memory ? "/checkpoints" : "") + step));
+    for (const char* name : {"config.json", "model.safetensors"}) fs::remove(place + "/" + name);
+  }
   // A checkpoint of DeepSpeed's beside a state of ours likewise.
   ASSERT_EQ(Run({"export-checkpoint", state, dir_ + "/universal", "--tag", "tag"}).code, 0);
   fs::copy(dir_ + "/universal", state, fs::copy_options::recursive);

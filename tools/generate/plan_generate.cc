@@ -22,6 +22,7 @@ constexpr const char* kPlanGenerateName = "penstock plan --generate";
 
 struct PlanGenerateFlags {
   std::vector<std::string> dirs;
+  std::string model;
   GenerateMemoryFlags memory;
   int64_t sequences = 1, prompt = 128, tokens = 128;
   bool json = false;
@@ -96,7 +97,7 @@ absl::Status Plan(const PlanGenerateFlags& flags, const OpenGenerateDevice& open
                   std::ostream& err) {
   RETURN_IF_ERROR(CheckFlags(flags));
   ASSIGN_OR_RETURN(const TextModel model,
-                   OpenTextModel(flags.dirs, std::nullopt, /*base=*/"", kPlanGenerateName, err));
+                   OpenTextModel(flags.dirs, std::nullopt, flags.model, kPlanGenerateName, err));
   const auto threads = static_cast<int>(flags.memory.threads.value_or(model.threads));
   generate::GeneratorOptions options;
   RETURN_IF_ERROR(ResolveGenerateMemory(flags.memory, threads, open_device, &options));
@@ -168,6 +169,10 @@ int RunPlanGenerate(const OpenGenerateDevice& open_device, int argc, const char*
                  "striped run")
       ->required();
   DeclareGenerateMemory(app, flags.memory);
+  app.add_option(
+      "--model", flags.model,
+      "Directory of the frozen weights of a run with --lora-rank, if it has moved [where the run last "
+      "read them]");
   app.add_option("--sequences", flags.sequences, "Texts to be generated in all [1]");
   app.add_option("--prompt-tokens", flags.prompt, "Tokens of the longest prompt [128]");
   app.add_option("--tokens", flags.tokens, "Tokens of each text, at most [128]");

@@ -49,11 +49,18 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
   return absl::OkStatus();
 }
 
-// kInvalidArgument: a directory with a config.json is a state or checkpoint too, or stands for one.
-absl::Status CheckOneOfTwo(const std::string& directory) {
+// kInvalidArgument: a directory with a config.json is a state or checkpoint too. Of checkpoints within it, as
+// transformers' Trainer leaves them beside the model, a line goes to `err`.
+absl::Status CheckOneOfTwo(const std::string& directory, std::string_view program, std::ostream& err) {
   const absl::StatusOr<std::vector<std::string>> run = ResolveStateDirs({directory});
   if (absl::IsNotFound(run.status())) return absl::OkStatus();
   RETURN_IF_ERROR(run.status());
+  if (run->front() != directory) {
+    err << program << ": " << directory << ": the model of its config.json is read, and not the checkpoint "
+        << run->front() << ": name that one to read it\n"
+        << std::flush;
+    return absl::OkStatus();
+  }
   return absl::InvalidArgumentError(absl::StrCat(
       directory, ": which of two is meant: the model of its config.json, or the state or checkpoint ",
       run->front(),
@@ -163,7 +170,7 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
   if (published) {
     ASSIGN_OR_RETURN(published, PathExists(first + "/config.json"));
   }
-  if (published) RETURN_IF_ERROR(CheckOneOfTwo(first));
+  if (published) RETURN_IF_ERROR(CheckOneOfTwo(first, program, err));
   if (published && !models::HasWeights(first)) {
     return absl::InvalidArgumentError(
         absl::StrCat(first, ": a config.json without weights: ", models::WhyNoWeights(first)));

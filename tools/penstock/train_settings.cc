@@ -145,7 +145,7 @@ class Resolver {
     for (std::string& note :
          run::UnusedPlaceKeys(config_, engine_.world(), engine_.storage.offload, GivenFlags(flags_)))
       settings_.notes.push_back(std::move(note));
-    if (settings_.resumes) RETURN_IF_ERROR(run::FitConfigToStore(engine_.storage, &config_));
+    if (engine_.resume.enabled) RETURN_IF_ERROR(run::FitConfigToStore(engine_.storage, &config_));
     RETURN_IF_ERROR(ChooseModel());
     RETURN_IF_ERROR(ChooseData());
     RETURN_IF_ERROR(ChooseEvaluation());
