@@ -36,7 +36,7 @@ absl::StatusOr<std::unique_ptr<Tokenizer::Impl>> Tokenizer::Impl::Create(std::st
   AddedByConfig by_config = AddTokens(config, &parts);
   ASSIGN_OR_RETURN(Bpe bpe, Bpe::Create(parts.model));
   auto impl = std::make_unique<Impl>(std::move(bpe));
-  impl->base_tokens = static_cast<size_t>(largest + 1);
+  impl->base_tokens = static_cast<size_t>(int64_t{largest} + 1);
   impl->notes = std::move(by_config.notes);
   impl->config_counts = by_config.any || parts.byte_level_prefix_changed;
   impl->normalizer = std::move(parts.normalizer);

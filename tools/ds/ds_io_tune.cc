@@ -386,7 +386,7 @@ absl::Status CheckOutputs(const TuneOptions& options) {
   RETURN_IF_ERROR(CheckDistinctFiles({{"--json", json}, {"--profile", profile}}, {options.sweep_config}));
   RETURN_IF_ERROR(CheckJson(options));
   if (options.no_profile) return absl::OkStatus();
-  const absl::Status store = aio::CheckProfileStore(ProfilePath(options));
+  absl::Status store = aio::CheckProfileStore(ProfilePath(options));
   if (store.ok() || options.profile_path.empty()) return store;
   // What a flag names is the flag's mistake.
   return absl::Status(absl::IsDataLoss(store) ? absl::StatusCode::kInvalidArgument : store.code(),
