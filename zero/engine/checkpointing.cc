@@ -112,7 +112,8 @@ absl::Status Checkpointing::BeginOfStore(swap::Store& store, bool commits_every_
   const bool at_leisure = slots > 2 || (slots == 2 && !commits_every_step);
   const auto step = static_cast<int64_t>(store.committed_step());
   last_step_ = at_leisure ? 0 : step + (slots == 1 ? 1 : 2);
-  return Begin(std::move(copy), at_leisure ? std::min(schedule_.every - 1, kSpreadSteps) : 1);
+  const int64_t next_in = schedule_.every > 0 ? schedule_.every : next_in_;
+  return Begin(std::move(copy), at_leisure ? std::min(next_in - 1, kSpreadSteps) : 1);
 }
 
 absl::Status Checkpointing::BeginOfMemory(aio::Engine& io, swap::CheckpointSource source) {
@@ -149,8 +150,10 @@ absl::Status Checkpointing::Advance(int64_t operations) {
 void Checkpointing::BeforeUpdate(int64_t step) {
   begun_step_ = step;
   if (step > paced_step_) {
+    const bool whole = paced_step_ > 0;  // it was heard of from its beginning
     paced_step_ = step;
-    of_step_ = std::exchange(ended_, 0);
+    const int64_t ended = std::exchange(ended_, 0);
+    of_step_ = whole ? ended : 0;
   }
   if (last_step_ > 0 && step >= last_step_) FinishTiles();
 }

@@ -5,8 +5,8 @@
 // not change meanwhile:
 //
 //   a store of three slots   as long as it likes: spread over the steps until the next one is due, but over
-//   no
-//                            more than kSpreadSteps, which keeps its traffic below 5% of the training's
+//                            no more than kSpreadSteps, which keeps its traffic below 5% of the training's.
+//                            Where they are asked for, the next one is due as late as the last one was
 //   of two, where only       the same, and until the next commit
 //   checkpoints are commits
 //   a store of two slots     until the step after the next is to be updated: about one step
@@ -63,6 +63,9 @@ class Checkpointing {
   // Of every checkpoint from here on.
   void set_naming(swap::CheckpointNaming naming) { naming_ = std::move(naming); }
 
+  // Of one that is asked for: steps until the next one is expected. Default: more than kSpreadSteps.
+  void set_next_in(int64_t steps) { next_in_ = steps; }
+
   // Removes what killed runs left in the directory. Of several ranks, rank 0 does.
   absl::Status CleanUp() const;
   // Removes all but the newest checkpoints that are to be kept. Must not be called before what the run goes
@@ -112,6 +115,7 @@ class Checkpointing {
   const Report report_;
   CheckpointTotals* const totals_;
   std::unique_ptr<swap::CheckpointCopy> copy_;
+  int64_t next_in_ = kSpreadSteps + 1;
   int64_t last_step_ = 0;   // whose update must wait for the copy; 0: none
   int64_t begun_step_ = 0;  // whose update has begun or may begin any time
   double tiles_per_step_ = 0;

@@ -185,6 +185,7 @@ absl::StatusOr<std::string> Engine::Impl::BeginCheckpoint(CheckpointRequest requ
   asked->checkpointing =
       std::make_unique<Checkpointing>(CheckpointSchedule{.parent = parent, .lock = asked->lock}, tile,
                                       options_.comm.get(), options_.hooks.checkpointed, &checkpoint_totals_);
+  if (last_asked_step_ > 0) asked->checkpointing->set_next_in(step_ - last_asked_step_);
   if (request.naming.has_value()) asked->checkpointing->set_naming(*std::move(request.naming));
   RETURN_IF_ERROR(OfAll(asked->checkpointing->CleanUp()));
   if (options_.comm != nullptr) {
@@ -197,6 +198,7 @@ absl::StatusOr<std::string> Engine::Impl::BeginCheckpoint(CheckpointRequest requ
   }
   RETURN_IF_ERROR(BroadcastError(BeginAsked(asked.get())));
   asked_ = std::move(asked);
+  last_asked_step_ = step_;
   return asked_->path;
 }
 

@@ -253,6 +253,7 @@ class Engine::Impl {
   std::unique_ptr<Checkpointing> checkpointing_;  // null: none are kept
   std::optional<swap::Uuid> checkpoint_uuid_;  // by which the parts of all ranks know each other, of memory
   std::unique_ptr<AskedCheckpoint> asked_;     // null: nobody has
+  int64_t last_asked_step_ = 0;                // of this process; 0: nobody has asked
   CheckpointTotals checkpoint_totals_;
   absl::Status checkpoint_status_;
   int64_t operations_ = 1;  // of a training pass

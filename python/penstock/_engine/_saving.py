@@ -69,12 +69,16 @@ class Saving:
         try:
             record.text()
         except (TypeError, ValueError):
-            record.client_state, record.checkpoints = before
+            record.client_state = before[0]
             raise
+        finally:
+            record.checkpoints = before[1]
         if client_state is not None:
             record.kept_apart = []
-        self._record.describe()
-        return self._checkpoint(os.fspath(save_dir), tag or "", save_latest, replaces_others, wait)
+        record.describe()
+        path = self._checkpoint(os.fspath(save_dir), tag or "", save_latest, replaces_others, wait)
+        record.checkpoints = os.path.abspath(save_dir)  # the next commit says it
+        return path
 
     # ValueError: a name that is none, or a checkpoint's own. Before the checkpoint is written, which takes its time.
     def _check_tag(self, save_dir: str, tag: Any) -> None:
