@@ -150,8 +150,7 @@ TEST_F(HostsTest, ExchangesInFewerBitsAreAShareOfWhatTheWireCarries) {
   };
   const auto of_ten_steps = [&](const Arguments& more) { return sent("12", more) - sent("2", more); };
   const int64_t whole = of_ten_steps({});
-  const int64_t fewer =
-      of_ten_steps({"--zero-quantized-weights", "--zero-quantized-gradients"});
+  const int64_t fewer = of_ten_steps({"--zero-quantized-weights", "--zero-quantized-gradients"});
   EXPECT_GT(fewer, 0);
   EXPECT_LE(fewer * 10, whole * 3) << fewer << " of " << whole;
 }

@@ -45,8 +45,8 @@ class Saving:
         of the call. The next ``save_checkpoint``, ``load_checkpoint``, ``export_checkpoint``, ``wait_for_checkpoint`` and ``close`` wait
         for it. An error of the copy is raised once, by the first of these and ``step`` and ``train_batch``: ``step`` raises it before
         it does anything, and may be called again. With state in memory the update of the next step waits for the copy; on a drive with
-        two versions, that of the step after. With three, as there are where space is free, none does: it is spread over as many steps as
-        there were between the last two, and 24 at most.
+        two versions, that of the step after. With three none does: the copy is spread over as many steps as there were between the last
+        two, and 24 at most.
 
         tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``. save_latest: False leaves
         ``latest`` as it is, which names the checkpoint that is loaded without a tag. A second one of the same step and tag takes the place of
