@@ -17,9 +17,24 @@ struct Batch {
 };
 static_assert(sizeof(Batch) + 128 <= 4096, "kernel parameters are limited to 4 KiB");
 
+// The tensor with its types as constants: the branches on them go when what takes it is compiled in its
+// place, so that a thread's loads stand together before what it computes of them.
+template <ParamType kParam, DType kGrad, StateType kState>
+__device__ __forceinline__ Tensor Known(const Tensor& t) {
+  Tensor known = t;
+  known.param_type = kParam;
+  known.grad_type = kGrad;
+  known.state_type = kState;
+  return known;
+}
+__device__ __forceinline__ bool Is(const Tensor& t, ParamType param, DType grad, StateType state) {
+  return t.param_type == param && t.grad_type == grad && t.state_type == state;
+}
+
 // States fp32 or bf16: each thread four elements at a time.
 template <class Opt>
-__device__ void UpdateDirect(const Tensor& t, const Opt& opt, float scale, uint64_t begin, uint64_t end) {
+__device__ __forceinline__ void UpdateDirect(const Tensor& t, const Opt& opt, float scale, uint64_t begin,
+                                             uint64_t end) {
   for (uint64_t i = begin + threadIdx.x * uint64_t{kVector}; i < end; i += uint64_t{kThreads} * kVector) {
     const int count = end - i < kVector ? static_cast<int>(end - i) : kVector;
     const bool vector = t.vector && count == kVector;
@@ -111,6 +126,10 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t end = begin + kChunk < t.n ? begin + kChunk : t.n;
   if (t.state_type == StateType::k8Bit) {
     Update8Bit(t, opt, scale, begin, end);
+  } else if (Is(t, ParamType::kSplit, DType::kBf16, StateType::kFp32)) {
+    UpdateDirect(Known<ParamType::kSplit, DType::kBf16, StateType::kFp32>(t), opt, scale, begin, end);
+  } else if (Is(t, ParamType::kFp32, DType::kFp32, StateType::kFp32)) {
+    UpdateDirect(Known<ParamType::kFp32, DType::kFp32, StateType::kFp32>(t), opt, scale, begin, end);
   } else {
     UpdateDirect(t, opt, scale, begin, end);
   }

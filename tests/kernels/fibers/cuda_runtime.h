@@ -30,6 +30,9 @@ struct alignas(16) float4 {
 struct alignas(8) ushort4 {
   unsigned short x, y, z, w;
 };
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) {
   return {x, y, z, w};
