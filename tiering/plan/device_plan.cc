@@ -170,7 +170,7 @@ class DevicePlanner {
       const int members = Members(plan, c);
       plan.weight_classes.push_back(
           {.bytes = classes[c] * precision_.weight_bytes(), .slots = std::min(in_flight.runs, members)});
-      plan.gradient_rings.push_back({.bytes = largest_in_ring[c] * precision_.gradient_bytes,
+      plan.gradient_rings.push_back({.bytes = GradientPlaceBytes(largest_in_ring[c]),
                                      .slots = std::min(in_flight.gradients, in_ring[c])});
     }
     if (largest_sum > 0) {
@@ -204,6 +204,11 @@ class DevicePlanner {
     return Elements(block) - (frozen_apart_ ? graph_.blocks[block].trained_from : 0);
   }
 
+  // Of a gradient that leaves: behind it are the partial sums of its squares (Plan::squares_on_device).
+  int64_t GradientPlaceBytes(int64_t elements) const {
+    return elements * precision_.gradient_bytes + (world_ == 1 ? PartialSumBytes(elements) : 0);
+  }
+
   static int Members(const DevicePlan& plan, size_t weight_class) {
     return static_cast<int>(std::count_if(plan.blocks.begin(), plan.blocks.end(), [&](const auto& block) {
       return block.weight_class == static_cast<int>(weight_class) && !block.state_slot.valid();
@@ -229,9 +234,11 @@ class DevicePlanner {
     };
     for (const BlockIndex b : plan->blocks.indices()) {
       DevicePlan::Block& block = plan->blocks[b];
-      const int64_t part = PartOf(b), of_gradient = block.state_slot.valid() ? part : GradientElements(b);
+      const int64_t part = PartOf(b);
       add(&block.weight_slot, &plan->weight_slots, Elements(b) * precision_.weight_bytes());
-      add(&block.gradient_slot, &plan->gradient_slots, of_gradient * precision_.gradient_bytes);
+      add(&block.gradient_slot, &plan->gradient_slots,
+          block.state_slot.valid() ? part * precision_.gradient_bytes
+                                   : GradientPlaceBytes(GradientElements(b)));
       add(&block.state_slot, &plan->state_slots, precision_.StateBytes(part) + PartialSumBytes(part));
     }
     int64_t offset = 0;

@@ -2,7 +2,8 @@
 // host.
 //
 // Weights come from a block's run in host memory (a copy in), gradients leave for their place there (a copy
-// out), inputs that stages keep for backward stay on the device as long as there is room and wait in host
+// out), with one rank followed by the partial sums of their squares, so that the host reads no gradient for
+// the norm; inputs that stages keep for backward stay on the device as long as there is room and wait in host
 // memory otherwise. A device that is the host itself (`cpu`) has no such tier, and its programs have none of
 // these copies.
 //

@@ -197,6 +197,17 @@ struct Plan {
   // Weights and state of the block live on a device with its own memory, which updates them.
   bool on_device(BlockIndex block) const { return device.lives_here(block); }
   double on_device_share() const;  // of the elements, in such blocks
+  // A device makes the partial sums of its gradients' squares, which the norm is made of. Those of a block
+  // that does not live there leave behind its gradient, in one copy. Ranks square what they have reduced.
+  bool squares_on_device() const { return device.has_own_memory && world == 1; }
+  // What waits in host memory of a block's gradient, without its partial sums, and with them.
+  int64_t gradient_bytes(BlockIndex block) const {
+    return on_device(block) ? 0 : blocks[block].gradient_elements() * precision.gradient_bytes;
+  }
+  int64_t gradient_place_bytes(BlockIndex block) const {
+    const bool squared = squares_on_device() || on_device(block);
+    return gradient_bytes(block) + (squared ? PartialSumBytes(blocks[block].gradient_elements()) : 0);
+  }
   // The tile never leaves host memory, or the device, and is written only when a step is persisted.
   bool written_at_checkpoint(BlockIndex block, TileIndex tile) const {
     const BlockPlan& of = blocks[block];

@@ -248,7 +248,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
     if (!block.trains) continue;
     if (plan->on_device(b)) {
       block.gradient_slot = plan->gradient_slots.end_index();
-      plan->gradient_slots.push_back({0, PartialSumBytes(block.elements)});
+      plan->gradient_slots.push_back({0, plan->gradient_place_bytes(b)});
       continue;
     }
     // fp32 gradients are summed where they wait; one that several stages add to stays in its place, or goes
@@ -257,7 +257,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
         !device_.has_own_memory && block.uses > 1 && !leaves && !plan->needs_accumulator(b);
     if (must_stay || resident < resident_gradients) {
       block.gradient_slot = plan->gradient_slots.end_index();
-      plan->gradient_slots.push_back({0, block.gradient_elements() * plan->precision.gradient_bytes});
+      plan->gradient_slots.push_back({0, plan->gradient_place_bytes(b)});
       ++resident;
     } else {
       ++spilled[At(block.weight_class)];
@@ -267,7 +267,9 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   }
   for (size_t c = 0; c < spilled.size(); ++c) {
     GradientRing& ring = plan->gradient_rings[c];
-    ring.bytes = GradientElements(*plan, c) * plan->precision.gradient_bytes;
+    const int64_t elements = GradientElements(*plan, c);
+    ring.bytes = elements * plan->precision.gradient_bytes;
+    if (plan->squares_on_device()) ring.bytes += PartialSumBytes(elements);
     ring.slots = std::min(level.gradient_ring, spilled[c]);
     ring.first_slot = plan->gradient_slots.end_index();
     for (int i = 0; i < ring.slots; ++i) plan->gradient_slots.push_back({0, ring.bytes});

@@ -85,16 +85,12 @@ OpId DeviceGradients::EmitCopyOut(BlockIndex block, GradientSlot gradient_slot,
     accumulator_users_.Replace(round.device_accumulator_slot, {id});
     last = id;
   }
-  int64_t bytes = plan_.blocks[block].gradient_elements() * plan_.precision.gradient_bytes;
-  if (plan_.on_device(block)) {
-    if (!plan_.device.collectives) {  // else by the reduction
-      const OpId squared = ops_.next_id();
-      Op& square = ops_.Emit(OpKind::kSquareGradient, Lane::kCompute, step);
-      square.block = block;
-      square.device_gradient_slot = gradient_[block];
-      last = squared;
-    }
-    bytes = PartialSumBytes(plan_.blocks[block].elements);
+  if (plan_.squares_on_device()) {  // else, of a block that lives there, by the reduction
+    const OpId squared = ops_.next_id();
+    Op& square = ops_.Emit(OpKind::kSquareGradient, Lane::kCompute, step);
+    square.block = block;
+    square.device_gradient_slot = gradient_[block];
+    last = squared;
   }
   const OpId id = ops_.next_id();
   Op& copy = ops_.Emit(OpKind::kCopyOut, Lane::kCopyOut, step);
@@ -104,7 +100,7 @@ OpId DeviceGradients::EmitCopyOut(BlockIndex block, GradientSlot gradient_slot,
     copy.bytes = graph_.blocks[block].elements * plan_.accumulator_bytes(block);
   } else {
     copy.gradient_slot = gradient_slot;
-    copy.bytes = bytes;
+    copy.bytes = plan_.gradient_place_bytes(block);
   }
   copy.after = wait;
   copy.after.push_back(last);

@@ -58,19 +58,19 @@ enum class OpKind : uint8_t {
   kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device; where
                    // several ranks gather in host memory (tile -1) the whole run's, once it is gathered
   kRoundOnDevice,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
-  kCopyOut,  // a block's gradient from the device to its place in host memory, or the partial sums of its
-             // squares; where several ranks reduce in host memory what it has summed, or its only addend, to
-             // an accumulator there
+  kCopyOut,  // a block's gradient from the device to its place in host memory, with its squares' partial sums
+             // behind it, or these alone; where several ranks reduce in host memory what it has summed, or
+             // its only addend, to an accumulator there
   kAllGather,  // the other ranks' parts of a block's weights into its run: in host memory, or where devices
                // exchange with each other (DevicePlan::collectives) on the device
-  kReduceScatter,  // a block's gradients of all ranks, summed and rounded: this rank's part. From an
-                   // accumulator in host memory to a gradient's place; on a device in place there, where the
-                   // sums have this part, or, of a block that lives there, to its gradient's place, with its
-                   // squares' partial sums
-  kExchange,       // what all ranks must know before the norm
-  kAgree,          // every rank has committed the step
+  kReduceScatter,   // a block's gradients of all ranks, summed and rounded: this rank's part. From an
+                    // accumulator in host memory to a gradient's place; on a device in place there, where the
+                    // sums have this part, or, of a block that lives there, to its gradient's place, with its
+                    // squares' partial sums
+  kExchange,        // what all ranks must know before the norm
+  kAgree,           // every rank has committed the step
+  kSquareGradient,  // the partial sums of its gradient's squares, on a device (Plan::squares_on_device)
   // Of blocks that live on a device with its own memory (DevicePlan):
-  kSquareGradient,  // the partial sums of its gradient's squares, there
   kUpdateOnDevice,  // optimizer step of the whole block, in place there
   kCopyStateIn,     // a tile's state from a tile slot to its place there
   kCopyStateOut,    // a tile's weights and state from there to a run and a tile slot

@@ -7,8 +7,11 @@ namespace penstock::tiering {
 int64_t UpdateWork(const Plan& plan, const Op& op) {
   const BlockPlan& block = plan.blocks[op.block];
   if (op.kind == OpKind::kUpdateOnDevice) return block.elements;
-  if (op.kind == OpKind::kRoundGradient)
-    return plan.on_device(op.block) ? 0 : block.gradient_elements() * plan.precision.gradient_bytes;
+  if (op.kind == OpKind::kRoundGradient) {
+    // Its squares, or the checksums of what goes to the drive.
+    const bool passes = !plan.squares_on_device() || !block.gradient_slot.valid();
+    return passes ? plan.gradient_bytes(op.block) : 0;
+  }
   if (op.kind == OpKind::kVerify && op.device_weight_slot.valid()) return 0;  // there
   const int64_t elements = block.tiles[op.tile].elements;
   switch (op.kind) {
@@ -22,7 +25,7 @@ int64_t UpdateWork(const Plan& plan, const Op& op) {
 }
 
 int WorkersOf(const Plan& plan, const MachineModel& machine, OpKind kind) {
-  const bool all = kind == OpKind::kRoundGradient && plan.device.has_own_memory;
+  const bool all = kind == OpKind::kRoundGradient && plan.device.has_own_memory && !plan.squares_on_device();
   return all ? std::max(1, machine.update_workers) : 1;
 }
 

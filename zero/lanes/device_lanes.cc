@@ -36,6 +36,12 @@ std::byte* DeviceLanes::own_part(const Op& op) const {
   return gradients(op) + arena_view_.rank() * part * plan_.accumulator_bytes(op.block);
 }
 
+double* DeviceLanes::partial_sums(const Op& op) const {
+  if (state_.has(op.block)) return state_.partial_sums(op.block);
+  return reinterpret_cast<double*>(static_cast<std::byte*>(gradient(op.device_gradient_slot)) +
+                                   plan_.gradient_bytes(op.block));
+}
+
 GradientPlace DeviceLanes::place(const Op& op) const {
   GradientPlace place;
   if (op.device_accumulator_slot.valid()) {

@@ -39,6 +39,9 @@ class DeviceLanes {
   GradientPlace place(const tiering::Op& op) const;
   void* gradient(tiering::DeviceGradientSlot slot) const { return Place(plan_.device.gradient_slots, slot); }
   const DeviceState& state() const { return state_; }
+  // Where kSquareGradient leaves its sums: behind the gradient, or of a block that lives there behind its
+  // state.
+  double* partial_sums(const tiering::Op& op) const;
   // Where devices exchange with each other: what kReduceScatter reduces, this rank's part of it, which
   // becomes the result where the block does not live there, and the memory of DevicePlan::network.
   std::byte* gradients(const tiering::Op& op) const;  // its sums, or where there are none its gradient

@@ -121,10 +121,10 @@ std::string HardwareLanes::PlaceOf(const Op& op) const {
   return host ? "the processor" : device_->device().Describe();
 }
 
-// What a device has computed is known a while after it has. So backward of a block, and its gradient, are
-// enqueued behind those of the block before: else the device would wait for that news.
+// What a device has computed is known a while after it has. So backward of a block is enqueued behind that of
+// the block before, its gradient, rounding and squares: else the device would wait for that news.
 bool HardwareLanes::HasRoom(Lane lane) const {
-  return lane != Lane::kCompute || computes_ < (device_ != nullptr ? 4 : 2);
+  return lane != Lane::kCompute || computes_ < (device_ != nullptr ? 6 : 2);
 }
 
 void HardwareLanes::FailPass(const Op& op) {
@@ -328,8 +328,8 @@ absl::Status HardwareLanes::Run(const Op& op) {
     case OpKind::kSquareGradient:
       return Guarded("squares of a gradient", [&] {
         device_->device().SquarePartials(options_.format.weights, device_->gradient(op.device_gradient_slot),
-                                         static_cast<size_t>(plan_.blocks[op.block].elements),
-                                         device_->state().partial_sums(op.block));
+                                         static_cast<size_t>(plan_.blocks[op.block].gradient_elements()),
+                                         device_->partial_sums(op));
       });
     case OpKind::kUpdateOnDevice:
       return RunUpdateOnDevice(op);
@@ -424,20 +424,20 @@ absl::Status HardwareLanes::RunRoundGradient(const Op& op) {
   const auto n = static_cast<size_t>(plan_.blocks[op.block].gradient_elements());
   void* gradient = arena_view_.gradient(op.gradient_slot);
   kernels::SumOfSquares& squares = squares_[op.block];
-  const tiering::BlockPlan& block = plan_.blocks[op.block];
-  if (plan_.on_device(op.block)) {
+  if (plan_.squares_on_device() || plan_.on_device(op.block)) {
     squares = kernels::SumOfSquares();
-    const std::span<const double> partials(
-        static_cast<const double*>(gradient),
-        static_cast<size_t>(tiering::PartialSumBytes(block.elements)) / sizeof(double));
-    for (const double partial : partials) squares.Add(partial);
-    return absl::OkStatus();
+    const auto* const partials = reinterpret_cast<const double*>(static_cast<const std::byte*>(gradient) +
+                                                                 plan_.gradient_bytes(op.block));
+    const auto count =
+        static_cast<size_t>(tiering::PartialSumBytes(static_cast<int64_t>(n))) / sizeof(double);
+    for (const double partial : std::span(partials, count)) squares.Add(partial);
+  } else {
+    squares =
+        FinishGradient(options_.format.weights,
+                       op.accumulator_slot.valid() ? arena_view_.accumulator(op.accumulator_slot) : nullptr,
+                       gradient, n, &pool_);
   }
-  squares =
-      FinishGradient(options_.format.weights,
-                     op.accumulator_slot.valid() ? arena_view_.accumulator(op.accumulator_slot) : nullptr,
-                     gradient, n, &pool_);
-  if (!block.gradient_slot.valid()) drive_.ChecksumGradient(op);
+  if (!plan_.blocks[op.block].gradient_slot.valid()) drive_.ChecksumGradient(op);
   return absl::OkStatus();
 }
 
