@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <string_view>
+
 namespace penstock::kernels::cuda {
 namespace {
 
@@ -9,6 +11,8 @@ struct Loaded {
   Driver driver;
   std::string why;  // it cannot be used; empty: it can
 };
+
+constexpr char kHidden[] = ": none is there, or CUDA_VISIBLE_DEVICES hides it";
 
 template <class Call>
 void Find(void* library, const char* name, Call& call, std::string& missing) {
@@ -33,7 +37,7 @@ Loaded Load() {
 #undef PENSTOCK_CUDA_DRIVER_NAME
 #undef PENSTOCK_CUDA_DRIVER_TEXT
   if (!missing.empty()) {
-    loaded.why = "the CUDA driver is too old: it has no " + missing;
+    loaded.why = "the CUDA driver is too old: it has no " + missing + "; a newer one of NVIDIA's has";
     return loaded;
   }
   int count = 0;
@@ -44,8 +48,14 @@ Loaded Load() {
     (void)loaded.driver.GetErrorString(error, &text);
     loaded.why = std::string("the CUDA driver does not start: ") + (text == nullptr ? "error" : text) + " (" +
                  std::to_string(error) + ")";
+    if (error == CUDA_ERROR_NO_DEVICE) loaded.why += kHidden;
+    if (error == CUDA_ERROR_NOT_INITIALIZED) {
+      loaded.why +=
+          ": CUDA has begun in the process that this one was forked from; a process that is started by "
+          "spawn can begin it";
+    }
   } else if (count == 0) {
-    loaded.why = "the CUDA driver finds no device: CUDA_VISIBLE_DEVICES may hide it";
+    loaded.why = std::string("the CUDA driver finds no device") + kHidden;
   }
   return loaded;
 }
@@ -64,12 +74,45 @@ const Driver* LoadDriver(std::string* why) {
   return nullptr;
 }
 
+namespace {
+
+std::string_view WayOut(CUresult error) {
+  switch (error) {
+    case CUDA_ERROR_OUT_OF_MEMORY:
+      return "; other processes take the device's memory too: a smaller device memory budget may fit beside "
+             "them";
+    case CUDA_ERROR_NO_BINARY_FOR_GPU:
+    case CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
+      return "; the driver is older than the kernels: a newer one of NVIDIA's takes them";
+    // After these no call of the process to the device comes to an end that is good.
+    case CUDA_ERROR_ECC_UNCORRECTABLE:
+    case CUDA_ERROR_NVLINK_UNCORRECTABLE:
+    case CUDA_ERROR_ILLEGAL_ADDRESS:
+    case CUDA_ERROR_LAUNCH_TIMEOUT:
+    case CUDA_ERROR_ASSERT:
+    case CUDA_ERROR_HARDWARE_STACK_ERROR:
+    case CUDA_ERROR_ILLEGAL_INSTRUCTION:
+    case CUDA_ERROR_MISALIGNED_ADDRESS:
+    case CUDA_ERROR_INVALID_PC:
+    case CUDA_ERROR_LAUNCH_FAILED:
+    case CUDA_ERROR_UNKNOWN:
+      return "; the device is lost to this process, and the last commit stands: another process can go on "
+             "from it "
+             "(resume), and the kernel's log has an Xid where the device itself failed";
+    default:
+      return "";
+  }
+}
+
+}  // namespace
+
 std::string DriverErrorText(int error) {
   const Loaded& loaded = TheDriver();
+  const auto result = static_cast<CUresult>(error);
   const char* text = nullptr;
-  if (loaded.driver.GetErrorString != nullptr)
-    (void)loaded.driver.GetErrorString(static_cast<CUresult>(error), &text);
-  return std::string(text == nullptr ? "error" : text) + " (" + std::to_string(error) + ")";
+  if (loaded.driver.GetErrorString != nullptr) (void)loaded.driver.GetErrorString(result, &text);
+  return std::string(text == nullptr ? "error" : text) + " (" + std::to_string(error) + ")" +
+         std::string(WayOut(result));
 }
 
 }  // namespace penstock::kernels::cuda

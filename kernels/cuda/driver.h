@@ -61,7 +61,7 @@ struct Driver {
 // device; *why says which. Thread-safe.
 const Driver* LoadDriver(std::string* why);
 
-// "out of memory (2)".
+// "out of memory (2)", and what its user can do about it.
 std::string DriverErrorText(int error);
 
 }  // namespace penstock::kernels::cuda

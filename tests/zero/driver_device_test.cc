@@ -5,9 +5,11 @@
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -72,6 +74,7 @@ struct Trained {
   tiering::Plan plan;
   std::vector<std::string> log;
   int64_t read_past_host = 0;
+  int64_t pinned_bytes = 0;
 };
 
 class DriverDeviceTest : public testing::Test {
@@ -97,6 +100,10 @@ class DriverDeviceTest : public testing::Test {
     trained.status = engine.status();
     if (!engine.ok()) return trained;
     trained.plan = (*engine)->plan().plan;
+    (void)(*engine)->Call([&](Engine& of) {
+      trained.pinned_bytes = of.pinned_for_device_bytes();
+      return absl::OkStatus();
+    });
     for (int64_t step = 1; step <= steps && trained.status.ok(); ++step) {
       StepResult result;
       trained.status = owner.Step(**engine, step, &result);
@@ -124,6 +131,67 @@ class DriverDeviceTest : public testing::Test {
 TEST_F(DriverDeviceTest, ADeviceThatIsNotThereIsNamed) {
   EXPECT_TRUE(OpenDriverDevice(0).ok()) << OpenDriverDevice(0).status();
   EXPECT_THAT(std::string(OpenDriverDevice(1).status().message()), HasSubstr("no CUDA device 1"));
+}
+
+// In a process that has not looked for a driver yet: what opening the device says.
+class DriverToBeFoundDeathTest : public testing::Test {
+ protected:
+  DriverToBeFoundDeathTest() { GTEST_FLAG_SET(death_test_style, "threadsafe"); }
+  // driver: "": none. fault: as FAKE_LIBCUDA_FAULT.
+  [[noreturn]] static void TellOfOpening(const char* driver, const char* fault) {
+    setenv("FAKE_LIBCUDA_FAULT", fault, 1);
+    if (*driver != 0 && ::dlopen(driver, RTLD_NOW | RTLD_GLOBAL) == nullptr) std::_Exit(2);
+    std::fputs(std::string(OpenDriverDevice(0).status().message()).c_str(), stderr);
+    std::_Exit(0);
+  }
+};
+
+TEST_F(DriverToBeFoundDeathTest, AMachineWithoutADriverSaysSo) {
+  if (void* const library = ::dlopen("libcuda.so.1", RTLD_NOW); library != nullptr) {
+    ::dlclose(library);
+    GTEST_SKIP() << "a driver is installed here";
+  }
+  EXPECT_EXIT(TellOfOpening("", ""), testing::ExitedWithCode(0),
+              "no CUDA driver .libcuda.so.1. is installed; --device cpu");
+}
+
+TEST_F(DriverToBeFoundDeathTest, ADriverThatIsTooOldSaysWhatItLacks) {
+  EXPECT_EXIT(TellOfOpening(FAKE_LIBCUDA_OLD, ""), testing::ExitedWithCode(0),
+              "driver is too old: it has no cuDeviceGetUuid_v2; a newer one.*--device cpu");
+  EXPECT_EXIT(TellOfOpening(FAKE_LIBCUDA, "image"), testing::ExitedWithCode(0),
+              "older than the kernels: a newer one");
+}
+
+TEST_F(DriverToBeFoundDeathTest, DevicesThatAreHiddenAndAForkedChildHaveAWayOut) {
+  EXPECT_EXIT(TellOfOpening(FAKE_LIBCUDA, "hidden"), testing::ExitedWithCode(0),
+              "does not start.*CUDA_VISIBLE_DEVICES hides it; --device cpu");
+  EXPECT_EXIT(TellOfOpening(FAKE_LIBCUDA, "forked"), testing::ExitedWithCode(0), "started by spawn");
+}
+
+// And where the library itself began CUDA before the fork: the child calls nothing of the driver, whose
+// streams it would wait for without end.
+TEST_F(DriverDeviceTest, AForkedChildIsToldAndTheParentGoesOn) {
+  const absl::StatusOr<std::shared_ptr<Device>> device = OpenDriverDevice(0);
+  ASSERT_TRUE(device.ok()) << device.status();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const absl::Status status = OpenDriverDevice(0).status();
+    const bool told = status.code() == absl::StatusCode::kFailedPrecondition &&
+                      status.message().find("forked") != absl::string_view::npos;
+    std::_Exit(told ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(Train({}, true, [](EngineOptions&) {}).status.ok());
+}
+
+TEST_F(DriverDeviceTest, ACardThatTheKernelsAreNotForIsNamed) {
+  setenv("FAKE_LIBCUDA_CAPABILITY", "7", 1);
+  const absl::Status status = OpenDriverDevice(0).status();
+  unsetenv("FAKE_LIBCUDA_CAPABILITY");
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("compute capability 7.0, and the kernels need 8.0"));
 }
 
 TEST_F(DriverDeviceTest, TheBitsAreThoseOfHostMemoryAtEveryBudget) {
@@ -211,6 +279,8 @@ TEST_F(DriverDeviceTest, MemoryThatIsNotPinnedIsToldAndTheBitsAreTheSame) {
   EXPECT_EQ(trained.losses, pinned.losses);
   EXPECT_THAT(trained.log, testing::Contains(HasSubstr("pageable memory")));
   EXPECT_THAT(pinned.log, testing::Not(testing::Contains(HasSubstr("pageable memory"))));
+  EXPECT_EQ(trained.pinned_bytes, 0);
+  EXPECT_GE(pinned.pinned_bytes, pinned.plan.slot_bytes);
 }
 
 TEST_F(DriverDeviceTest, ADeviceWithoutRoomIsRefusedWithTheLeastThatWouldDo) {
@@ -224,13 +294,17 @@ TEST_F(DriverDeviceTest, ADeviceWithoutRoomIsRefusedWithTheLeastThatWouldDo) {
 // Another process takes it between the plan and the arena; a kernel cannot be launched; an event cannot be
 // recorded.
 TEST_F(DriverDeviceTest, CallsThatFailAreNamedAndNothingHangs) {
-  for (const char* call : {"alloc", "launch", "record", "copy"}) {
+  const std::pair<const char*, const char*> said[] = {
+      {"alloc", "cuMemAlloc of [0-9]+ bytes on Fake device.*: out of memory .2.; .*smaller device memory"},
+      {"launch", "gradient.*: .*.701."},
+      {"record", "cuEventRecord: .*lost to this process.*resume"},
+      {"copy", "copy of [0-9]+ bytes to the device: .*lost to this process.*resume"}};
+  for (const auto& [call, text] : said) {
     SCOPED_TRACE(call);
     std::optional<Fault> fault;
     const Trained trained = Train({}, true, [&](EngineOptions&) { fault.emplace(call); });
     EXPECT_FALSE(trained.status.ok());
-    EXPECT_THAT(std::string(trained.status.message()),
-                testing::MatchesRegex(".*(cu[A-Z]|copy of|updat|gradient|[0-9]).*"));
+    EXPECT_THAT(std::string(trained.status.message()), testing::ContainsRegex(text));
   }
   EXPECT_TRUE(Train({}, true, [](EngineOptions&) {}).status.ok());
 }
@@ -250,6 +324,8 @@ TEST_F(DriverDeviceTest, ALostDeviceEndsTheStepAndTheLastCommitStands) {
     for (int64_t step = 1; step <= 2; ++step) ASSERT_TRUE(owner.Step(**engine, step, &result).ok());
     ASSERT_TRUE((*engine)->Call([](Engine& of) { return of.Flush(); }).ok());
     reinterpret_cast<void (*)()>(::dlsym(FakeLibrary(), "fake_libcuda_lose_device"))();
+    const absl::Status lost = owner.Step(**engine, 3, &result);
+    EXPECT_THAT(std::string(lost.message()), HasSubstr("lost to this process, and the last commit stands"));
     EXPECT_FALSE(owner.Step(**engine, 3, &result).ok());
   }
   options.device = HostDevice();

@@ -10,8 +10,12 @@
 //   kernels   those of kernels/cuda that an engine of Python's enqueues, by their names, on the processor's
 //   own; and
 //             cuLaunchHostFunc, for tests' own work
-//   faults    FAKE_LIBCUDA_FAULT=register|record|alloc|launch|copy: that call fails, as long as it is there
-//   memory in all: FAKE_LIBCUDA_MEMORY bytes [1 GiB]
+//   faults    FAKE_LIBCUDA_FAULT=register|record|alloc|launch|copy|image: that call fails, as long as it is
+//             there; hidden, forked: cuInit fails as where CUDA_VISIBLE_DEVICES is empty, and as in a
+//             forked child
+//
+// FAKE_LIBCUDA_MEMORY is its memory in bytes [1 GiB], FAKE_LIBCUDA_CAPABILITY the major number of its compute
+// capability [9]. Compiled with FAKE_LIBCUDA_IS_OLD it lacks a call that drivers have had since 11.4.
 #include <cuda.h>
 
 #include <atomic>
@@ -313,7 +317,10 @@ std::function<void()> Kernel(const std::string& name, void** arguments) {
 
 extern "C" {
 
-EXPORT CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+EXPORT CUresult cuInit(unsigned) {
+  if (Fails("hidden")) return CUDA_ERROR_NO_DEVICE;
+  return Fails("forked") ? CUDA_ERROR_NOT_INITIALIZED : CUDA_SUCCESS;
+}
 EXPORT CUresult cuDriverGetVersion(int* version) {
   *version = 13000;
   return CUDA_SUCCESS;
@@ -337,13 +344,17 @@ EXPORT CUresult cuDeviceGetName(char* name, int room, CUdevice) {
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
-  *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? 9 : 0;
+  const char* const given = std::getenv("FAKE_LIBCUDA_CAPABILITY");
+  const int major = given == nullptr ? 9 : std::atoi(given);
+  *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? major : 0;
   return CUDA_SUCCESS;
 }
+#ifndef FAKE_LIBCUDA_IS_OLD
 EXPORT CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice) {
   std::memset(uuid, 7, sizeof(*uuid));
   return CUDA_SUCCESS;
 }
+#endif
 EXPORT CUresult cuDeviceGetPCIBusId(char*, int, CUdevice) { return CUDA_ERROR_INVALID_VALUE; }
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
   ++retained;
@@ -452,6 +463,7 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+  if (Fails("image")) return CUDA_ERROR_NO_BINARY_FOR_GPU;
   // As nvcc writes fat binaries.
   if (*static_cast<const uint32_t*>(image) != 0xBA55ED50U) return CUDA_ERROR_INVALID_IMAGE;
   *module = reinterpret_cast<CUmodule>(const_cast<void*>(image));

@@ -271,6 +271,7 @@ tiering::ExchangedBytes Engine::reduced() const { return impl_->reduced(); }
 InputBytes Engine::input_bytes() const { return impl_->input_bytes(); }
 int64_t Engine::peak_device_bytes() const { return impl_->peak_device_bytes(); }
 int64_t Engine::peak_pinned_bytes() const { return impl_->peak_pinned_bytes(); }
+int64_t Engine::pinned_for_device_bytes() const { return impl_->pinned_for_device_bytes(); }
 void Engine::set_saturating_bytes_in_flight(uint64_t bytes) { impl_->set_saturating_bytes_in_flight(bytes); }
 
 }  // namespace penstock::zero

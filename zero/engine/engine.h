@@ -302,6 +302,8 @@ class Engine {
   std::shared_ptr<const void> HoldArena() const;
   int64_t peak_managed_bytes() const;  // arena and tensors
   int64_t peak_pinned_bytes() const;
+  // Of the arena that there is; 0: a device with memory of its own does not pin it, and copies take longer.
+  int64_t pinned_for_device_bytes() const;
   const Device& device() const;
   Device::Traffic copied() const;  // to and from the device since the engine was made
   bool gds() const;                // weights that only the device needs go past host memory

@@ -79,6 +79,7 @@ class Engine::Impl {
   InputBytes input_bytes() const;
   int64_t peak_managed_bytes() const;
   int64_t peak_pinned_bytes() const;
+  int64_t pinned_for_device_bytes() const;
   int64_t peak_device_bytes() const;
   void set_saturating_bytes_in_flight(uint64_t bytes);
   const Device& device() const { return *options_.device; }

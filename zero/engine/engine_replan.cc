@@ -195,6 +195,11 @@ int64_t Engine::Impl::peak_pinned_bytes() const {
   return std::max(earlier_.peak_pinned_bytes, static_cast<int64_t>(resources_->arena().bytes()));
 }
 
+int64_t Engine::Impl::pinned_for_device_bytes() const {
+  const bool pinned = resources_ != nullptr && resources_->pinned_for_device();
+  return pinned ? static_cast<int64_t>(resources_->arena().bytes()) : 0;
+}
+
 int64_t Engine::Impl::peak_device_bytes() const {
   if (resources_ == nullptr || !device().has_own_memory()) return earlier_.peak_device_bytes;
   const TensorScope scope(tensors_.pool());

@@ -271,6 +271,8 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
     report_["peak_managed_bytes"] = engine->peak_managed_bytes();
     report_["peak_pinned_bytes"] = engine->peak_pinned_bytes();
     report_["peak_device_bytes"] = engine->peak_device_bytes();
+    if (engine->device().has_own_memory())
+      report_["pinned_for_device_bytes"] = engine->pinned_for_device_bytes();
     for (int i = 0; i < tiering::kStalls; ++i) {
       const auto stall = static_cast<tiering::Stall>(i);
       stalls[std::string(tiering::StallName(stall))] = engine->usage().stall_seconds[static_cast<size_t>(i)];

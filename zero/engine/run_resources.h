@@ -49,6 +49,7 @@ class RunResources {
   const aio::Arena& arena() const { return *arena_; }
   std::shared_ptr<const aio::Arena> shared_arena() const { return arena_; }
   bool pinned() const { return registered_ || arena_->locked(); }  // the arena, by a device or by mlock
+  bool pinned_for_device() const { return registered_; }
   ArenaView& arena_view() const { return *arena_view_; }
   // Plan::checkpoint_bytes and Plan::network_bytes of the arena; empty: none are planned.
   std::span<std::byte> tile_memory() const { return {tile_memory_.data(), tile_memory_.bytes()}; }

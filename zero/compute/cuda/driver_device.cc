@@ -19,6 +19,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "aio/cufile.h"
+#include "base/process_mark.h"
 #include "base/small_file.h"
 #include "base/status_macros.h"
 #include "kernels/cuda/cuda_kernels.h"
@@ -442,8 +443,17 @@ absl::Status DriverDevice::Clear(void* memory, size_t bytes) {
 
 absl::StatusOr<std::shared_ptr<Device>> OpenDriverDevice(int number) {
   std::string why;
+  static const ProcessMark began_in;
   const Driver* const driver = kernels::cuda::LoadDriver(&why);
-  if (driver == nullptr) return absl::FailedPreconditionError(why);
+  if (driver == nullptr) {
+    return absl::FailedPreconditionError(absl::StrCat(why, "; --device cpu computes on the processor"));
+  }
+  if (!began_in.here()) {
+    return absl::FailedPreconditionError(
+        "CUDA has begun in the process that this one was forked from, and cannot begin here: a process that "
+        "is started "
+        "by spawn can begin it");
+  }
   auto device = std::make_shared<DriverDevice>(*driver, number);
   RETURN_IF_ERROR(device->Open());
   return device;

@@ -15,7 +15,8 @@
 namespace penstock::zero {
 
 // The device of this number, as CUDA_VISIBLE_DEVICES counts them. kFailedPrecondition: no driver, no such
-// device, or one that the kernels are not for. kResourceExhausted, kInternal: the driver's own errors.
+// device, one that the kernels are not for, or a process forked from one that has called this.
+// kResourceExhausted, kInternal: the driver's own errors.
 absl::StatusOr<std::shared_ptr<Device>> OpenDriverDevice(int number);
 
 }  // namespace penstock::zero
