@@ -122,13 +122,20 @@ class FullyShard(Torch):
 
 
 class Optim(Torch):
-    """penstock.optim: the model is torch's, the states live on the drive."""
+    """penstock.optim: the model is torch's, the states live in host memory; masters in fp32."""
 
     def make_optimizer(self, given):
         import penstock.optim
 
-        if given["device"] != "cpu":
-            raise Skipped("penstock.optim takes parameters in host memory alone")
+        return penstock.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, nvme_offload_fraction=0.0)
+
+
+class OptimDrive(Torch):
+    """The states live on the drive."""
+
+    def make_optimizer(self, given):
+        import penstock.optim
+
         return penstock.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, state_dir=given["directory"], host_memory=given["host_memory"])
 
 
@@ -136,6 +143,7 @@ class Penstock:
     """Masters and moments in fp32 (16 bits of a master are the weight's), exact."""
 
     place = {"offload": "cpu"}
+    ratio = None  # the processor's least share of the updates
 
     def __init__(self, model, given):
         import penstock
@@ -145,6 +153,9 @@ class Penstock:
         place = {key: given[value[1:]] if value.startswith("=") else value for key, value in self.place.items()}
         if given["device"] == "cpu":
             place.pop("device_memory", None)
+        elif self.ratio is not None:
+            offload = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": self.ratio}}
+            place["config"] = {"train_micro_batch_size_per_gpu": given["batch"], "zero_optimization": offload}
         self.engine = penstock.initialize(
             model=self.model, optimizer=torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE), dtype=torch.bfloat16,
             gradient_clipping=CLIP, device=given["device"], **place,
@@ -156,11 +167,14 @@ class Penstock:
         self.engine.step()
         return loss
 
+    largest_norm = 0.0
+
     def facts(self):
-        totals, last = self.engine.report()["totals"], self.engine.last_step
+        report, last = self.engine.report(), self.engine.last_step
+        self.largest_norm = max(self.largest_norm, last["grad_norm"])
         return {
-            "copied": totals["h2d_bytes"] + totals["d2h_bytes"], "moved": totals["nvme_read_bytes"] + totals["nvme_write_bytes"],
-            "compute_seconds": last["compute_seconds"], "optimizer_seconds": last["optimizer_seconds"],
+            "compute_seconds": last["compute_seconds"], "optimizer_seconds": last["optimizer_seconds"], "largest_norm": self.largest_norm,
+            "predicted_seconds": report["predicted_step_seconds"],
         }  # fmt: skip
 
 
@@ -171,9 +185,10 @@ class PenstockBounded(Penstock):
 
 
 class PenstockFree(Penstock):
-    """What is free of the device holds state too, and updates it."""
+    """What is free of the device holds state too, all of it where it fits, and updates it."""
 
     place = {"offload": "cpu", "device_memory": "=free_device_memory"}
+    ratio = 0.0
 
 
 class PenstockDrive(Penstock):
@@ -248,7 +263,7 @@ class SuperOffload(DeepSpeed):
 
 
 CONTESTANTS = {
-    "torch": Torch, "penstock": PenstockBounded, "penstock-free": PenstockFree, "penstock-drive": PenstockDrive, "penstock-optim": Optim,
+    "torch": Torch, "penstock": PenstockBounded, "penstock-free": PenstockFree, "penstock-drive": PenstockDrive, "penstock-optim": Optim, "penstock-optim-drive": OptimDrive,
     "deepspeed": DeepSpeed, "deepspeed-parameters": DeepSpeedParameters, "deepspeed-drive": DeepSpeedDrive, "zenflow": ZenFlow,
     "superoffload": SuperOffload, "fully-shard": FullyShard, "torchao": TorchAO,
 }  # fmt: skip

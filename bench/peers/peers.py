@@ -1,5 +1,6 @@
 """What every comparison with a peer needs: an environment of its own, one memory limit, turns, and a table."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -11,6 +12,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "release" / "bin"
@@ -124,24 +126,37 @@ class MemoryLimit:
 
 
 def run(command, limit=0, timeout=3600, env=None):
-    """Runs it to its end: exit status, last line of its errors, peak RSS and CPU seconds."""
-    with MemoryLimit(limit) as group:
+    """Runs it to its end: exit status, output, and the last line of its errors.
+
+    After `timeout` seconds it is killed with all processes that it began, and what it wrote until then is the output. It is waited
+    for no longer than some seconds more, also where the kernel does not let it go: a device's driver may hold it.
+    """
+    with MemoryLimit(limit) as group, tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            list(map(str, group.wrap(command))), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **(env or {})},
+            list(map(str, group.wrap(command))), stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env={**os.environ, **(env or {})},
+            start_new_session=True,
         )  # fmt: skip
         late = False
         try:
-            output, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            late = True
-            process.kill()
-            output, errors = process.communicate()
-            errors += f"\nno end after {timeout:.0f} s"
-    lines = [line for line in errors.splitlines() if line.strip()]
-    if process.returncode < 0 and not late:  # what it said last is no reason
+            process.wait(timeout=timeout)
+        except BaseException as error:
+            late = isinstance(error, subprocess.TimeoutExpired)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+            if not late:
+                raise
+        said = []
+        for file in (output, errors):
+            file.seek(0)
+            said.append(file.read())
+    lines = [line for line in said[1].splitlines() if line.strip()]
+    if late:
+        lines.append(f"no end after {timeout:.0f} s")
+    elif process.returncode < 0:  # what it said last is no reason
         lines.append(f"ended by {signal.Signals(-process.returncode).name}")
-    return {"status": process.returncode, "output": output, "error": lines[-1] if lines else ""}
+    return {"status": -signal.SIGKILL if late else process.returncode, "late": late, "output": said[0], "error": lines[-1] if lines else ""}
 
 
 def own_usage():
@@ -200,5 +215,5 @@ def write(text, out):
 
 
 def json_lines(text):
-    """The lines of a worker's output that are JSON objects."""
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    """The whole lines of a worker's output that are JSON objects: the last one of a worker that was killed may be none."""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line.startswith("{")]
