@@ -62,6 +62,13 @@ class BlockForwards:
     def of(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """What takes the place of the present forward of this module, which belongs to the block of this name."""
         original, key = module.forward, id(module)
+        if getattr(module, "_compiled_call_impl", None) is not None:  # it would compile the engine's forward
+            warnings.warn(
+                f"{name} was compiled in place (Module.compile()), and the engine's forward takes the place of its own: it is computed as it is. "
+                "torch.compile() of it, in its place, stays compiled",
+                stacklevel=2,
+            )
+            module._compiled_call_impl = None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             driver = self._here.driver
