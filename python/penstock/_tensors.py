@@ -35,11 +35,14 @@ def in_layout_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of it, with its elements in memory in the order of `like`, which is dense."""
     if tensor.stride() == like.stride() or (tensor.is_contiguous() and like.is_contiguous()):
         return tensor
-    return torch.empty_like(like, dtype=tensor.dtype, memory_format=torch.preserve_format).copy_(tensor)
+    return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device, memory_format=torch.preserve_format).copy_(tensor)
 
 
-def check_parameter(parameter: torch.Tensor, name: str, who: str) -> None:
-    """TypeError or ValueError, with the way out, unless the kernels can update this parameter in its place."""
+def check_parameter(parameter: torch.Tensor, name: str, who: str, of_devices: bool = False) -> None:
+    """TypeError or ValueError, with the way out, unless the kernels can update this parameter in its place.
+
+    of_devices: parameters on a CUDA device are served.
+    """
     if parameter.layout != torch.strided:
         raise ValueError(f"{name} has the layout {parameter.layout}: {who} updates dense parameters only")
     if parameter.dtype not in DTYPES:
@@ -49,9 +52,10 @@ def check_parameter(parameter: torch.Tensor, name: str, who: str) -> None:
         )
     if parameter.device.type == "meta":
         raise ValueError(f"{name} is on the meta device, where it has no values; load or initialise the model first")
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in (("cpu", "cuda") if of_devices else ("cpu",)):
+        places = "in host memory or on a CUDA device" if of_devices else "in host memory"
         raise ValueError(
-            f"{name} is on {parameter.device}: {who} updates parameters in host memory; keep them on 'cpu' (copies for the "
+            f"{name} is on {parameter.device}: {who} updates parameters {places}; keep them on 'cpu' (copies for the "
             "device can be made of them), or give these to torch.optim"
         )
     if not is_dense(parameter):

@@ -296,6 +296,7 @@ PLACES = held("test_optim.py: test_the_bits_depend_on_no_memory_and_no_place")
 ON_DRIVE = {
     **of(PLACES, "state_dir", "host_memory", "nvme_offload_fraction"),
     "nvme_offload_dir": held("test_optim.py: test_wrong_arguments_are_refused_by_name"),
+    "offload_gradients": held("test_optim_device.py: test_gradients_leave_as_they_come"),
 }
 
 
@@ -979,6 +980,7 @@ KEYWORDS = {
     "DeepSpeedCPUAdam.rollback_subgroup": {"closure": held("test_ops_optimizers.py: test_a_subgroup_steps_and_goes_back")},
     "FusedLamb.step": {"closure": a_closure(FUSED)},
     "OnDrive.step": {"closure": a_closure(optim.AdamW)},
+    "OnDrive.zero_grad": {"set_to_none": held("test_optim_device.py: test_a_second_backward_is_refused_where_gradients_have_left")},
     "CPUAdamBuilder.is_compatible": of(Nothing(), "verbose"),
     "CPUAdamBuilder.load": {"verbose": Refused(True, (None,), told="CPUAdamBuilder.load is not served")},
     "AsyncIOBuilder.is_compatible": of(Nothing(), "verbose"),

@@ -15,9 +15,11 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 import torch
 
 from .. import _core
+from .._engine._interrupts import deferred
 from .._small_files import make_directory
-from .._buffers import PathLike, byte_size
+from .._buffers import PathLike, byte_size, truth
 from .._tensors import DTYPES, check_gradient, check_parameter, in_layout_of, mark_changed, name_of, not_negative, number, threads
+from ._on_device import Passage, Passing, is_on_device
 
 _log = logging.getLogger("penstock")
 
@@ -41,11 +43,14 @@ class _Held:
 class OnDrive(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose states live on a drive.
 
-    Parameters are float32, bfloat16 or float16, in host memory, and stay where they are. Moments are float32. Beside a
-    16-bit parameter the drive holds what it lacks to a float32 master, so that small updates are not lost; a parameter
-    that is changed otherwise (load_state_dict() of the model, an assignment) is noticed, and its master begins there.
+    Parameters are float32, bfloat16 or float16, in host memory or on a CUDA device, and stay where they are. Moments are
+    float32. Beside a 16-bit parameter the drive holds what it lacks to a float32 master, so that small updates are not
+    lost; a parameter that is changed otherwise (load_state_dict() of the model, an assignment) is noticed, and its master
+    begins there.
 
-    step() reads, updates and writes in one call into C++ without the GIL; Ctrl-C takes effect after it. A failing drive
+    step() reads, updates and writes in C++ without the GIL; Ctrl-C takes effect after it. Parameters on a device pass
+    through host memory, 64 MiB or the largest of them at a time: one piece is updated by the processor while others are
+    copied. That takes three such pieces of host memory, pinned, beside host_memory. A failing drive
     raises OSError with errno, filename, offset and length. If nothing was changed by then, step() can be made again; if
     something was, parameters and states do not belong together any more, and every call but load_state_dict() raises
     RuntimeError. What is on the drive goes with the process, and has no checksums: bytes that a drive returns wrongly
@@ -66,6 +71,7 @@ class OnDrive(torch.optim.Optimizer):
         host_memory: Union[int, str, None] = None,
         nvme_offload_dir: Optional[PathLike] = None,
         nvme_offload_fraction: Optional[float] = None,
+        offload_gradients: bool = False,
     ) -> None:
         self._core: Optional[_core.DriveOptimizer] = None
         if state_dir is None:
@@ -86,7 +92,13 @@ class OnDrive(torch.optim.Optimizer):
         make_directory(self._directory, "state_dir")
         self._core = _core.DriveOptimizer(self._directory, memory, share, threads())
         self._numbers_of: Dict[torch.Tensor, int] = {}  # the parameter's number in the extension
-        self._shapes: Dict[torch.Tensor, Tuple[torch.dtype, torch.Size]] = {}
+        self._shapes: Dict[torch.Tensor, Tuple[torch.dtype, torch.Size, torch.device]] = {}
+        self._passages: Dict[torch.device, Passage] = {}
+        self._torn = False  # a step that came to a part of the parameters
+        self._gradients: Dict[torch.Tensor, torch.Tensor] = {}  # in host memory, of offload_gradients
+        self._offload_gradients = truth(offload_gradients, "offload_gradients")
+        if self._offload_gradients and not hasattr(torch.Tensor, "register_post_accumulate_grad_hook"):
+            raise ValueError(f"offload_gradients=True takes torch 2.1 or newer, and this is {torch.__version__}")
         self._loaded = True  # False: in the middle of load_state_dict()
         try:
             super().__init__(params, defaults)
@@ -129,7 +141,7 @@ class OnDrive(torch.optim.Optimizer):
             keys = {which for _, which in self._keys(group)}
             specifications = []
             for index, p in enumerate(group["params"]):
-                check_parameter(p, name_of(self.param_groups, group_index, index), self._who())
+                check_parameter(p, name_of(self.param_groups, group_index, index), self._who(), of_devices=True)
                 specifications.append((p.numel(), DTYPES[p.dtype], "m" in keys, "v" in keys, self._initial(group)))
             first = self._core.add(specifications)  # type: ignore[union-attr]
         except BaseException:
@@ -137,7 +149,9 @@ class OnDrive(torch.optim.Optimizer):
             raise
         for index, p in enumerate(group["params"]):
             self._numbers_of[p] = first + index
-            self._shapes[p] = (p.dtype, p.shape)
+            self._shapes[p] = (p.dtype, p.shape, p.device)
+            if self._offload_gradients and is_on_device(p) and p.requires_grad:
+                p.register_post_accumulate_grad_hook(_hook_of(self))
         self._say()
 
     def _check_group(self, group: Dict[str, Any]) -> None:
@@ -172,47 +186,88 @@ class OnDrive(torch.optim.Optimizer):
         grad_scale = getattr(self, "grad_scale", None)
         scale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
         groups = []
-        updates = []
-        updated = []
-        keep = []  # copies of gradients
+        updates: List[Passing] = []
         for group_index, group in enumerate(self.param_groups):
             self._check_group(group)
             groups.append(self._numbers(group))
             group_scale = -scale if group.get("maximize") else scale
             for index, p in enumerate(group["params"]):
-                gradient = p.grad
+                taken = self._gradients.get(p)
+                gradient = p.grad if taken is None else taken
                 if gradient is None:
                     continue
-                if gradient.dtype != p.dtype or gradient.layout != torch.strided or gradient.device != p.device:
+                if taken is None and (gradient.dtype != p.dtype or gradient.layout != torch.strided or gradient.device != p.device):
                     check_gradient(gradient, p, name_of(self.param_groups, group_index, index), self._who())
                 self._check_unchanged(p, group_index, index)
                 if not (gradient.is_contiguous() and p.is_contiguous()):
                     gradient = in_layout_of(gradient, p)
-                    keep.append(gradient)
-                updates.append(
-                    (
-                        self._numbers_of[p], p.data_ptr(), gradient.data_ptr(), DTYPES[gradient.dtype], group_index,
-                        group_scale,
-                    )
-                )  # fmt: skip
-                updated.append(p)
+                updates.append(Passing(p, gradient, (self._numbers_of[p], group_index, group_scale), taken is not None))
         if not updates:
             return loss
-        self._core.step(self._kind, groups, updates)  # type: ignore[union-attr]
-        for p in updated:
-            mark_changed(p)
+        self._update(groups, updates)
+        self._gradients.clear()
+        for each in updates:
+            mark_changed(each.value)
         self._say()
         return loss
 
+    def _update(self, groups: List[List[float]], updates: List[Passing]) -> None:
+        """Of values and gradients wherever they are."""
+        parts = 0
+
+        def update(there: List[Passing]) -> None:
+            nonlocal parts
+            given = [(each.key[0], each.value.data_ptr(), each.gradient.data_ptr(), DTYPES[each.gradient.dtype], *each.key[1:]) for each in there]
+            self._core.step(self._kind, groups, given)  # type: ignore[union-attr]
+            parts += 1
+
+        on_device = [each for each in updates if is_on_device(each.value)]
+        if not on_device:
+            update(updates)
+            return
+        with deferred():
+            try:
+                in_memory = [each for each in updates if not is_on_device(each.value)]
+                if in_memory:
+                    update(in_memory)
+                for device in dict.fromkeys(each.value.device for each in on_device):
+                    self._passage(device).update([each for each in on_device if each.value.device == device], update)
+            except BaseException:
+                self._torn = parts > 0
+                raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that have left for host memory are forgotten."""
+        self._gradients.clear()
+        super().zero_grad(set_to_none)
+
+    def _gradient_came(self, p: torch.Tensor) -> None:
+        """Backward has made it: with offload_gradients it leaves for host memory, and its own is free."""
+        if self._core is None or p.grad is None:
+            return
+        if p in self._gradients:
+            raise RuntimeError(
+                f"a second backward before step() of this {self._who()}: with offload_gradients=True the gradients of the first one have left "
+                "for host memory; step() or zero_grad() first, or leave offload_gradients out to accumulate"
+            )
+        check_gradient(p.grad, p, "a parameter", self._who())
+        self._gradients[p] = self._passage(p.device).take(p, p.grad)
+        p.grad = None
+
+    def _passage(self, device: torch.device) -> Passage:
+        if device not in self._passages:
+            self._passages[device] = Passage(device)
+        return self._passages[device]
+
     def _check_unchanged(self, p: torch.Tensor, group_index: int, index: int) -> None:
-        if self._shapes[p] != (p.dtype, p.shape) or p.device.type != "cpu":
-            dtype, shape = self._shapes[p]
+        if self._shapes[p] != (p.dtype, p.shape, p.device):
+            dtype, shape, device = self._shapes[p]
             raise ValueError(
                 f"{name_of(self.param_groups, group_index, index)} is {p.dtype} on {p.device} now; this optimizer was made for "
-                f"{dtype} with shape {tuple(shape)} on cpu: make the optimizer after the model has been moved or cast"
+                f"{dtype} with shape {tuple(shape)} on {device}: make the optimizer after the model has been moved or cast"
             )
         if not p.is_contiguous() or p.data_ptr() == 0:
-            check_parameter(p, name_of(self.param_groups, group_index, index), self._who())
+            check_parameter(p, name_of(self.param_groups, group_index, index), self._who(), of_devices=True)
 
     # Checkpoints.
 
@@ -265,7 +320,7 @@ class OnDrive(torch.optim.Optimizer):
                 self._optimizer_load_state_dict_pre_hooks = hooks
         taken, self.state = self.state, type(self.state)(dict)  # type: ignore[has-type]
         self._set_states(taken)
-        self._loaded = True
+        self._loaded, self._torn = True, False
         self._say()
 
     def _check_state(self, state: Dict[str, Any], p: torch.Tensor, group: Dict[str, Any], index: Any) -> None:
@@ -323,6 +378,7 @@ class OnDrive(torch.optim.Optimizer):
         counts = self._core.updates()  # type: ignore[union-attr]
         updates = {p: counts[index] for p, index in self._numbers_of.items()}
         places = []
+        values = []  # which the masters are made of
         wanted: List[Tuple[torch.Tensor, str, int]] = []
         end = 0
         for group in self.param_groups:
@@ -336,13 +392,15 @@ class OnDrive(torch.optim.Optimizer):
                     offset[which] = end
                     wanted.append((p, key, end))
                     end += -(-p.numel() * 4 // _SECTOR) * _SECTOR
-                places.append((self._numbers_of[p], p.data_ptr(), offset["master"], offset["m"], offset["v"]))
+                value = self._passage(p.device).value(p) if is_on_device(p) and p.dtype != torch.float32 else p
+                values.append(value)
+                places.append((self._numbers_of[p], value.data_ptr(), offset["master"], offset["m"], offset["v"]))
         shown: Any = type(self.state)(dict)
         if end:
             mapped = self._copied(places, end)
         for p, key, offset_of in wanted:
             if p.numel() == 0:
-                shown[p][key] = torch.zeros_like(p, dtype=torch.float32)
+                shown[p][key] = torch.zeros_like(p, dtype=torch.float32, device="cpu")
                 continue
             flat = torch.frombuffer(mapped, dtype=torch.float32, count=p.numel(), offset=offset_of)
             shown[p][key] = torch.as_strided(flat, p.shape, p.stride())
@@ -409,7 +467,7 @@ class OnDrive(torch.optim.Optimizer):
 
     def _check_usable(self) -> None:
         self._check_open()
-        if self._core.broken:  # type: ignore[union-attr]
+        if self._core.broken or self._torn:  # type: ignore[union-attr]
             raise RuntimeError(
                 f"a transfer failed in the middle of a step of this {self._who()}: parameters and states do not belong together "
                 "any more; load a checkpoint of both, model and optimizer"
@@ -420,6 +478,18 @@ class OnDrive(torch.optim.Optimizer):
     def _say(self) -> None:
         for line in self._core.take_log():  # type: ignore[union-attr]
             _log.warning("optim: %s", line)
+
+
+def _hook_of(optimizer: OnDrive) -> Callable[[torch.Tensor], None]:
+    """For a parameter, which does not keep its optimizer."""
+    known = weakref.ref(optimizer)
+
+    def hook(p: torch.Tensor) -> None:
+        here = known()
+        if here is not None:
+            here._gradient_came(p)
+
+    return hook
 
 
 @atexit.register

@@ -38,6 +38,7 @@ class Adam(OnDrive):
         host_memory: _Size = None,
         nvme_offload_dir: _Path = None,
         nvme_offload_fraction: Optional[float] = None,
+        offload_gradients: bool = False,
     ) -> None:
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize, foreach=foreach,
@@ -46,7 +47,7 @@ class Adam(OnDrive):
         )  # fmt: skip
         super().__init__(
             params, defaults, state_dir=state_dir, host_memory=host_memory, nvme_offload_dir=nvme_offload_dir,
-            nvme_offload_fraction=nvme_offload_fraction,
+            nvme_offload_fraction=nvme_offload_fraction, offload_gradients=offload_gradients,
         )  # fmt: skip
 
     def _numbers(self, group: Dict[str, Any]) -> List[float]:
@@ -88,11 +89,12 @@ class AdamW(Adam):
         host_memory: _Size = None,
         nvme_offload_dir: _Path = None,
         nvme_offload_fraction: Optional[float] = None,
+        offload_gradients: bool = False,
     ) -> None:
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, maximize=maximize, capturable=capturable,
             differentiable=differentiable, fused=fused, decoupled_weight_decay=True, state_dir=state_dir,
-            host_memory=host_memory, nvme_offload_dir=nvme_offload_dir, nvme_offload_fraction=nvme_offload_fraction,
+            host_memory=host_memory, nvme_offload_dir=nvme_offload_dir, nvme_offload_fraction=nvme_offload_fraction, offload_gradients=offload_gradients,
         )  # fmt: skip
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
@@ -127,6 +129,7 @@ class Adagrad(OnDrive):
         host_memory: _Size = None,
         nvme_offload_dir: _Path = None,
         nvme_offload_fraction: Optional[float] = None,
+        offload_gradients: bool = False,
     ) -> None:
         defaults = dict(
             lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay,
@@ -135,7 +138,7 @@ class Adagrad(OnDrive):
         )  # fmt: skip
         super().__init__(
             params, defaults, state_dir=state_dir, host_memory=host_memory, nvme_offload_dir=nvme_offload_dir,
-            nvme_offload_fraction=nvme_offload_fraction,
+            nvme_offload_fraction=nvme_offload_fraction, offload_gradients=offload_gradients,
         )  # fmt: skip
 
     def _numbers(self, group: Dict[str, Any]) -> List[float]:
@@ -169,10 +172,11 @@ class Lion(OnDrive):
         host_memory: _Size = None,
         nvme_offload_dir: _Path = None,
         nvme_offload_fraction: Optional[float] = None,
+        offload_gradients: bool = False,
     ) -> None:
         super().__init__(
             params, dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize), state_dir=state_dir,
-            host_memory=host_memory, nvme_offload_dir=nvme_offload_dir, nvme_offload_fraction=nvme_offload_fraction,
+            host_memory=host_memory, nvme_offload_dir=nvme_offload_dir, nvme_offload_fraction=nvme_offload_fraction, offload_gradients=offload_gradients,
         )  # fmt: skip
 
     def _numbers(self, group: Dict[str, Any]) -> List[float]:
@@ -212,6 +216,7 @@ class SGD(OnDrive):
         host_memory: _Size = None,
         nvme_offload_dir: _Path = None,
         nvme_offload_fraction: Optional[float] = None,
+        offload_gradients: bool = False,
     ) -> None:
         defaults = dict(
             lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
@@ -219,7 +224,7 @@ class SGD(OnDrive):
         )  # fmt: skip
         super().__init__(
             params, defaults, state_dir=state_dir, host_memory=host_memory, nvme_offload_dir=nvme_offload_dir,
-            nvme_offload_fraction=nvme_offload_fraction,
+            nvme_offload_fraction=nvme_offload_fraction, offload_gradients=offload_gradients,
         )  # fmt: skip
 
     def _numbers(self, group: Dict[str, Any]) -> List[float]:
@@ -261,6 +266,7 @@ class LAMB(OnDrive):
         host_memory: _Size = None,
         nvme_offload_dir: _Path = None,
         nvme_offload_fraction: Optional[float] = None,
+        offload_gradients: bool = False,
     ) -> None:
         defaults = dict(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=truth(bias_correction, "bias_correction"),
@@ -268,7 +274,7 @@ class LAMB(OnDrive):
         )  # fmt: skip
         super().__init__(
             params, defaults, state_dir=state_dir, host_memory=host_memory, nvme_offload_dir=nvme_offload_dir,
-            nvme_offload_fraction=nvme_offload_fraction,
+            nvme_offload_fraction=nvme_offload_fraction, offload_gradients=offload_gradients,
         )  # fmt: skip
 
     def _numbers(self, group: Dict[str, Any]) -> List[float]:
