@@ -409,6 +409,34 @@ def test_memory_that_cuda_does_not_pin_is_told(tmp_path, cuda):
     assert losses == expected
 
 
+# Of an engine with blocks in the device's memory: what it enqueues with a use comes behind every stream that took part in it.
+def test_all_streams_of_a_use_are_told_the_current_one_first(cuda):
+    streams = _device.Streams(torch.device("cpu"))
+    forward, backward, step_of = (cuda.Stream() for _ in range(3))
+    numbers = {id(stream): number for number, stream in enumerate((forward, backward, step_of), 1)}
+    for stream in (forward, backward, step_of):
+        stream.cuda_stream = numbers[id(stream)]
+    recorded = []
+
+    class Gradient:
+        def record_stream(self, stream):
+            recorded.append(stream.cuda_stream)
+
+    with cuda.stream(forward):
+        assert streams.here() == 1
+        streams.entered("a use")
+    with cuda.stream(backward):
+        streams.entered("a use")  # of another micro-batch
+        streams.computed()
+    with cuda.stream(step_of):
+        assert streams.left([Gradient()]) == [3, 1, 2]
+    assert recorded == [3], "its memory is another stream's, which may give it to somebody else"
+    with cuda.stream(backward):
+        streams.entered("the next one")
+        assert streams.left([Gradient()]) == [2]
+    assert recorded == [3]
+
+
 def test_on_another_stream(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU here")
@@ -476,13 +504,17 @@ def test_a_model_on_the_gpu_is_taken_from_there(tmp_path):
         step(engine, batches(1)[0])
 
 
-def test_devices_that_are_not_there(tmp_path):
+def test_devices_that_are_not_there(tmp_path, monkeypatch):
     for wrong in ("tpu", "meta", 3.5):
         with pytest.raises(ValueError, match="device is .*: 'cpu', 'cuda' or 'cuda:N'"):
             make(net(), tmp_path, device=wrong)
     if not torch.cuda.is_available():
         assert choose_device(None) == torch.device("cpu")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         with pytest.raises(ValueError, match="finds no GPU: use device='cpu'"):
+            penstock.initialize(model=net(), state_dir=str(tmp_path), device="cuda")
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="finds no GPU, and CUDA_VISIBLE_DEVICES='' hides those that are there: "):
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
             penstock.initialize(model=net(), state_dir=str(tmp_path), device="cuda")
     else:
         with pytest.raises(ValueError, match="and there are"):

@@ -38,7 +38,9 @@ def choose_device(wanted: Union[None, str, int, torch.device]) -> torch.device:
     if device.type != "cuda":
         raise ValueError(f"device is {wanted!r}: 'cpu', 'cuda' or 'cuda:N'")
     if not there:
-        raise ValueError(f"device is {wanted!r}, and this torch ({torch.__version__}) finds no GPU: use device='cpu'")
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = f", and CUDA_VISIBLE_DEVICES={seen!r} hides those that are there" if seen is not None else ""
+        raise ValueError(f"device is {wanted!r}, and this torch ({torch.__version__}) finds no GPU{hidden}: use device='cpu'")
     if not served:
         raise ValueError(f"device is {wanted!r}: with torch {torch.__version__} the processor computes; a GPU takes torch 2.0 or newer")
     count = torch.cuda.device_count()
