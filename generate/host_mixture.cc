@@ -58,8 +58,10 @@ absl::StatusOr<Routes> HostMixture::RoutesOf(int64_t layer, const HostRows& x, i
                             .sums_two = m.sums_two,
                             .scaling = m.scaling};
   if (!m.correction.empty()) {
-    const HostRows& correction = parts_.kept->vector(parts_.kept->tensor(block, m.correction));
+    const int tensor = parts_.kept->tensor(block, m.correction);
+    const HostRows& correction = parts_.kept->vector(tensor);
     options.correction = {correction.floats(), correction.elements()};
+    options.correction_name = layout.tensors[static_cast<size_t>(tensor)].name;
   }
   return Route(scores, options, layout.tensors[static_cast<size_t>(router)].name);
 }

@@ -68,9 +68,14 @@ absl::StatusOr<Routes> Route(const HostRows& scores, const RoutingOptions& optio
   std::vector<float> row(static_cast<size_t>(experts)), given(row.size());
   std::vector<int64_t> order(row.size());
   std::vector<std::vector<RoutedRow>> by_expert(row.size());
+  if (!AreFinite(options.correction)) {
+    return absl::DataLossError(
+        absl::StrCat(options.correction_name,
+                     ": corrections of the router's scores are not finite numbers: the tensor is damaged"));
+  }
   for (int64_t i = 0; i < scores.rows(); ++i) {
     kernels::Convert(scores.type(), scores.row(i), DType::kFp32, row.data(), row.size());
-    if (!AreFinite(row) || !AreFinite(options.correction)) {
+    if (!AreFinite(row)) {
       return absl::DataLossError(
           absl::StrCat(where,
                        ": the router's scores are not finite numbers: its weights, or those of a layer "

@@ -25,7 +25,7 @@ struct RoutedRow {
 struct Routes {
   std::vector<int64_t> experts;              // that some row takes, in their order
   std::vector<std::vector<RoutedRow>> rows;  // parallel to them; of each, in the order of rows
-  std::vector<int64_t> likeliest;            // the same experts, those that most rows take first
+  std::vector<int64_t> likeliest;  // the same experts, those that most rows take first
 };
 
 // As MixtureFunction has them.
@@ -35,13 +35,14 @@ struct RoutingOptions {
   bool rounds_weights = true;  // to the type of the scores
   bool sigmoid = false;
   std::span<const float> correction = {};  // of each expert; empty: none
+  std::string correction_name = {};        // in the files
   int64_t groups = 1, chosen_groups = 1;   // groups of as many experts each
   bool sums_two = false;
   double scaling = 1;
 };
 
-// `scores`: [rows, experts], what the router gives. `where`: the words that name the layer. kDataLoss: a
-// score that is not a finite number.
+// `scores`: [rows, experts], what the router gives. `where`: the router's name in the files. kDataLoss: a
+// score or a correction that is not a finite number; names the tensor.
 absl::StatusOr<Routes> Route(const HostRows& scores, const RoutingOptions& options, const std::string& where);
 
 }  // namespace penstock::generate

@@ -21,6 +21,7 @@ namespace penstock::generate::expert_use_test {
 namespace {
 
 using testing::HasSubstr;
+using testing::Not;
 
 // By pass and layer: the experts that a token took.
 using Tape = std::vector<std::vector<std::vector<int64_t>>>;
@@ -286,9 +287,14 @@ TEST(RoutingTest, AScoreThatIsNoNumberIsDamage) {
     EXPECT_THAT(std::string(routes.status().message()), HasSubstr("model.layers.4.mlp.gate.weight: "));
     rows->floats()[1] = 0;
     const float correction[] = {0, bad, 0};
-    EXPECT_EQ(
-        Route(*rows, {.chosen = 2, .sigmoid = true, .correction = correction}, "router").status().code(),
-        absl::StatusCode::kDataLoss);
+    const RoutingOptions corrected = {.chosen = 2,
+                                      .sigmoid = true,
+                                      .correction = correction,
+                                      .correction_name = "gate.e_score_correction_bias"};
+    const absl::Status status = Route(*rows, corrected, "gate.weight").status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("gate.e_score_correction_bias: "));
+    EXPECT_THAT(std::string(status.message()), Not(HasSubstr("gate.weight")));
   }
 }
 

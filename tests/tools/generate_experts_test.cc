@@ -262,6 +262,21 @@ TEST_F(GenerateExpertsTest, WhatFilesHaveNotIsNamedInOneLine) {
   tools::testing_support::WriteFile(dir_ + "/fewer/config.json", config.dump());
   EXPECT_THAT(refusal(dir_ + "/fewer"),
               HasSubstr("model.layers.0.mlp.gate.weight is [15, 64] there and [16, 64]"));
+  // The files lack one matrix of an expert that the router may choose.
+  WriteModel(dir_ + "/lacking", config);
+  {
+    const std::string gone = "model.layers.1.mlp.experts.7.down_proj.weight";
+    std::fstream file(dir_ + "/lacking/model.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+    std::string header(1 << 20, 0);
+    file.read(header.data(), static_cast<std::streamsize>(header.size()));
+    file.clear();
+    const size_t at = header.find(gone);
+    ASSERT_NE(at, std::string::npos);
+    file.seekp(static_cast<std::streamoff>(at + gone.find("down")));
+    file.write("gone", 4);
+  }
+  EXPECT_THAT(refusal(dir_ + "/lacking"),
+              HasSubstr("no tensor model.layers.1.mlp.experts.7.down_proj.weight"));
   // Fused tensors in another order.
   WriteFused(dir_ + "/fused", config);
   json other = config;
@@ -366,35 +381,46 @@ TEST_F(GenerateExpertsTest, MoreLayersOrExpertsThanAreServedAreRefusedBeforeMemo
   }
 }
 
-TEST_F(GenerateExpertsTest, ScoresThatAreNoNumbersEndTheRunWithTheRoutersName) {
-  const json config = MixtureConfigs()[3];
-  WriteModel(dir_ + "/model", config);
-  const auto opened = Open(dir_ + "/model");
-  ASSERT_TRUE(opened.ok());
-  auto import = models::WeightImport::Open(dir_ + "/model", opened->layout, "weights");
-  ASSERT_TRUE(import.ok());
-  for (size_t i = 0; i < opened->layout.tensors.size(); ++i) {
-    if (opened->layout.tensors[i].name != "model.layers.1.mlp.gate.weight") continue;
-    std::fstream file(dir_ + "/model/model.safetensors", std::ios::in | std::ios::out | std::ios::binary);
-    file.seekp(static_cast<std::streamoff>((*import)->PlaceOf(i).offset));
-    const float nan = std::numeric_limits<float>::quiet_NaN();
-    file.write(reinterpret_cast<const char*>(&nan), sizeof nan);
+TEST_F(GenerateExpertsTest, ScoresThatAreNoNumbersEndTheRunWithTheTensorsName) {
+  const std::string router = "model.layers.1.mlp.gate.weight";
+  const std::string corrections = "model.layers.1.mlp.gate.e_score_correction_bias";
+  int number = 0;
+  for (const auto& [config, tensor, words] : std::vector<std::tuple<json, std::string, std::string>>{
+           {MixtureConfigs()[3], router, ": the router's scores are not finite numbers"},
+           {MixtureConfigs()[7], router, ": the router's scores are not finite numbers"},
+           {MixtureConfigs()[7], corrections,
+            ": corrections of the router's scores are not finite numbers"}}) {
+    const std::string directory = dir_ + "/model" + std::to_string(number++);
+    WriteModel(directory, config);
+    const auto opened = Open(directory);
+    ASSERT_TRUE(opened.ok());
+    auto import = models::WeightImport::Open(directory, opened->layout, "weights");
+    ASSERT_TRUE(import.ok());
+    size_t damaged = 0;
+    for (size_t i = 0; i < opened->layout.tensors.size(); ++i) {
+      if (opened->layout.tensors[i].name != tensor) continue;
+      std::fstream file(directory + "/model.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+      file.seekp(static_cast<std::streamoff>((*import)->PlaceOf(i).offset));
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      file.write(reinterpret_cast<const char*>(&nan), sizeof nan);
+      ++damaged;
+    }
+    ASSERT_EQ(damaged, 1u);
+    const Asked asked{{5, 6}, 4};
+    const auto made = Make(directory, {asked}, {});
+    ASSERT_NE(made, nullptr);
+    GenerationCallbacks callbacks;
+    bool given = false;
+    callbacks.next = [&]() -> absl::StatusOr<std::optional<GenerationRequest>> {
+      if (std::exchange(given, true)) return std::nullopt;
+      return GenerationRequest{0, asked.prompt, asked.tokens, 1};
+    };
+    callbacks.token = [](int64_t, int64_t) { return false; };
+    callbacks.finished = [](int64_t, Finish) { return absl::OkStatus(); };
+    const absl::Status status = made->Run(callbacks);
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(tensor + words));
   }
-  const Asked asked{{5, 6}, 4};
-  const auto made = Make(dir_ + "/model", {asked}, {});
-  ASSERT_NE(made, nullptr);
-  GenerationCallbacks callbacks;
-  bool given = false;
-  callbacks.next = [&]() -> absl::StatusOr<std::optional<GenerationRequest>> {
-    if (std::exchange(given, true)) return std::nullopt;
-    return GenerationRequest{0, asked.prompt, asked.tokens, 1};
-  };
-  callbacks.token = [](int64_t, int64_t) { return false; };
-  callbacks.finished = [](int64_t, Finish) { return absl::OkStatus(); };
-  const absl::Status status = made->Run(callbacks);
-  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
-  EXPECT_THAT(std::string(status.message()),
-              HasSubstr("model.layers.1.mlp.gate.weight: the router's scores are not finite numbers"));
 }
 
 TEST_F(GenerateExpertsTest, PlanReportAndInspectKnowExperts) {
