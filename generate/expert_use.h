@@ -2,9 +2,12 @@
 //
 // A pass goes through the layers in order, so what is known is how soon a layer computes again; not whether
 // it takes an expert again. The chance of that is estimated by a decayed frequency, raised for what was
-// chosen in the passes just before, as routers choose alike for tokens that follow each other:
+// chosen in the passes just before, as some routers choose alike for tokens that follow each other:
 //
-//   chance = sum over the passes that used it of 0.01 * 0.99^age, plus 0.3 * 0.5^(passes since the last)
+//   chance = sum over the passes that used it of 0.02 * 0.98^age, plus r * 0.5^(passes since the last)
+//
+// r is what experts of a pass are chosen again in the next one beyond their frequencies, as it was in the
+// passes so far (0.99^age). Chosen by simulation over recorded routes (tests/tools/expert_use_test.cc).
 //
 // The expert that is needed last, as far as can be expected, is given up first: its layer's turn, and
 // (1 / chance - 1) passes more. (Belady 1966 gives up what is needed last; here that is estimated.)
@@ -41,8 +44,10 @@ class ExpertUse {
   size_t AgeOf(const Used& used) const;  // in passes
 
   const int64_t layers_, experts_;
-  std::vector<double> kept_, recent_;  // by age: of a frequency, and what the last use adds to a chance
+  std::vector<double> kept_, halved_;  // by age: of a frequency, and of what the last use adds to a chance
   std::vector<Used> used_;
+  // Of the uses so far, decayed: those by the pass before too, and how many would be by their frequencies.
+  double uses_ = 0, again_ = 0, expected_again_ = 0;
   int64_t pass_ = 0, layer_ = -1;
 };
 
