@@ -10,8 +10,9 @@
 namespace penstock::generate {
 namespace {
 
-// Nothing is guessed while the reads of wrong guesses are more than this part of all reads of experts.
-constexpr uint64_t kWrongShare = 16;
+// Nothing is guessed while the reads of wrong guesses are more than this part of all reads of experts, and
+// the less of it is left, the fewer of the likeliest.
+constexpr uint64_t kWrongShare = 13, kWrongShareOfNext = 1;
 
 }  // namespace
 
@@ -187,8 +188,10 @@ absl::Status ExpertCache::Guess(int64_t layer, std::span<const int64_t> experts)
   for (Place& place : places_) place.expected = false;
   expected_ = 0;
   guesses_.clear();
-  if (stats_.wrong_bytes * kWrongShare > stats_.read_bytes) return absl::OkStatus();
+  uint64_t share = kWrongShare;
   for (const int64_t expert : experts) {
+    if (stats_.wrong_bytes * share > stats_.read_bytes) break;
+    share += kWrongShareOfNext;
     const size_t number = NumberOf(layer, expert);
     const int64_t at = place_of_[number];
     if (at < 0) {

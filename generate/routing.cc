@@ -120,11 +120,16 @@ absl::StatusOr<Routes> Route(const HostRows& scores, const RoutingOptions& optio
     routes.experts.push_back(e);
     routes.rows.push_back(std::move(rows));
   }
-  std::vector<size_t> by_rows(routes.experts.size());
-  std::iota(by_rows.begin(), by_rows.end(), size_t{0});
-  std::stable_sort(by_rows.begin(), by_rows.end(),
-                   [&](size_t a, size_t b) { return routes.rows[a].size() > routes.rows[b].size(); });
-  for (const size_t i : by_rows) routes.likeliest.push_back(routes.experts[i]);
+  std::vector<float> weights;
+  for (const std::vector<RoutedRow>& rows : routes.rows) {
+    weights.push_back(std::accumulate(rows.begin(), rows.end(), 0.0F,
+                                      [](float sum, const RoutedRow& row) { return sum + row.weight; }));
+  }
+  std::vector<size_t> by_weight(routes.experts.size());
+  std::iota(by_weight.begin(), by_weight.end(), size_t{0});
+  std::stable_sort(by_weight.begin(), by_weight.end(),
+                   [&](size_t a, size_t b) { return weights[a] > weights[b]; });
+  for (const size_t i : by_weight) routes.likeliest.push_back(routes.experts[i]);
   return routes;
 }
 

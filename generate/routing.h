@@ -25,7 +25,7 @@ struct RoutedRow {
 struct Routes {
   std::vector<int64_t> experts;              // that some row takes, in their order
   std::vector<std::vector<RoutedRow>> rows;  // parallel to them; of each, in the order of rows
-  std::vector<int64_t> likeliest;  // the same experts, those that most rows take first
+  std::vector<int64_t> likeliest;  // the same experts, those of the largest weight in all rows first
 };
 
 // As MixtureFunction has them.

@@ -252,6 +252,15 @@ void ExpectRoutesOf(const std::vector<std::vector<float>>& scores, const Routing
     for (const RoutedRow& row : routes->rows[i]) got[{row.row, routes->experts[i]}] = row;
   }
   EXPECT_TRUE(std::is_sorted(routes->experts.begin(), routes->experts.end()));
+  EXPECT_TRUE(std::is_permutation(routes->likeliest.begin(), routes->likeliest.end(), routes->experts.begin(),
+                                  routes->experts.end()));
+  double before = std::numeric_limits<double>::infinity();
+  for (const int64_t expert : routes->likeliest) {
+    double weight = 0;
+    for (const auto& [of, row] : got) weight += of.second == expert ? row.weight : 0;
+    EXPECT_LE(weight, before + 1e-5);
+    before = weight;
+  }
   EXPECT_EQ(got.size(), scores.size() * static_cast<size_t>(options.chosen));
   for (size_t i = 0; i < scores.size(); ++i) {
     std::vector<int64_t> order(static_cast<size_t>(experts));
