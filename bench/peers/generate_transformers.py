@@ -29,6 +29,8 @@ def make(model, layers, width, inner, heads, key_heads, vocabulary, experts=0, c
             vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, moe_intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
             num_key_value_heads=key_heads, num_experts=experts, num_experts_per_tok=chosen, norm_topk_prob=True, max_position_embeddings=2048,
             tie_word_embeddings=False, bos_token_id=None, eos_token_id=None,
+            # Five times the default: with that a text soon repeats a token, and with it the experts of all layers, which memory then has.
+            initializer_range=0.1,
         )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model, max_shard_size="1GB")
 
