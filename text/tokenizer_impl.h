@@ -72,7 +72,7 @@ struct Tokenizer::Impl {
     return absl::ResourceExhaustedError(Cat(
         what, " is longer than ", most,
         " bytes, the most that is taken at once: cut it (a space, a line break, a document of its own), or "
-        "allow more memory (--host-memory)"));
+        "allow more memory (`host_memory`)"));
   }
   absl::Status EncodePiece(std::string_view piece, bool at_start, Workspace& work,
                            std::vector<int32_t>& ids) const;

@@ -167,7 +167,7 @@ absl::Status RecordSplitter::CheckLength(size_t bytes) const {
   return bytes <= longest_ ? absl::OkStatus()
                            : Wrong(absl::StrCat("longer than ", longest_,
                                                 " bytes, the most that is taken at once: cut it into "
-                                                "several, or allow more memory (--host-memory)"));
+                                                "several, or allow more memory (`host_memory`)"));
 }
 
 std::string RecordSplitter::place() const {

@@ -69,7 +69,7 @@ absl::StatusOr<std::unique_ptr<TrainLog>> TrainLog::Open(const std::string& path
   if (kind == PathKind::kOther) {
     // Opened for reading too, a pipe would have this process for its reader, and would take lines until it is
     // full.
-    ASSIGN_OR_RETURN(fd, OpenSpecialFile("--log", path));
+    ASSIGN_OR_RETURN(fd, OpenSpecialFile("`log`", path));
   } else {
     fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0666);
     if (fd < 0) return Failed("open", path);
@@ -91,7 +91,7 @@ absl::Status TrainLog::Lock(std::chrono::milliseconds patience) {
   locked_ = *locked;
   return locked_ ? absl::OkStatus()
                  : absl::FailedPreconditionError(
-                       absl::StrCat("--log ", path_, " is written by another training: give another file"));
+                       absl::StrCat("`log` ", path_, " is written by another training: give another file"));
 }
 
 absl::Status TrainLog::Begin() {

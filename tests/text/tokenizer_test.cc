@@ -322,7 +322,7 @@ TEST(TokenizerTest, WhatTakesMoreMemoryThanThereIsIsRefusedAndAllElseIsTheSame) 
     for (const std::string& text : {word, words + word + " a"}) {
       for (const absl::Status& refused : {bound->Encode(text).status(), InParts(*bound, text).status()}) {
         EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
-        EXPECT_THAT(std::string(refused.message()), HasSubstr("--host-memory"));
+        EXPECT_THAT(std::string(refused.message()), HasSubstr("`host_memory`"));
       }
     }
     EXPECT_TRUE(InParts(*free, word).ok());

@@ -319,7 +319,7 @@ TEST_F(TokenFileTest, ALineThatIsLongerThanMemoryAllowsIsNamed) {
       const absl::Status refused = Make(path, options).status();
       EXPECT_FALSE(refused.ok());
       EXPECT_THAT(std::string(refused.message()), HasSubstr(place));
-      EXPECT_THAT(std::string(refused.message()), HasSubstr("--host-memory"));
+      EXPECT_THAT(std::string(refused.message()), HasSubstr("`host_memory`"));
     }
   }
 }

@@ -446,7 +446,7 @@ absl::StatusOr<std::shared_ptr<Device>> OpenDriverDevice(int number) {
   static const ProcessMark began_in;
   const Driver* const driver = kernels::cuda::LoadDriver(&why);
   if (driver == nullptr) {
-    return absl::FailedPreconditionError(absl::StrCat(why, "; --device cpu computes on the processor"));
+    return absl::FailedPreconditionError(absl::StrCat(why, "; `device cpu` computes on the processor"));
   }
   if (!began_in.here()) {
     return absl::FailedPreconditionError(
