@@ -297,8 +297,8 @@ class Engine {
   // The memory that weights, gradients and transfers lie in, until Replan or the end. For code
   // that computes elsewhere, to pin it: its contents are the engine's.
   std::span<std::byte> arena() const;
-  // Keeps that memory mapped, and locked, while it is held, beyond Replan and the engine's end too: for who has
-  // given views of it to others. What it contains then is nobody's. Null without memory.
+  // Keeps that memory mapped, and locked, while it is held, beyond Replan and the engine's end too: for who
+  // has given views of it to others. What it contains then is nobody's. Null without memory.
   std::shared_ptr<const void> HoldArena() const;
   int64_t peak_managed_bytes() const;  // arena and tensors
   int64_t peak_pinned_bytes() const;
