@@ -218,7 +218,7 @@ class Weights:
         if self.on_device is not None:
             self.on_device.begin_pass()
 
-    # Once: whoever keeps one tensor of a weight keeps others.
+    # Once: a script that keeps one tensor of a weight keeps others.
     def _tell_of_kept(self) -> None:
         if self._told_of_kept or self.on_device is not None:  # where all blocks share one storage
             return
