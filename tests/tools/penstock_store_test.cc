@@ -206,7 +206,9 @@ TEST_F(StoreCliTest, ADescriptionThatWasChangedIsFound) {
     EXPECT_EQ(told.code, ran.code) << text;
     EXPECT_EQ(json::parse(told.out)["whole"], whole) << text;
     EXPECT_EQ(json::parse(told.out)["metadata_damage"].size(), whole ? 0u : 1u) << text;
-    if (!whole) EXPECT_THAT(ran.err, HasSubstr(path)) << text;
+    if (!whole) {
+      EXPECT_THAT(ran.err, HasSubstr(path)) << text;
+    }
   }
 }
 
