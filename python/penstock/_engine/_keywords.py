@@ -18,19 +18,21 @@ class Keywords(TypedDict, total=False):
 
     gradient_accumulation_steps: Micro-batches in a step. engine.train_batch takes all of them at once; a loop may give them one by one. Default: 1.
     gradient_clipping: Maximum global gradient norm; 0 disables clipping. Default: 0 without a configuration of DeepSpeed's.
-    zero_quantized_weights: Ranks hand each other weights in 8 bits, with a scale for each 128 (ZeRO++'s qwZ): half the bytes of bf16. Each weight
-        of another rank is off by up to 0.4% of the largest of its 128. Losses are then not those of whole exchanges. Recorded with the run. Default:
+    zero_quantized_weights: Ranks hand each other weights in 8 bits, with a scale for each 128 (ZeRO++'s qwZ): half the bytes of bf16. Each weight of
+        another rank is off by up to 0.4% of the largest of its 128. Losses are then not those of whole exchanges. Recorded with the run. Default:
         false.
-    zero_quantized_gradients: Ranks hand each other gradients in 4 bits, with a scale for each 128 (ZeRO++'s qgZ): a quarter of the bytes of bf16. Each rank's share of a gradient is off by up to 7.2% of the largest of its 128. Losses are then not those of whole exchanges. Recorded with
+    zero_quantized_gradients: Ranks hand each other gradients in 4 bits, with a scale for each 128 (ZeRO++'s qgZ): a quarter of the bytes of bf16.
+        Each rank's share of a gradient is off by up to 7.2% of the largest of its 128. Losses are then not those of whole exchanges. Recorded with
         the run. Default: false.
     offload: Where weights and optimizer state live: none (on the computing device), cpu or nvme. Default: nvme; none with a configuration of
         DeepSpeed's that has neither an offload block nor a directory.
     missing_gradients: What a step does to a parameter without a gradient: updates it by zeros, as DeepSpeed does, or leaves it as it is, as
         torch.optim does. A gradient is missing if none came in any micro-batch or on any rank. With "skip" weights and moments keep their bits, and
         the count of updates stays as it is. Default: skip; under DeepSpeed's name zeros, but for accelerate and Trainer.
-    saved_activations: Where the inputs that blocks keep for backward wait for it: in the memory where they are computed (memory), of a device in host memory (host), or on the drive (drive). With auto they are in memory as far as the budget goes, and the others in the next tier. Losses have the same bits.
-        Inputs that the model's outputs hold as well (output_hidden_states=True) take memory all the same, and so does what several blocks are given
-        (masks, rotary positions). Default: auto.
+    saved_activations: Where the inputs that blocks keep for backward wait for it: in the memory where they are computed (memory), of a device in host
+        memory (host), or on the drive (drive). With auto they are in memory as far as the budget goes, and the others in the next tier. Losses have
+        the same bits. Inputs that the model's outputs hold as well (output_hidden_states=True) take memory all the same, and so does what several
+        blocks are given (masks, rotary positions). Default: auto.
     blocks: Names of the modules that are fetched as one; [""] is the whole model. Parameters of none of them stay in memory for a whole pass.
         Default: they are found.
     forwards_per_step: Forwards of the model whose losses a step may use. A loss may be made of several, as of a pair of answers or two views of an
