@@ -735,6 +735,42 @@ def test_what_no_script_keeps_is_not_told_of(tmp_path):
         assert outputs.isfinite()
 
 
+def _two_losses(engine, batch):
+    engine.backward(engine(**batch) + engine(**batch))
+
+
+def _looks_between(engine, batch):
+    loss = engine(**batch)
+    with torch.no_grad():
+        engine(**batch)
+    engine.backward(loss)
+
+
+def _looks_before(engine, batch):
+    engine.looked = engine(**batch)
+    engine.backward(engine(**batch))
+
+
+def _retains(engine, batch):
+    engine.retained = engine(**batch)
+    engine.backward(engine.retained, retain_graph=True)
+
+
+def _retains_by_torch(engine, batch):
+    engine.retained = engine(**batch)
+    engine.retained.backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("way", [_two_losses, _looks_between, _looks_before, _retains, _retains_by_torch])
+def test_what_a_graph_keeps_is_not_told_of(tmp_path, way):
+    """What autograd has saved shares the weights as long as the script has the loss; the script has no tensor of a weight."""
+    with make(net(tied=False), tmp_path / "run") as engine, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".* was kept after its block")
+        for batch in batches(3):
+            way(engine, batch)
+            engine.step()
+
+
 def test_a_state_of_another_number_of_versions_is_refused(tmp_path):
     with make(net(), tmp_path, config={"penstock": {"versions": 1}}) as engine:
         step(engine, batches(1)[0])

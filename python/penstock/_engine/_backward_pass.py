@@ -17,6 +17,9 @@ from ._settings import DTYPE_NAMES
 from ._stages import Stages
 from ._weights import OUTSIDE, Weights
 
+#: Whether the backward that this is called in keeps its graph. None: this torch does not say.
+_keeps_graph: Optional[Callable[[], bool]] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
 
 class BackwardPass:
     """Where backward of each micro-batch is, and which weights have had a gradient."""
@@ -61,12 +64,16 @@ class BackwardPass:
             with in_this_thread(self._device):
                 torch.autograd.backward(tensors, gradients, retain_graph)
             self._weights.computed()  # the last block may be left on another stream, in step()
+        if retain_graph:
+            self._weights.graph_stays()
         self.end(driver)
 
     def gradient_at(self, driver: Driver, stage: int) -> None:
         """A gradient has come to what this use gave."""
         if torch.is_grad_enabled():
             raise PassFailed(CREATES_GRAPH)
+        if _keeps_graph is not None and _keeps_graph():
+            self._weights.graph_stays()
         self.enter(driver, stage)
 
     def enter(self, driver: Driver, stage: int) -> None:

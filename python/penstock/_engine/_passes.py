@@ -233,6 +233,8 @@ class Passes:
 
     # Returns what the engine says of it: its own error, where that came first.
     def _give_up(self, why: str) -> Optional[BaseException]:
+        if self._open.trains:
+            self._weights.graph_stays([self._uses[self._last].block])  # the one block that is computed with its graph at once
         self._open.end()
         self._core.fail(why)
         try:

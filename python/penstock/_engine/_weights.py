@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
@@ -85,6 +85,7 @@ class Weights:
         self._views: Dict[Tuple[int, int], _Views] = {}
         self._arena = arena
         self._told_of_kept = False
+        self._in_graphs: Set[int] = set()
         self._versions: Dict[int, List[int]] = {}  # of each block's parameters, when they got their values
         # Of one element: torch takes arithmetic in place for them, which leaves NaN as it is. Their versions, when they were hidden.
         self._single = [[parameter for parameter in block if parameter.numel() == 1] for block in self._parameters]
@@ -218,12 +219,16 @@ class Weights:
         if self.on_device is not None:
             self.on_device.begin_pass()
 
+    def graph_stays(self, blocks: Optional[Iterable[int]] = None) -> None:
+        """A graph of these blocks (None: of all) may outlive its pass, and what autograd saved in it shares their weights. No script reads that."""
+        self._in_graphs.update(range(len(self._parameters)) if blocks is None else blocks)
+
     # Once: a script that keeps one tensor of a weight keeps others.
     def _tell_of_kept(self) -> None:
         if self._told_of_kept or self.on_device is not None:  # where all blocks share one storage
             return
         for (block, _), views in self._views.items():
-            number = views.kept()
+            number = None if block in self._in_graphs else views.kept()
             if number is not None:
                 self._told_of_kept = True
                 name = self._names[id(self._parameters[block][number])]
