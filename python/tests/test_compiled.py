@@ -56,6 +56,19 @@ def test_what_was_compiled_stays_compiled(tmp_path, what):
     assert backend.calls == 2 * len(model.layers) * len(data), "forward, and once more for backward"
 
 
+@pytest.mark.parametrize("what", ["head", "model", "model in place"])
+def test_what_ends_in_the_last_block_may_be_compiled(tmp_path, what):
+    """The last block is computed with its graph, in frames of the engine that dynamo leaves alone."""
+    data, backend, model = batches(3), Backend(), net(tied=False)
+    if what == "head":
+        model.head = torch.compile(model.head, backend=backend)
+    elif what == "model":
+        model = torch.compile(model, backend=backend)
+    else:
+        model.compile(backend=backend)
+    assert trained(model, tmp_path / "compiled", data) == trained(net(tied=False), tmp_path / "plain", data)
+
+
 def test_what_was_compiled_in_place_is_told(tmp_path):
     data, backend, model = batches(3), Backend(), net()
     model.layers[1].compile(backend=backend)

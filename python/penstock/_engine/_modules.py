@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
@@ -11,8 +13,20 @@ import torch
 from torch import nn
 
 
+# torch.compile of a module that is or has one of these forwards reaches frames of this package, which dynamo would trace: it then asks parameters for
+# values that they do not have. What these frames call is compiled all the same.
+def _keep_from_dynamo() -> None:
+    rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
+    if not hasattr(rules, "add") or not hasattr(rules, "SKIP_DIRS"):
+        return
+    name = __name__.partition(".")[0]
+    if os.path.join(os.path.dirname(sys.modules[name].__file__ or ""), "") not in rules.SKIP_DIRS:
+        rules.add(name)
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Optional[Callable[..., Any]]:
     """The module's forward is another from here on, with the signature of its own. Returns what restore_forward wants."""
+    _keep_from_dynamo()
     previous = module.__dict__.get("forward")
 
     @functools.wraps(module.forward)
