@@ -26,6 +26,15 @@ def _ranks(number: int) -> str:
     return "one rank" if number == 1 else f"{number} ranks"
 
 
+# "": there is no checkpoint, or none that can be read.
+def _newest_in(parent: str) -> str:
+    try:
+        tag = checkpoint_names.newest(parent) if parent else None
+        return checkpoint_names.place_of(parent, tag) if tag else ""
+    except (OSError, ValueError):
+        return ""
+
+
 class Places:
     """Of one engine. Owns what may be done with the run in its directories: resume it, or replace it."""
 
@@ -143,12 +152,19 @@ class Places:
     def _newest_checkpoint(self) -> str:
         """Where the run in the directories has saved its last checkpoint; empty: none is known, or it cannot be read. All ranks call it."""
         told = self._run.ranks.texts("where checkpoints are", self._checkpoints_of_run())
-        parent = next((each for each in told if each), "")
+        return _newest_in(next((each for each in told if each), ""))
+
+    def steps(self) -> int:
+        """Of the run in the directories, as this rank sees it; where parts of it are gone and made up for, those of its newest checkpoint. OSError:
+        it cannot be read.
+        """
         try:
-            tag = checkpoint_names.newest(parent) if parent else None
-            return checkpoint_names.place_of(parent, tag) if tag else ""
-        except (OSError, ValueError):
-            return ""
+            return _core.committed_step_of(self._settings.state_dirs)
+        except OSError:
+            checkpoint = _newest_in(self._checkpoints_of_run()) if self._settings.resumes_any_ranks else ""
+            if not checkpoint:
+                raise
+            return _core.committed_step_of([checkpoint])
 
     # As the first of its parts that can be read has it.
     def _checkpoints_of_run(self) -> str:

@@ -117,7 +117,7 @@ class Preparation:
             return self._record.steps
         if self._source is not None:
             return _core.committed_step_of([self._source.path])
-        return _core.committed_step_of(self._given.settings.state_dirs) if self._places.goes_on() else self._record.steps
+        return self._places.steps() if self._places.goes_on() else self._record.steps
 
     # peft's adapters do not require gradients as long as they are switched off, as for a reference model of which they train: what they did when
     # the engine was made holds.
