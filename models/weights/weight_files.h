@@ -5,6 +5,7 @@
 #ifndef PENSTOCK_MODELS_WEIGHTS_WEIGHT_FILES_H_
 #define PENSTOCK_MODELS_WEIGHTS_WEIGHT_FILES_H_
 
+#include <cstdint>
 #include <map>
 #include <set>
 #include <string>
@@ -37,6 +38,10 @@ absl::StatusOr<std::string> MainWeightFile(const std::string& path, const std::s
 // By file: the tensors that the index says are in there; empty: whatever is. `main`: of MainWeightFile.
 using WeightFiles = std::map<std::string, std::set<std::string>>;
 absl::StatusOr<WeightFiles> WeightFilesOf(const std::string& main, const std::string& given);
+
+// A checksum of pieces of these files, every sixteen MiB of 16 GiB say, and of their lengths: other weights
+// have another one, unless hardly a value differs, and a copy of the files has the same.
+absl::StatusOr<uint64_t> SampleWeights(const WeightFiles& files);
 
 // `path` itself where it is a directory, else the directory that it is in.
 absl::StatusOr<std::string> WeightDirectory(const std::string& path);

@@ -112,6 +112,37 @@ TEST_F(GenerateCliTest, AListThatIsKilledIsGoneOnWithAndNothingIsLostOrMadeTwice
   EXPECT_EQ(ReadFile(out), bytes);
 }
 
+// Two models of one architecture, and two states of as many steps, have texts of their own.
+TEST_F(GenerateCliTest, AListOfOtherWeightsIsAnotherList) {
+  const auto lists = [&](const std::string& which) {
+    return Arguments{"generate", dir_ + "/" + which, "--threads", "1",     "--quiet",          "--prompts",
+                     Prompts(3), "--tokens",         "4",         "--out", dir_ + "/out.jsonl"};
+  };
+  for (const std::string seed : {"1", "2"}) {
+    ASSERT_EQ(Run({"train", "--model", "gpt-tiny", "--threads", "1", "--quiet", "--data", text_,
+                   "--state-dir", dir_ + "/state" + seed, "--steps", "2", "--seed", seed})
+                  .code,
+              0);
+  }
+  std::filesystem::copy(Model(), dir_ + "/copy");
+  std::filesystem::copy(Model(), dir_ + "/other");
+  std::string weights = ReadFile(dir_ + "/other/model.safetensors");
+  for (size_t i = weights.size() / 2; i < weights.size() / 2 + 4096; i += 2) weights[i] ^= 1;
+  WriteFile(dir_ + "/other/model.safetensors", weights);
+  std::filesystem::copy(dir_ + "/state1", dir_ + "/copy-of-state1");
+  const std::pair<std::string, std::vector<std::string>> turns[] = {{"model", {"copy", "other"}},
+                                                                    {"state1", {"copy-of-state1", "state2"}}};
+  for (const auto& [first, others] : turns) {
+    ASSERT_EQ(Run(lists(first) + Arguments{"--overwrite"}).code, 0);
+    const std::string bytes = ReadFile(dir_ + "/out.jsonl");
+    EXPECT_EQ(Run(lists(others[0])).code, 0) << "the same values";
+    const Ran other = Run(lists(others[1]));
+    EXPECT_EQ(other.code, 2) << others[1];
+    EXPECT_THAT(other.err, HasSubstr("from another model"));
+    EXPECT_EQ(ReadFile(dir_ + "/out.jsonl"), bytes);
+  }
+}
+
 TEST_F(GenerateCliTest, AFileThatIsNotItsOwnIsLeftAsItIs) {
   // One line without an end, as a torn one has none.
   const std::string foreign = dir_ + "/settings.json";

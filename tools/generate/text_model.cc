@@ -8,6 +8,7 @@
 #include "base/directory.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "kernels/checksum.h"
 #include "models/families/family.h"
 #include "models/weights/weight_files.h"
 #include "models/weights/weight_import.h"
@@ -120,7 +121,13 @@ absl::StatusOr<std::string> OpenRun(const std::vector<std::string>& arguments, c
   }
   if (text->base.empty() && !base.empty()) return NoBase(base);
   text->bytes = text->bytes && text->model->vocabulary() == kBytes;
-  text->identity = {{"model", identity["model"]}, {"step", inspection.record.step}};
+  kernels::Checksummer values;
+  for (const swap::Inspection& part : state.inspections) {
+    const std::vector<uint64_t>& sums = part.record.checksums;
+    values.Update(sums.data(), sums.size() * sizeof(uint64_t));
+  }
+  text->identity = {
+      {"model", identity["model"]}, {"step", inspection.record.step}, {"values", values.Digest()}};
   return run::RecordedTokenizer(run);
 }
 

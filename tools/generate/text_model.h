@@ -39,7 +39,8 @@ struct TextModel {
   int64_t threads = 1;
   std::string
       base;  // of adapters: where the frozen weights lie that a run reads in place; empty: in its state
-  nlohmann::json identity;  // of model and weights, as far as they tell: what a text depends on
+  nlohmann::json identity;  // of the model, and of a state's values: what a text depends on beside the
+                            // weights of a directory (models::SampleWeights)
 
   // The bytes of a text, or its tokens where there is a tokenizer: one or the other is needed. Not checked.
   absl::StatusOr<std::vector<int64_t>> Encode(const std::string& prompt) const;

@@ -19,6 +19,7 @@
 #include "generate/clock.h"
 #include "generate/generator.h"
 #include "kernels/checksum.h"
+#include "models/weights/weight_files.h"
 #include "tools/base/cli.h"
 #include "tools/base/flag_check.h"
 #include "tools/base/progress.h"
@@ -123,6 +124,11 @@ class Generation {
     };
     if (flags_.out.has_value()) {
       ASSIGN_OR_RETURN(output_, GenerateOutput::Open(*flags_.out, flags_.overwrite));
+      if (!model_.directory.empty()) {
+        ASSIGN_OR_RETURN(const std::string main, models::MainWeightFile(model_.directory, model_.directory));
+        ASSIGN_OR_RETURN(const models::WeightFiles files, models::WeightFilesOf(main, model_.directory));
+        ASSIGN_OR_RETURN(weights_, models::SampleWeights(files));
+      }
     }
     RETURN_IF_ERROR(Survey(&options.wish));
     if (left_ == 0) {
@@ -181,13 +187,10 @@ class Generation {
   // Of all that a text depends on, and of what is written with it.
   std::string KeyOf(const Prompt& prompt, int64_t sample) const {
     const models::SamplingOptions& s = sampling_;
-    nlohmann::json all = {{"model", model_.identity},
-                          {"ends", model_.ends},
-                          {"prompt", prompt.tokens},
-                          {"tokens", TokensOf(prompt)},
-                          {"stop", stops_},
-                          {"temperature", s.temperature},
-                          {"repetition_penalty", s.repetition_penalty}};
+    nlohmann::json all = {{"model", model_.identity},     {"weights", weights_},
+                          {"ends", model_.ends},          {"prompt", prompt.tokens},
+                          {"tokens", TokensOf(prompt)},   {"stop", stops_},
+                          {"temperature", s.temperature}, {"repetition_penalty", s.repetition_penalty}};
     if (flags_.memory.device != "cpu")
       all["device"] = flags_.memory.device;  // sums are rounded otherwise there
     if (s.temperature > 0)
@@ -429,6 +432,7 @@ class Generation {
   std::optional<Prompt> prompt_;        // whose samples are begun
   int64_t sample_ = flags_.sampling.n;  // the next of them
   std::unique_ptr<GenerateOutput> output_;
+  uint64_t weights_ = 0;  // of a directory's, for the keys of the output
   std::unique_ptr<generate::Generator> generator_;
   int64_t total_ = 0, left_ = 0;  // prompts; those not done when this began
   int64_t tokens_left_ = 0;       // of prompts that are not finished, at most
