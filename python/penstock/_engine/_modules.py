@@ -16,7 +16,7 @@ from torch import nn
 # torch.compile of a module that is or has one of these forwards reaches frames of this package, which dynamo would trace: it then asks parameters for
 # values that they do not have. What these frames call is compiled all the same.
 def _keep_from_dynamo() -> None:
-    rules = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
+    rules: Any = getattr(sys.modules.get("torch._dynamo"), "trace_rules", None)
     if not hasattr(rules, "add") or not hasattr(rules, "SKIP_DIRS"):
         return
     name = __name__.partition(".")[0]
