@@ -706,6 +706,10 @@ def _is_mapped(address):
         return any(int(begin, 16) <= address < int(end, 16) for begin, end in (line.split()[0].split("-") for line in maps))
 
 
+counts_users = pytest.mark.skipif(not hasattr(torch._C, "_storage_Use_Count"), reason="this torch does not say how many tensors share a storage")
+
+
+@counts_users
 @pytest.mark.parametrize("replan", ["off", "auto"])
 def test_a_kept_tensor_of_a_weight_is_told_and_stays_readable(tmp_path, replan):
     """Its memory is the engine's, so its values become others'; it is mapped until the tensor goes, after close too."""
@@ -761,6 +765,7 @@ def _retains_by_torch(engine, batch):
     engine.retained.backward(retain_graph=True)
 
 
+@counts_users
 @pytest.mark.parametrize("way", [_two_losses, _looks_between, _looks_before, _retains, _retains_by_torch])
 def test_what_a_graph_keeps_is_not_told_of(tmp_path, way):
     """What autograd has saved shares the weights as long as the script has the loss; the script has no tensor of a weight."""
