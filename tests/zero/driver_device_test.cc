@@ -152,19 +152,19 @@ TEST_F(DriverToBeFoundDeathTest, AMachineWithoutADriverSaysSo) {
     GTEST_SKIP() << "a driver is installed here";
   }
   EXPECT_EXIT(TellOfOpening("", ""), testing::ExitedWithCode(0),
-              "no CUDA driver .libcuda.so.1. is installed; --device cpu");
+              "no CUDA driver .libcuda.so.1. is installed; `device cpu`");
 }
 
 TEST_F(DriverToBeFoundDeathTest, ADriverThatIsTooOldSaysWhatItLacks) {
   EXPECT_EXIT(TellOfOpening(FAKE_LIBCUDA_OLD, ""), testing::ExitedWithCode(0),
-              "driver is too old: it has no cuDeviceGetUuid_v2; a newer one.*--device cpu");
+              "driver is too old: it has no cuDeviceGetUuid_v2; a newer one.*`device cpu`");
   EXPECT_EXIT(TellOfOpening(FAKE_LIBCUDA, "image"), testing::ExitedWithCode(0),
               "older than the kernels: a newer one");
 }
 
 TEST_F(DriverToBeFoundDeathTest, DevicesThatAreHiddenAndAForkedChildHaveAWayOut) {
   EXPECT_EXIT(TellOfOpening(FAKE_LIBCUDA, "hidden"), testing::ExitedWithCode(0),
-              "does not start.*CUDA_VISIBLE_DEVICES hides it; --device cpu");
+              "does not start.*CUDA_VISIBLE_DEVICES hides it; `device cpu`");
   EXPECT_EXIT(TellOfOpening(FAKE_LIBCUDA, "forked"), testing::ExitedWithCode(0), "started by spawn");
 }
 
