@@ -286,6 +286,23 @@ def test_ranks_that_are_killed_go_on_with_another_number_where_that_is_said(dire
             assert [made in line for line in rank["log"]] == [True]
             assert rank["losses"] == [pytest.approx(each, rel=2e-6) for each in losses[2:8]]
 
+    # Another run's, newer and in the same directory, is not taken for it.
+    shutil.copytree(directory / "checkpoints", directory / "kept", symlinks=True)
+    other = make(net(seed=4), directory / "other")
+    for batch in steps[:3]:
+        step(other, batch)
+    other.save_checkpoint(directory / "checkpoints", wait=True)
+    other.close()
+    assert (directory / "checkpoints" / "latest").read_text().strip() == "step-00000003"
+    shutil.copytree(directory / "state", directory / "mixed")
+    shutil.rmtree(directory / "mixed" / "rank-0")
+    engine = make(net(seed=3), directory / "mixed", resume="auto", resume_ranks="any")
+    step(engine, steps[2])
+    assert engine.global_steps == 3
+    assert [str(directory / "checkpoints" / "step-00000002") in line for line in engine.log() if "made anew" in line] == [True]
+    assert engine.last_step["loss"] == pytest.approx(losses[2][0], rel=2e-6)
+    engine.close()
+
     # Without one nothing takes its place.
     shutil.rmtree(directory / "checkpoints")
     shutil.copytree(directory / "state", directory / "lost")

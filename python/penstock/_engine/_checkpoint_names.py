@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import weakref
-from typing import Any, Iterator, Optional, Set
+from typing import Any, Iterator, Optional, Sequence, Set
 
 from .. import _core
 from .._files import locked_directory, try_lock
@@ -89,9 +89,14 @@ def run_of(path: str) -> str:
     try:
         if is_link(path) or not is_directory(path) or not all(_is_own_file(path, name) for name in os.listdir(path)):
             return ""
-        found = json.loads(_core.record_of([path]))
+        return run_in([path])
     except (OSError, ValueError, RuntimeError):
         return ""
+
+
+def run_in(directories: Sequence[str]) -> str:
+    """The run in state directories, or that made a checkpoint; empty: it has no name. OSError, ValueError: there is none, or none that can be read."""
+    found = json.loads(_core.record_of(list(directories)))
     name = found.get("run_id") if isinstance(found, dict) else None
     return name if isinstance(name, str) else ""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from typing import List, Set, Union
+from typing import List, Set, Tuple, Union
 
 from .. import _core
 from . import _checkpoint_names as checkpoint_names
@@ -26,11 +27,21 @@ def _ranks(number: int) -> str:
     return "one rank" if number == 1 else f"{number} ranks"
 
 
-# "": there is no checkpoint, or none that can be read.
-def _newest_in(parent: str) -> str:
+def _is_of(place: str, run: str) -> bool:
     try:
-        tag = checkpoint_names.newest(parent) if parent else None
-        return checkpoint_names.place_of(parent, tag) if tag else ""
+        return checkpoint_names.run_in([place]) == run
+    except (OSError, ValueError, RuntimeError):
+        return True  # for all that is known; who reads it says what is wrong with it
+
+
+# "": there is no checkpoint of the run, or none that can be read.
+def _newest_of(run: str, parent: str) -> str:
+    if not parent:
+        return ""
+    try:
+        tags = [checkpoint_names.newest(parent), *reversed(_core.checkpoints_in(parent))]
+        places = (checkpoint_names.place_of(parent, tag) for tag in tags if tag)
+        return next((place for place in places if _is_of(place, run)), "")
     except (OSError, ValueError):
         return ""
 
@@ -150,9 +161,11 @@ class Places:
             ) from None
 
     def _newest_checkpoint(self) -> str:
-        """Where the run in the directories has saved its last checkpoint; empty: none is known, or it cannot be read. All ranks call it."""
-        told = self._run.ranks.texts("where checkpoints are", self._checkpoints_of_run())
-        return _newest_in(next((each for each in told if each), ""))
+        """The newest checkpoint of the run in the directories, where it has saved its last one: what `latest` names, if that is this run's. Empty:
+        none is known, or it cannot be read. All ranks call it.
+        """
+        told = self._run.ranks.texts("where checkpoints are", json.dumps(self._checkpoints_of_run()))
+        return _newest_of(*next((each for each in map(json.loads, told) if all(each)), ("", "")))
 
     def steps(self) -> int:
         """Of the run in the directories, as this rank sees it; where parts of it are gone and made up for, those of its newest checkpoint. OSError:
@@ -161,25 +174,25 @@ class Places:
         try:
             return _core.committed_step_of(self._settings.state_dirs)
         except OSError:
-            checkpoint = _newest_in(self._checkpoints_of_run()) if self._settings.resumes_any_ranks else ""
+            checkpoint = _newest_of(*self._checkpoints_of_run()) if self._settings.resumes_any_ranks else ""
             if not checkpoint:
                 raise
             return _core.committed_step_of([checkpoint])
 
-    # As the first of its parts that can be read has it.
-    def _checkpoints_of_run(self) -> str:
+    # The run's name, and where its checkpoints are, as the first of its parts that can be read has them.
+    def _checkpoints_of_run(self) -> Tuple[str, str]:
         dirs = self._settings.state_dirs
         try:
             there = _core.ranks_of(dirs)
         except OSError:
-            return ""  # who looks for the parts says why
+            return "", ""  # who looks for the parts says why
         for part in range(there):
+            own = dirs if there == 1 else list(_core.rank_directories(dirs, part))
             try:
-                kept = kept_in(dirs if there == 1 else list(_core.rank_directories(dirs, part)))
+                return checkpoint_names.run_in(own), str(kept_in(own).get("checkpoints", ""))
             except (OSError, ValueError, RuntimeError):
                 continue
-            return str(kept.get("checkpoints", ""))
-        return ""
+        return "", ""
 
     def check_ranks(self, resumes: bool) -> None:
         """ValueError: the run in the directories is of another number of ranks, which is neither resumed nor replaced. With resume_ranks="any" it
