@@ -462,7 +462,7 @@ def test_a_tag_is_a_name_of_its_own(tmp_path):
         step(engine, data[0])
         where.mkdir()
         (where / "taken").mkdir()
-        for tag in ("", ".", "..", "../up", "a/b", "latest", "step-00000002", ".hidden", "two\nlines", "a\tb", "\x7f", 5):
+        for tag in ("", ".", "..", "../up", "a/b", "latest", "step-00000002", ".hidden", "two\nlines", "a\tb", "\x7f", "a ", "\u00a0a", 5):
             with pytest.raises(ValueError, match="tag is"):
                 engine.save_checkpoint(where, tag=tag)
         with pytest.raises(FileExistsError, match="this name"):

@@ -182,7 +182,7 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
   // The least memory: matrices are turned in strips.
   const Ran exported = Run({"export-checkpoint", first, out, "--host-memory", "1MiB"});
   ASSERT_EQ(exported.code, 0) << exported.err;
-  for (const std::string tag : {"two\nlines", "a\tb", "\x7f"}) {
+  for (const std::string tag : {"two\nlines", "a\tb", "\x7f", "a ", " a"}) {
     const Ran refused = Run({"export-checkpoint", first, out, "--tag", tag});
     EXPECT_EQ(refused.code, 2) << refused.err;
     EXPECT_EQ(std::count(refused.err.begin(), refused.err.end(), '\n'), 1) << refused.err;

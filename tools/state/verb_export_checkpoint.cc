@@ -222,15 +222,16 @@ absl::Status Export(const ExportCheckpointFlags& flags, std::ostream& out) {
   progress.loss_scaler = LossScaler(run);
   options.directory = flags.out;
   options.tag = flags.tag.empty() ? absl::StrCat("global_step", progress.step, "_universal") : flags.tag;
-  // The file that names it is read by its first line.
+  // The file that names it is read by its first line, without blanks at its ends.
   const bool unprintable =
+      absl::StripAsciiWhitespace(options.tag) != options.tag ||
       std::any_of(options.tag.begin(), options.tag.end(), [](char c) { return absl::ascii_iscntrl(c); });
   if (options.tag.find('/') != std::string::npos || options.tag.front() == '.' || unprintable ||
       options.tag == "latest" || options.tag == "latest_universal")
     return absl::InvalidArgumentError(
         absl::StrCat("--tag ", OneLine(options.tag),
-                     ": must be a name without / and control characters, not beginning with a dot, and "
-                     "neither latest nor latest_universal"));
+                     ": must be a name without /, control characters and blanks at its ends, not beginning "
+                     "with a dot, and neither latest nor latest_universal"));
   options.overwrite = flags.overwrite;
   options.memory_bytes = static_cast<uint64_t>(memory);
   const nlohmann::json imported = run.record.value("imported", nlohmann::json::object());

@@ -60,7 +60,7 @@ def is_tag(tag: Any) -> bool:
         return False
     if len(os.fsencode(tag)) > 200:  # names of 255 bytes are all that file systems take, and temporary ones are longer
         return False
-    if any(ord(each) < 32 or ord(each) == 127 for each in tag):  # `latest` names it by its first line
+    if any(ord(each) < 32 or ord(each) == 127 for each in tag) or tag != tag.strip():  # `latest` names it by its first line, blanks at its ends apart
         return False
     return "/" not in tag and tag not in (LATEST, "latest_universal")
 
