@@ -13,6 +13,7 @@ namespace penstock::tools::ranks_cli_test {
 namespace {
 
 using nlohmann::json;
+using testing::AllOf;
 using testing::HasSubstr;
 using namespace testing_support;
 
@@ -320,6 +321,20 @@ TEST_F(RanksTest, KilledTheyGoOnWithAnotherNumberWhereThatIsSaid) {
   const Ran small = go_on(lost, 1, {"--resume-ranks", "any", "--host-memory", "64KiB"}).front();
   EXPECT_EQ(small.code, 2);
   EXPECT_THAT(small.err, HasSubstr("is too small: the least that works is"));
+  EXPECT_TRUE(std::filesystem::exists(lost + "/rank-0/penstock.store"));
+  // Nor is another run's checkpoint taken for one of it.
+  const Ran another = Run(Small(dir_ + "/another", {"--dtype", "fp32", "--steps", "2", "--checkpoint-every",
+                                                    "2", "--checkpoint-dir", dir_ + "/another-kept"}));
+  ASSERT_EQ(another.code, 0) << another.err;
+  for (const int ranks : {1, 2}) {
+    for (const Ran& ran :
+         go_on(lost, ranks, {"--resume-ranks", "any", "--checkpoint-dir", dir_ + "/another-kept"})) {
+      EXPECT_EQ(ran.code, 2) << ran.err;
+      EXPECT_THAT(ran.err, AllOf(HasSubstr(lost + "/rank-0 is a part of run "),
+                                 HasSubstr(dir_ + "/another-kept/step-00000002 a checkpoint of run "),
+                                 HasSubstr("give the --checkpoint-dir of the former")));
+    }
+  }
   EXPECT_TRUE(std::filesystem::exists(lost + "/rank-0/penstock.store"));
   for (const Ran& ran : go_on(lost, 1, {"--resume-ranks", "any"})) ASSERT_EQ(ran.code, 0) << ran.err;
   expect_from(LogOf(lost + ".jsonl"), newest);

@@ -13,8 +13,10 @@
 #include "tools/penstock/checkpoint_flags.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
+#include "zero/config/json_field.h"
 #include "zero/engine/change_ranks.h"
 #include "zero/engine/restore.h"
+#include "zero/ranks/agree.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::tools {
@@ -154,6 +156,30 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const run::Config& config,
   return run;
 }
 
+std::string IdOf(const nlohmann::json& run) {
+  return run.is_object() ? zero::JsonField<std::string>(run, "run_id").value_or("") : "";
+}
+
+// kFailedPrecondition: the run of the checkpoint at `newest` is another than that of a part that is still
+// there and can be read.
+absl::Status CheckOfRun(const nlohmann::json& run, const std::string& newest,
+                        const std::vector<std::string>& directories, int64_t ranks) {
+  const std::string id = IdOf(run);
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const std::vector<std::string> part =
+        ranks == 1 ? directories : zero::RankDirectories(directories, static_cast<int>(rank));
+    const absl::StatusOr<nlohmann::json> there = run::FindRun(part);
+    const std::string other = there.ok() ? IdOf(*there) : "";
+    if (id.empty() || other.empty() || other == id) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat(part.front(), " is a part of run ", other, ", other parts of which are gone, and ",
+                     newest, " a checkpoint of run ", id,
+                     ": give the `checkpoint_dir` of the former, or a `state_dir` "
+                     "that is empty to go on with the latter"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
@@ -175,6 +201,12 @@ absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
       directories.front(), ", a run of ", other.ranks, other.ranks == 1 ? " rank" : " ranks", ", for ",
       engine.world(), from_checkpoint ? absl::StrCat(", from ", newest, ", since parts of it are gone") : "");
   ASSIGN_OR_RETURN(const nlohmann::json run, run::FindRun(other.from));
+  if (from_checkpoint) {
+    // Each rank may have directories of its own.
+    absl::Status of_run = CheckOfRun(run, newest, directories, other.ranks);
+    if (engine.comm != nullptr) of_run = zero::AgreeOnStatus(*engine.comm, zero::Channel::kSetup, of_run);
+    RETURN_IF_ERROR(of_run);
+  }
   if (!starts) {
     settings->notes.push_back(absl::StrCat("training cuts anew ", what));
     *restores = true;

@@ -115,7 +115,7 @@ class Saving:
             if there == "nn":
                 if number > 1:
                     first = checkpoint_names.name_of(self._record.steps)
-                    self._run.lines.append(f"{place}: {first} there is another run's, or has another tag, and keeps its place beside this checkpoint of its step")
+                    self._run.lines.append(f"{place}: {first} there is another run's, has another tag or holds another file, and keeps its place beside this checkpoint of its step")
                 return name, there
             known = os.path.realpath(place) in self._written
             if not (known or replaces_others) and number == 1:
