@@ -253,6 +253,19 @@ absl::StatusOr<bool> HasRoomForBoth(StoreOptions options, const Layout& layout, 
   return fits.ok();
 }
 
+// Whether the old files, removed, leave room for each of the new ones within a quota, of which free space on
+// the file system says nothing.
+bool LeaveRoom(const StoreOptions& options, const Geometry& geometry, const std::vector<PlainFile>& old) {
+  for (uint32_t d = 0; d < geometry.directories(); ++d) {
+    const std::string path = StorePath(options.directories[d]);
+    const bool leaves = std::any_of(old.begin(), old.end(), [&](const PlainFile& file) {
+      return file.path() == path && file.names() == 1 && file.allocated_bytes() >= geometry.file_bytes(d);
+    });
+    if (!leaves) return false;
+  }
+  return true;
+}
+
 // Undoes a creation that failed, unless told that it worked. The files are locked until then, so that what
 // has their names is theirs.
 class CreatedFiles {
@@ -534,15 +547,18 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
   }
   if (beside) {
     absl::Status made;
+    bool beyond_quota = false;
     {
       CreatedFiles next(nullptr);
       made = make(/*beside=*/true, next.paths());
+      beyond_quota = ErrnoOf(made) == EDQUOT;
       if (made.ok()) made = TakePlaces(options, &old, &next);
       if (made.ok()) next.Keep();
     }
     if (absl::IsResourceExhausted(made)) {  // the room may be gone meanwhile, to another rank for one
       store->files_.clear();
       ASSIGN_OR_RETURN(beside, HasRoomForBoth(options, layout, identity));
+      beside = beside && !(beyond_quota && LeaveRoom(options, store->geometry_, old));
     }
     if (beside) RETURN_IF_ERROR(made);
   }

@@ -232,6 +232,26 @@ TEST_F(DirectoryTest, AnOverwriteThatIsCutShortLeavesTheOldRunOrOneThatNeverWas)
   }
 }
 
+// Free space says nothing of a quota: where that has room for one of both, the old run goes first.
+TEST_F(DirectoryTest, AnOverwriteBeyondAQuotaTakesTheRoomOfTheOldRun) {
+  FakeModel model(layout_, 1);
+  CreateCommitted(&model).reset();
+  for (const bool larger : {true, false}) {
+    StoreOptions over = options_;
+    over.overwrite = true;
+    const Layout layout = larger ? SmallLayout(40) : layout_;
+    ASSERT_GT(layout.tiles.size(), larger ? layout_.tiles.size() : 0);
+    const Tampered ran = RunTampered({.calls = {SYS_fallocate}, .at = 0, .error = EDQUOT}, [&] {
+      auto engine = aio::Engine::Create({});
+      return engine.ok() && Store::Create(**engine, over, layout, "{}").ok() ? 0 : 1;
+    });
+    if (!ran.can) GTEST_SKIP() << "no process can be traced here";
+    ASSERT_TRUE(ran.reached);
+    EXPECT_EQ(ran.code, larger ? 1 : 0);
+    EXPECT_EQ(Probe(options_.directories).holding, larger ? Holding::kRun : Holding::kNeverCommitted);
+  }
+}
+
 TEST_F(DirectoryTest, AFileThatIsNotOursIsNeverRemoved) {
   std::filesystem::create_directory(options_.directories[0]);
   std::ofstream(File()) << "somebody's thesis";

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <span>
@@ -12,6 +13,7 @@
 #include "aio/arena.h"
 #include "aio/engine.h"
 #include "base/check.h"
+#include "base/io_error.h"
 #include "base/read_ahead.h"
 #include "base/status_macros.h"
 #include "swap/inspect.h"
@@ -201,7 +203,12 @@ absl::Status WriteNewState(const NewState& state, const ReadState& read,
   RETURN_IF_ERROR(fits);
   if (state.store.overwrites_only.has_value())
     RETURN_IF_ERROR(swap::CheckSeen(directories, *state.store.overwrites_only));
-  RETURN_IF_ERROR(Writer(next, read).Run(progress));
+  const absl::Status written = Writer(next, read).Run(progress);
+  if (ErrnoOf(written) == EDQUOT) {  // of a quota CheckSpace knows nothing
+    replacement.reset();
+    return Writer(state, read).Run(progress);
+  }
+  RETURN_IF_ERROR(written);
   return replacement->Commit();
 }
 

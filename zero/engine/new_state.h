@@ -41,10 +41,10 @@ absl::Status ReadWhole(const NewState& state, const ReadState& read);
 // own, while the tile before is brought into form and those before that are on their way to the drive.
 // Memory: three tiles, and the fp32 values of three. A store that could not be finished is removed.
 //
-// A run that it replaces stays whole until the new state is committed, where the drives have room for both:
-// that one is made beside it, and takes its place in one step (swap/replace_parts.h). Without that room, and
-// of several ranks (store.uuid), the old one goes when the new one's files are laid out (Store::Create).
-// `progress`: bytes, on the caller's thread. Errors: as swap::Store and `read`.
+// A run that it replaces stays whole until the new state is committed, where drives and quotas have room for
+// both: that one is made beside it, and takes its place in one step (swap/replace_parts.h). Without that
+// room, and of several ranks (store.uuid), the old one goes when the new one's files are laid out
+// (Store::Create). `progress`: bytes, on the caller's thread. Errors: as swap::Store and `read`.
 absl::Status WriteNewState(const NewState& state, const ReadState& read,
                            const std::function<void(uint64_t done, uint64_t total)>& progress);
 
