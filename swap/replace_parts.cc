@@ -296,6 +296,10 @@ std::vector<std::string> NextDirectories(const std::vector<std::string>& directo
   return next;
 }
 
+std::vector<std::string> PlacesBefore(const std::string& directory) {
+  return {absl::StrCat(directory, kNext), absl::StrCat(directory, kWhole)};
+}
+
 absl::StatusOr<bool> IsReplacementCutShort(const std::vector<std::string>& directories) {
   for (const std::string& directory : directories) {
     ASSIGN_OR_RETURN(const bool whole, IsWhole(directory));

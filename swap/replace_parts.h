@@ -25,6 +25,9 @@ namespace penstock::swap {
 // Where the new parts of each of these state directories are made: the store of one rank, or rank-K/ of each.
 std::vector<std::string> NextDirectories(const std::vector<std::string>& directories);
 
+// Where a store of one rank may be before FinishReplacement puts it into this directory.
+std::vector<std::string> PlacesBefore(const std::string& directory);
+
 // Returns whether a kill has left new parts that count and are not all in their places.
 absl::StatusOr<bool> IsReplacementCutShort(const std::vector<std::string>& directories);
 

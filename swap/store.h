@@ -97,7 +97,8 @@ struct CommitSeen {
 };
 
 // Returns the newest commits of the stores in `directories`; of what is damaged or cannot be read something
-// that no commit equals, and CheckSeen finds again. `until_ns`: without those of a store whose file another
+// that no commit equals, and CheckSeen finds again. A store that FinishReplacement would put there is among
+// them. `until_ns`: without those of a store whose file another
 // process has modified later, in nanoseconds since the epoch; what a store of this process ended with is
 // among them whenever that was.
 std::vector<CommitSeen> SeeCommits(const std::vector<std::string>& directories,

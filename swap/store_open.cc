@@ -22,6 +22,7 @@
 #include "base/file_lock.h"
 #include "base/io_error.h"
 #include "base/status_macros.h"
+#include "swap/replace_parts.h"
 #include "swap/store.h"
 #include "swap/store_files.h"
 
@@ -406,12 +407,16 @@ absl::Status MakeFiles(aio::Engine& engine, const StoreOptions& options, const G
 std::vector<CommitSeen> SeeCommits(const std::vector<std::string>& directories,
                                    std::optional<int64_t> until_ns) {
   std::vector<CommitSeen> seen;
-  for (const std::string& directory : directories) {
+  const auto see = [&](const std::string& directory) {
     const auto file = PlainFile::Open(StorePath(directory));
-    if (!file.ok()) continue;
+    if (!file.ok()) return;
     const std::optional<NewestCommit> newest = NewestCommitIn(*file);
-    if (!newest.has_value()) continue;
+    if (!newest.has_value()) return;
     if (!file->ModifiedAfter(until_ns) || OwnCommits::Get().Have(newest->seen)) seen.push_back(newest->seen);
+  };
+  for (const std::string& directory : directories) {
+    see(directory);
+    for (const std::string& next : PlacesBefore(directory)) see(next);
   }
   return seen;
 }
