@@ -400,7 +400,8 @@ TEST_F(PackTest, AKillLeavesNothingUnderTheNameAndTheNextPackGoesThrough) {
   if (std::filesystem::exists(to)) {
     EXPECT_TRUE(models::PackingOf(to).value().has_value());
   } else {
-    ASSERT_EQ(Pack(from, to, {"--max-shard", "200KiB"}).code, 0);
+    const Ran last = Pack(from, to, {"--max-shard", "200KiB"});
+    ASSERT_EQ(last.code, 0) << last.err;
   }
   for (const auto& entry : std::filesystem::directory_iterator(whole)) {
     const std::string name = entry.path().filename();

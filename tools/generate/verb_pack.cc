@@ -148,10 +148,12 @@ class Partial {
   std::string Mark() const { return absl::StrCat(path_, "/", kMark); }
   absl::Status SetMark() const { return ReplaceFile(Mark(), ""); }
 
-  // It is empty, or a killed pack has left it: with the mark, or with a whole packed model.
+  // It is empty, or a killed pack has left it: with the mark or what was to become that, or with a whole
+  // packed model.
   absl::Status CheckIsALeftover() const {
     ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(path_));
-    if (names.empty()) return absl::OkStatus();
+    const auto of_mark = [](const std::string& name) { return NameInTemporary(name, ".new") == kMark; };
+    if (std::all_of(names.begin(), names.end(), of_mark)) return absl::OkStatus();
     ASSIGN_OR_RETURN(const bool marked, IsRegularFile(Mark()));
     return marked ? CheckOnlyOurs(path_) : CheckReplaceable(path_);
   }
