@@ -193,11 +193,13 @@ class LLM:
     prompt_lookup: guesses up to this many tokens from what a text repeats and verifies them in one pass; the texts stay the same.
     threads: that compute. Default: one for each core.
     tokenizer: a tokenizer.json or its directory. Default: the model's own.
+    base_weights: of a run that trains adapters beside weights which it reads in place: the directory of these, if it has moved. Default: where
+        the run last read them.
 
     ``notes`` are lines about what the model's files say: what texts are made with where nothing else is asked for, what is not followed.
     """
 
-    _ARGUMENTS = ("host_memory", "device_memory", "max_length", "batch", "kv", "kv_dir", "prompt_lookup", "threads", "tokenizer")
+    _ARGUMENTS = ("host_memory", "device_memory", "max_length", "batch", "kv", "kv_dir", "prompt_lookup", "threads", "tokenizer", "base_weights")
 
     def __init__(
         self,
@@ -212,6 +214,7 @@ class LLM:
         prompt_lookup: int = 0,
         threads: Optional[int] = None,
         tokenizer: Union[str, "os.PathLike[str]", None] = None,
+        base_weights: Union[str, "os.PathLike[str]", None] = None,
         **unknown: Any,
     ) -> None:
         _refuse("LLM", unknown, self._ARGUMENTS)
@@ -228,6 +231,7 @@ class LLM:
         self._core = _core.Llm(
             directories,
             self._tokenizer,
+            "" if base_weights is None else os.fspath(base_weights),
             budget,
             0 if max_length is None else whole_number(max_length, "max_length", 2),
             whole_number(batch, "batch", 1, 256),

@@ -55,13 +55,6 @@ models::ModelLayout LayoutOf(const GivenBase& base, const zero::Measured& model)
   return layout;
 }
 
-// In keywords of Python's.
-absl::Status InPython(const absl::Status& status) {
-  return {status.code(),
-          absl::StrReplaceAll(std::string(status.message()),
-                              {{tools::kBaseWayOut, "say where they are (base_weights=DIR)"}})};
-}
-
 absl::StatusOr<std::string> Take(const GivenBase& base, const zero::Measured& model,
                                  zero::EngineOptions* options) {
   nlohmann::json record = base.record;
@@ -113,6 +106,13 @@ absl::StatusOr<std::pair<std::vector<std::string>, int>> NamesIn(const std::stri
 
 }  // namespace
 
+absl::Status BaseInPython(const absl::Status& status) {
+  return {status.code(), absl::StrReplaceAll(std::string(status.message()),
+                                             {{tools::kBaseWayOut, "say where they are (base_weights=DIR)"},
+                                              {"--model ", "base_weights "},
+                                              {"leave the flag out", "leave it out"}})};
+}
+
 GivenBase MakeBase(const nlohmann::json& base) {
   GivenBase made;
   if (!base.is_object()) return made;
@@ -132,7 +132,7 @@ GivenBase MakeBase(const nlohmann::json& base) {
 absl::StatusOr<std::string> TakeBase(const GivenBase& base, const zero::Measured& model,
                                      zero::EngineOptions* options) {
   absl::StatusOr<std::string> line = Take(base, model, options);
-  if (!line.ok()) return InPython(line.status());
+  if (!line.ok()) return BaseInPython(line.status());
   return line;
 }
 
@@ -145,7 +145,7 @@ void BindBaseWeights(nb::module_& module) {
           const GilReleased released;
           names = NamesIn(path);
         }
-        if (!names.ok()) Raise(InPython(names.status()), {.path = path});
+        if (!names.ok()) Raise(BaseInPython(names.status()), {.path = path});
         return *std::move(names);
       },
       nb::arg("path"),

@@ -35,6 +35,9 @@ GivenBase MakeBase(const nlohmann::json& base);
 absl::StatusOr<std::string> TakeBase(const GivenBase& base, const zero::Measured& model,
                                      zero::EngineOptions* options);
 
+// An error about such weights in keywords of Python's: base_weights for the command line's --model.
+absl::Status BaseInPython(const absl::Status& status);
+
 void BindBaseWeights(nanobind::module_& module);
 
 }  // namespace penstock::python

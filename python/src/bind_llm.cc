@@ -59,11 +59,12 @@ auto Read(T (LlmText::*get)() const) {
 
 class PyLlm {
  public:
-  PyLlm(std::vector<std::string> directories, std::optional<std::string> tokenizer, uint64_t host_memory,
-        int64_t max_length, int64_t texts, std::string kv, std::string kv_directory, int64_t prompt_lookup,
-        int threads) {
+  PyLlm(std::vector<std::string> directories, std::optional<std::string> tokenizer, std::string base_weights,
+        uint64_t host_memory, int64_t max_length, int64_t texts, std::string kv, std::string kv_directory,
+        int64_t prompt_lookup, int threads) {
     const LlmOptions options = {.directories = std::move(directories),
                                 .tokenizer = std::move(tokenizer),
+                                .base_weights = std::move(base_weights),
                                 .host_memory = host_memory,
                                 .max_length = max_length,
                                 .texts = texts,
@@ -145,11 +146,11 @@ void BindLlm(nb::module_& module) {
     return all;
   });
   nb::class_<PyLlm>(module, "Llm")
-      .def(nb::init<std::vector<std::string>, std::optional<std::string>, uint64_t, int64_t, int64_t,
-                    std::string, std::string, int64_t, int>(),
-           nb::arg("directories"), nb::arg("tokenizer").none(), nb::arg("host_memory"), nb::arg("max_length"),
-           nb::arg("texts"), nb::arg("kv"), nb::arg("kv_directory"), nb::arg("prompt_lookup"),
-           nb::arg("threads"))
+      .def(nb::init<std::vector<std::string>, std::optional<std::string>, std::string, uint64_t, int64_t,
+                    int64_t, std::string, std::string, int64_t, int>(),
+           nb::arg("directories"), nb::arg("tokenizer").none(), nb::arg("base_weights"),
+           nb::arg("host_memory"), nb::arg("max_length"), nb::arg("texts"), nb::arg("kv"),
+           nb::arg("kv_directory"), nb::arg("prompt_lookup"), nb::arg("threads"))
       .def(
           "submit",
           [](PyLlm& llm, std::vector<int64_t> prompt, int64_t tokens, double temperature, int64_t top_k,

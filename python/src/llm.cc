@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/status_macros.h"
+#include "base_weights.h"
 #include "tools/generate/generate_flags.h"
 #include "zero/memory/thread_times.h"
 
@@ -72,11 +73,12 @@ void LlmText::Cancel() {
 absl::StatusOr<std::unique_ptr<Llm>> Llm::Open(const LlmOptions& given) {
   std::unique_ptr<Llm> llm(new Llm());
   std::ostringstream notes;
-  ASSIGN_OR_RETURN(tools::TextModel model,
-                   tools::OpenTextModel(given.directories, given.tokenizer, /*base=*/"", "LLM", notes));
+  absl::StatusOr<tools::TextModel> opened =
+      tools::OpenTextModel(given.directories, given.tokenizer, given.base_weights, "LLM", notes);
+  if (!opened.ok()) return BaseInPython(opened.status());
   for (const absl::string_view line : absl::StrSplit(notes.str(), '\n', absl::SkipEmpty()))
     llm->notes_.emplace_back(line);
-  llm->model_ = std::make_shared<tools::TextModel>(std::move(model));
+  llm->model_ = std::make_shared<tools::TextModel>(*std::move(opened));
   llm->max_length_ = given.max_length > 0 ? given.max_length : std::min(llm->model_->window, kUsualLength);
   if (llm->max_length_ > llm->model_->window || llm->max_length_ < 2) {
     return absl::InvalidArgumentError(absl::StrCat("max_length is ", given.max_length, ": from 2 to the ",

@@ -36,6 +36,7 @@ namespace penstock::python {
 struct LlmOptions {
   std::vector<std::string> directories;
   std::optional<std::string> tokenizer;
+  std::string base_weights;  // of adapters: where the frozen weights lie; "": where the run last read them
   uint64_t host_memory = 0;  // 0: half of what is free
   int64_t max_length = 0;    // of prompt and text together; 0: the model's, at most 4096
   int64_t texts = 8;         // at once, at most

@@ -890,6 +890,7 @@ KEYWORDS = {
         "prompt_lookup": looks_up_prompts,
         "threads": held("test_llm.py: test_several_threads_may_call"),
         "tokenizer": held("test_llm.py: test_chat_writes_the_prompt_of_the_models_own_template"),
+        "base_weights": held("test_llm.py: test_frozen_weights_that_have_moved_are_where_base_weights_says"),
     },
     "LLM.generate": {**of(held(PROGRAM), *TEXTS, "n"), "stop": held("test_llm.py: test_stop_strings_end_a_text_before_them")},
     "LLM.stream": {keyword: of_options("stream")(keyword) for keyword in TEXTS},

@@ -478,3 +478,30 @@ def test_a_forked_child_is_told_that_a_text_is_not_its_own(directory):
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert len(stream.tokens) >= 1
+
+
+def test_frozen_weights_that_have_moved_are_where_base_weights_says(tmp_path):
+    """Of a run of `penstock train --lora-rank`, whose base is read where it lies."""
+    program = os.environ.get("PENSTOCK_PROGRAM") or os.path.join(os.path.dirname(__file__), "..", "..", "build", "release", "bin", "penstock")
+    if not os.path.exists(program):
+        pytest.skip("needs the programs: make build")
+    base, moved, state = tmp_path / "base", tmp_path / "moved", tmp_path / "run"
+    written(base, dtype=torch.bfloat16)
+    (tmp_path / "text.bin").write_bytes(b"".join(token.to_bytes(2, "little") for token in list(range(1, 250)) * 20))
+    words = ["train", "--model", base, "--lora-rank", "4", "--data", tmp_path / "text.bin", "--state-dir", state, "--steps", "2", "--seq", "32", "--batch", "1", "--dtype", "bf16", "--quiet"]
+    done = subprocess.run([program, *map(str, words)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    prompts = [[5, 6, 7], [80, 81]]
+
+    def texts(**options):
+        with penstock.LLM(state, host_memory="256MiB", **options) as llm:
+            return [text.tokens for text in llm.generate(prompts, max_tokens=12)]
+
+    expected = texts()
+    base.rename(moved)
+    assert texts(base_weights=moved) == expected
+    with pytest.raises((OSError, ValueError), match=r"base_weights=DIR") as error:
+        texts()
+    assert "--" not in str(error.value)
+    with pytest.raises(ValueError, match=r"^base_weights .*leave it out"):
+        penstock.LLM(moved, host_memory="256MiB", base_weights=moved)

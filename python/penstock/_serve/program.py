@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-lookup", type=_whole(0, 64), default=0, metavar="N", help="guess up to N tokens from what a text repeats, and verify them in one pass [%(default)s]")
     add("--threads", type=_whole(1, 1024), metavar="N", help="threads that compute [one for each core]")
     add("--tokenizer", metavar="FILE", help="a tokenizer.json or its directory [the model's own]")
+    add("--model", metavar="DIR", help="directory of the frozen weights of a run with adapters, if it has moved [where the run last read them]")
     add("--model-name", metavar="NAME", help="what requests call the model [the name of DIR]")
     add("--queue", type=_whole(0, 1 << 20), default=256, metavar="N", help="texts that wait beside those at hand, at most; more are answered with 429 [%(default)s]")
     add("--max-body", default="16MiB", metavar="SIZE", help="the longest body of a request; longer ones are answered with 413 [%(default)s]")
@@ -135,7 +136,7 @@ def _run(given: argparse.Namespace) -> int:
     with listener:
         llm = LLM(
             given.directory, host_memory, max_length=given.max_length, batch=given.batch, kv=given.kv, kv_dir=given.kv_dir,
-            prompt_lookup=given.prompt_lookup, threads=given.threads, tokenizer=given.tokenizer,
+            prompt_lookup=given.prompt_lookup, threads=given.threads, tokenizer=given.tokenizer, base_weights=given.model,
         )  # fmt: skip
         with llm:
             for note in llm.notes:
