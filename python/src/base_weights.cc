@@ -109,6 +109,8 @@ absl::StatusOr<std::pair<std::vector<std::string>, int>> NamesIn(const std::stri
 absl::Status BaseInPython(const absl::Status& status) {
   return {status.code(), absl::StrReplaceAll(std::string(status.message()),
                                              {{tools::kBaseWayOut, "say where they are (base_weights=DIR)"},
+                                              {"give the `model` that the weights were made for",
+                                               "give the directory that has this model's weights"},
                                               {"--model ", "base_weights "},
                                               {"leave the flag out", "leave it out"}})};
 }
