@@ -249,7 +249,7 @@ absl::Status RemoveLeftover(const std::string& directory, int patience_ms) {
 // Whether the new files can be made while the old ones are there.
 absl::StatusOr<bool> HasRoomForBoth(StoreOptions options, const Layout& layout, std::string_view identity) {
   options.overwrite = false;
-  const absl::Status fits = CheckSpace(options, layout, identity);
+  absl::Status fits = CheckSpace(options, layout, identity);
   if (!fits.ok() && !absl::IsResourceExhausted(fits)) return fits;
   return fits.ok();
 }
