@@ -11,6 +11,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "tests/cufile_abi.h"
+
 namespace {
 
 constexpr uintptr_t kOffset = uintptr_t{1} << 56;  // no address of this program
@@ -24,19 +26,6 @@ char* Real(const void* p) {
   const auto address = reinterpret_cast<uintptr_t>(p);
   return reinterpret_cast<char*>(IsDevice(p) ? address - kOffset : address);
 }
-
-struct Error {
-  int error;
-  int cuda_error;
-};
-struct Descriptor {
-  int type;
-  union {
-    int fd;
-    void* handle;
-  };
-  const void* operations;
-};
 
 thread_local int current = 0;
 constexpr size_t kHeader = 4096;  // before the memory: its length

@@ -9,25 +9,14 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "tests/cufile_abi.h"
+
 namespace {
 
 bool Fails(const char* what) {
   const char* const fault = std::getenv("FAKE_LIBCUFILE_FAULT");
   return fault != nullptr && std::strcmp(fault, what) == 0;
 }
-
-struct Error {
-  int error;
-  int cuda_error;
-};
-struct Descriptor {
-  int type;
-  union {
-    int fd;
-    void* handle;
-  };
-  const void* operations;
-};
 
 int DescriptorOf(void* handle) { return static_cast<int>(reinterpret_cast<intptr_t>(handle)); }
 
