@@ -61,6 +61,13 @@ void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags) {
   app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
 }
 
+void DeclareFrozenWeights(CLI::App& app, std::string& directory) {
+  app.add_option(
+      "--model", directory,
+      "Directory of the frozen weights of a run with --lora-rank, if it has moved [where the run last "
+      "read them]");
+}
+
 absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads,
                                    const OpenGenerateDevice& open_device,
                                    generate::GeneratorOptions* options) {

@@ -30,6 +30,9 @@ struct GenerateMemoryFlags {
 
 void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags);
 
+// --model: where OpenTextModel finds what a run with adapters reads in place.
+void DeclareFrozenWeights(CLI::App& app, std::string& directory);
+
 // Opens what --device names beside the processor, for options of `threads` threads: sets device, compute and
 // wish.device. A program without LibTorch has none. kInvalidArgument names the flag.
 using OpenGenerateDevice =

@@ -169,10 +169,7 @@ int RunPlanGenerate(const OpenGenerateDevice& open_device, int argc, const char*
                  "striped run")
       ->required();
   DeclareGenerateMemory(app, flags.memory);
-  app.add_option(
-      "--model", flags.model,
-      "Directory of the frozen weights of a run with --lora-rank, if it has moved [where the run last "
-      "read them]");
+  DeclareFrozenWeights(app, flags.model);
   app.add_option("--sequences", flags.sequences, "Texts to be generated in all [1]");
   app.add_option("--prompt-tokens", flags.prompt, "Tokens of the longest prompt [128]");
   app.add_option("--tokens", flags.tokens, "Tokens of each text, at most [128]");

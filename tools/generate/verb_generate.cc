@@ -477,10 +477,7 @@ int RunGenerateWith(const OpenGenerateDevice& open_device, int argc, const char*
   DeclareSampling(app, flags.sampling);
   app.add_option("--seed", flags.seed, "Sampling seed; text i of all prompts' uses seed + i [1]");
   app.add_option("--tokenizer", flags.tokenizer, "A tokenizer.json or its directory [the model's own]");
-  app.add_option(
-      "--model", flags.model,
-      "Directory of the frozen weights of a run with --lora-rank, if it has moved [where the run last "
-      "read them]");
+  DeclareFrozenWeights(app, flags.model);
   app.add_option("--report", flags.report, "Write a JSON report of the run: bytes, seconds, tokens/s");
   app.add_flag("--json", flags.json, "Print texts as JSON lines, in the format of --out");
   app.add_flag("--stream", flags.stream, "Print the text while it is generated");

@@ -164,10 +164,7 @@ int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream
                  "What the text begins with; token numbers where the tokens are no bytes [a line break]");
   app.add_option("--tokenizer", flags.tokenizer,
                  "tokenizer.json or its directory [the run's, if it still exists]");
-  app.add_option(
-      "--model", flags.model,
-      "Directory of the frozen weights of a run with --lora-rank, if it has moved [where the run last "
-      "read them]");
+  DeclareFrozenWeights(app, flags.model);
   app.add_option("--tokens", flags.tokens, "Tokens to generate [200]");
   app.add_option("--temperature", flags.temperature,
                  "Sampling temperature; 0 takes the likeliest token each time [0.8]");
