@@ -31,19 +31,17 @@ class _Views:
 
     def __init__(self, views: List[torch.Tensor]) -> None:
         self.views = views
-        self._storages = [view.untyped_storage()._cdata for view in views] if _use_count is not None else []
-        self._alone = self._counts()  # while nobody else has them
-
-    def _counts(self) -> List[int]:
-        assert _use_count is not None or not self._storages
-        return [_use_count(each) for each in self._storages]  # type: ignore[misc]
+        #: Of each: its storage, and how many tensors share that while nobody else has it.
+        self._alone: List[Tuple[int, int]] = []
+        if _use_count is not None:
+            storages = [view.untyped_storage()._cdata for view in views]
+            self._alone = [(storage, _use_count(storage)) for storage in storages]
 
     def kept(self) -> Optional[int]:
-        """The first of them whose memory another tensor shares, while no parameter has it; None: none."""
-        counts = self._counts()
-        if counts == self._alone:
+        """The first of them whose memory another tensor shares, while no parameter has it; None: none, or this torch does not say."""
+        if _use_count is None:
             return None
-        return next((number for number, (count, alone) in enumerate(zip(counts, self._alone)) if count > alone), None)
+        return next((number for number, (storage, alone) in enumerate(self._alone) if _use_count(storage) > alone), None)
 
 
 class Weights:
