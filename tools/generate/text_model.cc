@@ -71,7 +71,8 @@ absl::Status CheckOneOfTwo(const std::string& directory, std::string_view progra
 // Where the frozen weights of a run's record lie: at `base` or, if that is empty, where they were last.
 absl::StatusOr<std::string> FindBase(const nlohmann::json& record, const std::string& base) {
   ASSIGN_OR_RETURN(const nlohmann::json found, CompareBase(record, base, BaseCheck::kTimes, /*quiet=*/false));
-  const std::string path = PathOfBase(found), given = absl::StrCat("--model ", path);
+  std::string path = PathOfBase(found);
+  const std::string given = absl::StrCat("--model ", path);
   ASSIGN_OR_RETURN(const std::string main, models::MainWeightFile(path, given));
   ASSIGN_OR_RETURN(const models::WeightFiles files, models::WeightFilesOf(main, given));
   std::vector<std::string> paths;

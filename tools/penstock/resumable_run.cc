@@ -200,7 +200,7 @@ absl::StatusOr<nlohmann::json> TakeOtherRanks(const run::Config& config,
   const std::string what = absl::StrCat(
       directories.front(), ", a run of ", other.ranks, other.ranks == 1 ? " rank" : " ranks", ", for ",
       engine.world(), from_checkpoint ? absl::StrCat(", from ", newest, ", since parts of it are gone") : "");
-  ASSIGN_OR_RETURN(const nlohmann::json run, run::FindRun(other.from));
+  ASSIGN_OR_RETURN(nlohmann::json run, run::FindRun(other.from));
   if (from_checkpoint) {
     // Each rank may have directories of its own.
     absl::Status of_run = CheckOfRun(run, newest, directories, other.ranks);

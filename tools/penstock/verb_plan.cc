@@ -7,6 +7,7 @@
 #include "base/status_macros.h"
 #include "base/whole_file.h"
 #include "models/families/family.h"
+#include "run/settings.h"
 #include "run/watch/wear_budget.h"
 #include "tiering/advice/what_if.h"
 #include "tools/base/cli.h"

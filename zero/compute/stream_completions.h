@@ -45,6 +45,7 @@ class StreamCompletions {
   StreamCompletions& operator=(const StreamCompletions&) = delete;
 
   // `done` gets `enqueued` if it is an error, else what the device says of the work.
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): both are moved from, which is not seen in a template
   void Add(absl::Status enqueued, Stream stream, Done done) {
     Waiting added{.stream = stream, .event = nullptr, .status = std::move(enqueued), .done = std::move(done)};
     if (added.status.ok()) added.status = Record(stream, &added.event);

@@ -40,8 +40,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr const char* kFailedKey = "failed";
 constexpr int kChannelShift = 56;
-constexpr std::array<const char*, kChannels> kChannelNames = {"setup", "gather", "reduce", "agree",
-                                                              "checkpoint"};
 constexpr const char* kEnd = "the end of the run";
 constexpr size_t kCallsTold = 16;    // the newest
 constexpr double kLongestWait = 60;  // patiences, and however short those are

@@ -34,6 +34,10 @@ namespace {
 using kernels::DType;
 using kernels::cuda::Driver;
 
+std::byte* AddressOf(CUdeviceptr memory) {
+  return reinterpret_cast<std::byte*>(memory);  // NOLINT(performance-no-int-to-ptr): the driver's own type
+}
+
 // Code that is loaded when it is first used, and what libraries allocate past PyTorch's allocator.
 constexpr int64_t kReserve = int64_t{512} << 20;
 // As of zero/compute/libtorch/cuda_device.cc: PyTorch's allocator is LibTorch's.
@@ -236,7 +240,7 @@ absl::Status DriverDevice::TryKernels() {
   CUdeviceptr memory = 0;
   const size_t at_half = kBytes, at_sums = (kBytes + kHalf + 7) / 8 * 8;
   RETURN_IF_ERROR(CheckDriver(driver_.MemAlloc(&memory, at_sums + kSums), "cuMemAlloc"));
-  auto* const in = reinterpret_cast<std::byte*>(memory);
+  auto* const in = AddressOf(memory);
   absl::Status status =
       CheckDriver(driver_.MemcpyHtoDAsync(memory, values.data(), kBytes, own_), "cuMemcpyHtoDAsync");
   if (status.ok())
@@ -321,7 +325,7 @@ absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> DriverDevice::OpenStorage(
     ASSIGN_OR_RETURN(std::shared_ptr<aio::CuFile> loaded, aio::CuFile::Load(use, /*only_past_host=*/true));
     cufile_ = std::move(loaded);
     if (arena_ != 0) {
-      cufile_->Cover(reinterpret_cast<std::byte*>(arena_), arena_bytes_);
+      cufile_->Cover(AddressOf(arena_), arena_bytes_);
       return cufile_;
     }
     size_t free = 0, total = 0;  // less what it took
@@ -343,8 +347,8 @@ absl::StatusOr<std::byte*> DriverDevice::AllocateArena(int64_t bytes) {
   RETURN_IF_ERROR(CheckDriver(driver_.MemsetD8Async(arena_, 0, size, own_), "cuMemsetD8Async"));
   RETURN_IF_ERROR(CheckDriver(driver_.StreamSynchronize(own_), "cuStreamSynchronize"));
   arena_bytes_ = size;
-  if (cufile_ != nullptr) cufile_->Cover(reinterpret_cast<std::byte*>(arena_), arena_bytes_);
-  return reinterpret_cast<std::byte*>(arena_);
+  if (cufile_ != nullptr) cufile_->Cover(AddressOf(arena_), arena_bytes_);
+  return AddressOf(arena_);
 }
 
 absl::Status DriverDevice::RegisterHost(void* memory, int64_t bytes) {
